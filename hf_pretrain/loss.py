@@ -1,0 +1,167 @@
+"""
+The masked, weighted cross-entropy, and the bookkeeping of documents that it shares with the router loss.
+
+With `w[t]` the weight of predicting token `t` from the tokens before it, a step's loss is
+
+    sum of w * CE / sum of w   +   router_aux_loss_coef * sum of aux_d over documents / number of documents
+
+with the sums over all micro-batches of all ranks. This file travels to the Hub with every checkpoint and imports
+nothing of the package.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+IGNORE_INDEX = -100
+
+
+def prediction_weights(labels: torch.Tensor, loss_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Weight of predicting each token from those before it. The first token of a row has none.
+
+    Args:
+        labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): token ids, -100 where nothing is trained.
+        loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): non-negative weights.
+
+    Returns:
+        `torch.FloatTensor` of shape `(batch_size, seq_len)`, float32; column 0 is zero.
+    """
+    weights = (labels != IGNORE_INDEX).float()
+    if loss_mask is not None:
+        if loss_mask.shape != labels.shape:
+            raise ValueError(
+                f"loss_mask has shape {tuple(loss_mask.shape)}, labels {tuple(labels.shape)}: they must be equal, "
+                "loss_mask[:, t] being the weight of predicting labels[:, t]."
+            )
+        weights = weights * loss_mask
+    return torch.cat([torch.zeros_like(weights[:, :1]), weights[:, 1:]], dim=1)
+
+
+def masked_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    loss_mask: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """
+    `sum of w * CE / num_items_in_batch`, in float32, with the labels shifted inside.
+
+    Args:
+        logits (`torch.Tensor` of shape `(batch_size, seq_len, vocab_size)`): `logits[:, t]` predicts token `t + 1`.
+        labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): unshifted, -100 where nothing is trained.
+        loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): weights, aligned with `labels`.
+        num_items_in_batch (`torch.Tensor` or `float`, *optional*): the divisor; the sum of the weights by default.
+
+    Returns:
+        `torch.FloatTensor`: a scalar, in nats. Zero, with zero gradients, where all weights are zero.
+    """
+    weights = prediction_weights(labels, loss_mask)[:, 1:].reshape(-1)
+    targets = labels[:, 1:].reshape(-1)
+    token_losses = F.cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets, ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    total = (token_losses * weights).sum()
+    if num_items_in_batch is None:
+        num_items_in_batch = weights.sum()
+        # An all-masked batch has nothing to divide by: its sum is zero and stays so.
+        num_items_in_batch = torch.where(num_items_in_batch > 0, num_items_in_batch, 1.0)
+    return total / num_items_in_batch
+
+
+class Documents(NamedTuple):
+    """
+    Which document each token of a batch belongs to.
+
+    Attributes:
+        index (`torch.LongTensor` of shape `(batch_size * seq_len,)`): number of the document, counted through the batch.
+        token_mask (`torch.BoolTensor` of shape `(batch_size * seq_len,)`): tokens that count: not padding, and in a
+            document that trains something.
+        count (`torch.LongTensor`, scalar): documents with a token that counts.
+    """
+
+    index: torch.Tensor
+    token_mask: torch.Tensor
+    count: torch.Tensor
+
+
+def find_documents(
+    shape: torch.Size | tuple[int, int],
+    *,
+    device: torch.device | None = None,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
+) -> Documents:
+    """
+    Finds the documents of a batch. A document begins with each row and wherever `position_ids` does not go on by one
+    (beside an `attention_mask`, whose padding may hold any position: wherever it is 0). Padding does not count; where
+    `labels` are given, nor does a document without any trained token (padding of packed rows, a row that fills up the
+    last batch).
+
+    Args:
+        shape (`tuple` of `batch_size, seq_len`): of the batch.
+        position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)` or `(1, seq_len)`, *optional*)
+        attention_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): 1 for tokens, 0 for padding.
+        labels, loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): as in `masked_cross_entropy`.
+    """
+    starts = torch.zeros(shape, dtype=torch.bool, device=device)
+    starts[:, 0] = True
+    if position_ids is not None and attention_mask is None:
+        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    elif position_ids is not None:
+        starts[:, 1:] = position_ids[:, 1:] == 0
+    index = starts.flatten().cumsum(0) - 1
+
+    token_mask = torch.ones_like(starts).flatten()
+    if attention_mask is not None and attention_mask.dim() == 2:
+        token_mask = attention_mask.bool().flatten()
+    if labels is not None:
+        trained = (prediction_weights(labels, loss_mask) > 0).flatten()
+        token_mask = token_mask & (_sum_by(index, trained.float())[index] > 0)
+    count = (_sum_by(index, token_mask.float()) > 0).sum()
+    return Documents(index, token_mask, count)
+
+
+def _sum_by(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Sums `values (num_tokens, ...)` by document, without asking the device how many there are."""
+    return torch.zeros_like(values).index_add_(0, index, values)
+
+
+def router_loss(
+    router_logits: tuple[torch.Tensor, ...], top_k: int, documents: Documents, *, level: str = "sequence"
+) -> torch.Tensor:
+    """
+    The load-balancing loss of Switch Transformers (https://huggingface.co/papers/2101.03961, equations 4 to 6), summed
+    over layers and averaged over documents: for each document `E * sum over experts of f_e * P_e`, with `f_e` the share
+    of its top-k choices that went to expert `e` and `P_e` the mean probability that its tokens give to `e`. It is 1 a
+    layer where the load is even.
+
+    Args:
+        router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one a layer.
+        top_k (`int`): experts a token is sent to.
+        documents ([`Documents`]): from [`find_documents`].
+        level (`str`): `"sequence"`, or `"batch"` for one loss over all tokens that count.
+
+    Returns:
+        `torch.FloatTensor`: a scalar, unscaled by the coefficient; zero where no document counts.
+    """
+    mask = documents.token_mask.float().unsqueeze(-1)
+    index = documents.index if level == "sequence" else torch.zeros_like(documents.index)
+    num_tokens = _sum_by(index, mask)
+    total = router_logits[0].new_zeros((), dtype=torch.float32)
+    for logits in router_logits:
+        probabilities = logits.float().softmax(dim=-1)
+        chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+        load = _sum_by(index, chosen * mask) / (num_tokens * top_k).clamp(min=1)
+        mean_probability = _sum_by(index, probabilities * mask) / num_tokens.clamp(min=1)
+        total = total + logits.shape[-1] * (load * mean_probability).sum()
+    num_groups = documents.count if level == "sequence" else documents.count.clamp(max=1)
+    return total / num_groups.clamp(min=1)
+
+
+__all__ = ["IGNORE_INDEX", "Documents", "find_documents", "masked_cross_entropy", "prediction_weights", "router_loss"]

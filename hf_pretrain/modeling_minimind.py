@@ -1,0 +1,600 @@
+"""
+The MiniMind model: a decoder with grouped-query attention, rotary positions from a complex table, SwiGLU, RMSNorm, and
+optionally a mixture of experts (https://github.com/jingyaogong/minimind).
+
+The whole model is this file. It travels to the Hub with every checkpoint, beside `configuration_minimind.py` and
+`loss.py`, and imports nothing else of the package. From a token to the loss:
+
+    embed_tokens -> layers x (input_layernorm -> self_attn -> post_attention_layernorm -> mlp) -> norm -> lm_head
+    -> masked cross-entropy + router_aux_loss_coef * router loss
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.integrations.moe import use_experts_implementation
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_minimind import MiniMindConfig
+from .loss import find_documents, masked_cross_entropy, prediction_weights, router_loss
+
+
+def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
+    """
+    The rotary table: `pos_cis[p, i] = scale * exp(1j * p / theta ** (2 * i / head_dim))`, with the frequencies
+    rescaled where `rope_parameters` ask for it (YaRN and the other static types), after
+    https://huggingface.co/papers/2104.09864.
+
+    Returns:
+        `torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64, always computed on the CPU, so
+        that every device holds the same bits.
+
+    Raises:
+        `ValueError`: for a `rope_type` whose frequencies change with the length of the input.
+    """
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type in ("dynamic", "longrope"):
+        raise ValueError(f'rope_type="{rope_type}" depends on the input\'s length; MiniMind keeps one table: use "yarn".')
+    # NOTE: from integer ranges, because DeepSpeed's zero.Init turns the constructors of float tensors to its own dtype.
+    with torch.device("cpu"):
+        if rope_type == "default":
+            exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+            frequencies, scale = 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        angles = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies.float())
+        return torch.polar(torch.full_like(angles, scale), angles)
+
+
+def apply_rotary_pos_emb(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Turns neighbouring channels `(2i, 2i + 1)` of each head as one complex number, in float32.
+
+    Args:
+        query, key (`torch.Tensor` of shape `(batch_size, num_heads, seq_len, head_dim)`)
+        cos, sin (`torch.FloatTensor` of shape `(batch_size, 1, seq_len, head_dim // 2)`)
+    """
+
+    def rotate(states: torch.Tensor) -> torch.Tensor:
+        real, imaginary = states.float().unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
+        return rotated.flatten(-2).type_as(states)
+
+    return rotate(query), rotate(key)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out; the reference for every other implementation. Returns output and attention weights."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(query)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class MiniMindRMSNorm(nn.Module):
+    """`weight * x / sqrt(mean(x ** 2) + eps)`, computed in float32 (https://huggingface.co/papers/1910.07467)."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        states = hidden_states.float()
+        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * states.type_as(hidden_states)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class MiniMindRotaryEmbedding(nn.Module):
+    """
+    Owns the complex rotary table.
+
+    Buffers:
+        pos_cis (`torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64): not saved; recomputed
+            when a model is built or loaded, moved between devices but never cast.
+    """
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.config = config
+        self.register_buffer("pos_cis", precompute_pos_cis(config), persistent=False)
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        # NOTE: `module.to(torch.bfloat16)` would drop the imaginary part. Only the device is taken from `fn`.
+        device = fn(torch.empty(0, device=self.pos_cis.device)).device
+        table = precompute_pos_cis(self.config) if self.pos_cis.is_meta else self.pos_cis
+        self.pos_cis = table.to(device)
+        return self
+
+    def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
+
+        Returns:
+            cos and sin, `torch.FloatTensor` of shape `(batch_size, 1, seq_len, head_dim // 2)`.
+        """
+        # The real view: compilers generate no code for complex numbers.
+        cos, sin = torch.view_as_real(self.pos_cis)[position_ids].unbind(-1)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+class MiniMindAttention(nn.Module):
+    """Causal grouped-query attention with rotary positions and, in v3, an RMSNorm on each query and key head."""
+
+    def __init__(self, config: MiniMindConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.dropout
+        self.is_causal = True
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        input_shape = hidden_states.shape[:-1]
+        head_shape = (*input_shape, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(head_shape)
+        key = self.k_proj(hidden_states).view(head_shape)
+        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, num_heads, seq_len, head_dim)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+
+
+class MiniMindMLP(nn.Module):
+    """SwiGLU: `down(act(gate(x)) * up(x))` (https://huggingface.co/papers/2002.05202)."""
+
+    def __init__(self, config: MiniMindConfig, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class MiniMindTopKRouter(nn.Module):
+    """Softmax scores over the experts, of which the top k are kept."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
+
+        Returns:
+            logits `(num_tokens, num_experts)`, weights `(num_tokens, top_k)`, expert numbers `(num_tokens, top_k)`.
+        """
+        router_logits = F.linear(hidden_states, self.weight)
+        weights, experts = router_logits.float().softmax(dim=-1).topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return router_logits, weights.type_as(hidden_states), experts
+
+
+@use_experts_implementation
+class MiniMindExperts(nn.Module):
+    """
+    The experts as two stacked parameters, so that no rank can disagree about which of them ran. transformers' experts
+    interface replaces `forward` by grouped or batched matrix products; the loop here is the reference.
+
+    Parameters:
+        gate_up_proj of shape `(num_experts, 2 * moe_intermediate_size, hidden_size)`: gate above up.
+        down_proj of shape `(num_experts, hidden_size, moe_intermediate_size)`.
+    """
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
+            top_k_index, top_k_weights (`torch.Tensor` of shape `(num_tokens, top_k)`)
+        """
+        output = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            # Every expert runs, on no token if need be: a rank that skipped one would hang the others under ZeRO-3.
+            tokens, slots = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            expert_output = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            output = output.index_add(0, tokens, (expert_output * top_k_weights[tokens, slots, None]).type_as(output))
+        return output
+
+
+class MiniMindSparseMoeBlock(nn.Module):
+    """Routed experts, plus shared ones that every token passes through: `n` of them are one SwiGLU of `n` widths."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.gate = MiniMindTopKRouter(config)
+        self.experts = MiniMindExperts(config)
+        self.shared_experts = (
+            MiniMindMLP(config, config.num_shared_experts * config.moe_intermediate_size)
+            if config.num_shared_experts
+            else None
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, experts = self.gate(tokens)
+        output = self.experts(tokens, experts, weights)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(tokens)
+        return output.reshape(hidden_states.shape)
+
+
+class MiniMindDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: MiniMindConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = MiniMindAttention(config, layer_idx)
+        self.mlp = (
+            MiniMindSparseMoeBlock(config) if config.num_experts else MiniMindMLP(config, config.intermediate_size)
+        )
+        self.input_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        attention_output, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = hidden_states + self.dropout(attention_output)
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class MiniMindPreTrainedModel(PreTrainedModel):
+    config: MiniMindConfig
+    config_class = MiniMindConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MiniMindDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "router_logits": OutputRecorder(MiniMindTopKRouter, index=0),
+        "hidden_states": MiniMindDecoderLayer,
+        "attentions": MiniMindAttention,
+    }
+    # DDP need not broadcast a table that every rank computes alike; NCCL has refused complex ones (pytorch#71613).
+    _ddp_params_and_buffers_to_ignore = {"rotary_emb.pos_cis", "model.rotary_emb.pos_cis"}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, MiniMindExperts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, MiniMindTopKRouter):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, MiniMindRotaryEmbedding):
+            # NOTE: `from_pretrained` builds on the meta device and refills this buffer with uninitialised memory.
+            init.copy_(module.pos_cis, precompute_pos_cis(self.config))
+
+
+class MiniMindModel(MiniMindPreTrainedModel):
+    """The decoder without a head. Takes ids or embeddings, returns the hidden states after the last norm."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(MiniMindDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = MiniMindRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _check_positions(self, position_ids: torch.Tensor, length: int):
+        """
+        Raises `ValueError` for positions past the rotary table. Reading positions back from a GPU would stall it, so
+        there the length decides; an index past the table fails on the device itself.
+        """
+        limit = self.config.max_position_embeddings
+        if position_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            length = int(position_ids.max()) + 1
+        if length > limit:
+            raise ValueError(
+                f"Position {length - 1} lies past the rotary table of {limit} positions (max_position_embeddings). "
+                "Shorten the input (--max_length), or build the model with a larger max_position_embeddings."
+            )
+
+    @staticmethod
+    def _unmask_packed_rows(attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
+        """
+        transformers keeps packed documents apart only where `attention_mask is None`. A mask of ones says nothing and
+        is dropped; a mask with padding beside restarting positions is ambiguous and refused with a `ValueError`.
+        """
+        mask = attention_mask.bool()
+        restarts = (position_ids[:, 1:] == 0) & mask[:, 1:] & mask[:, :-1]
+        if not restarts.any():
+            return attention_mask
+        if mask.all():
+            return None
+        raise ValueError(
+            "position_ids restart inside a row (packed documents) and attention_mask marks padding: pass one of them. "
+            "Packed rows take attention_mask=None and count their padding as a last document."
+        )
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MoeModelOutputWithPast:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
+            attention_mask (`torch.Tensor` of shape `(batch_size, past_len + seq_len)`, *optional*): 0 for padding.
+            position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): a restart at 0 begins a new
+                document, which sees nothing of the one before.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, seq_len, hidden_size)`, *optional*): instead of
+                `input_ids`.
+
+        Raises:
+            `ValueError`: both or neither of `input_ids` and `inputs_embeds`; a position past the rotary table; packed
+                positions together with padding in `attention_mask`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        seq_len = inputs_embeds.shape[1]
+        past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
+
+        if position_ids is None:
+            position_ids = (torch.arange(seq_len, device=inputs_embeds.device) + past_len).unsqueeze(0)
+        elif attention_mask is not None and attention_mask.shape == position_ids.shape:
+            if not torch.compiler.is_compiling():
+                attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
+        self._check_positions(position_ids, seq_len)
+
+        # NOTE: made before the cache is: beside a cache, even an empty one, transformers no longer looks for packed rows.
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        position_embeddings = self.rotary_emb(position_ids)
+        hidden_states = self.dropout(inputs_embeds)
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = layer(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=causal_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+@dataclass
+class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    """
+    transformers' output for language models with experts, and one field more.
+
+    Args:
+        loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats.
+        ce_loss (`torch.FloatTensor`, scalar): the masked cross-entropy alone.
+        aux_loss (`torch.FloatTensor`, scalar): the router loss, not multiplied by its coefficient.
+    """
+
+    ce_loss: torch.FloatTensor | None = None
+
+
+class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
+    """MiniMind with a language-modelling head, the masked loss and the router loss."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__(config)
+        self.model = MiniMindModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | float | None = None,
+        num_documents_in_batch: torch.Tensor | float | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MiniMindCausalLMOutputWithPast:
+        """
+        Args:
+            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): unshifted token ids, -100 where
+                nothing is trained.
+            loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): non-negative weight of predicting
+                each label.
+            num_items_in_batch (scalar, *optional*): divisor of the cross-entropy, the sum of the weights over all
+                micro-batches of all ranks; by default over this call.
+            num_documents_in_batch (scalar, *optional*): the same for the router loss, in documents. Without it, and
+                with `num_items_in_batch`, the router loss is weighted by this call's share of the items.
+            output_router_logits (`bool`, *optional*): return the router logits of every layer, and `aux_loss` even
+                without `labels`.
+
+        See [`MiniMindModel.forward`] for the rest.
+        """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        needs_router_loss = bool(self.config.num_experts) and (labels is not None or output_router_logits)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=needs_router_loss,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+
+        loss = ce_loss = aux_loss = None
+        if labels is not None:
+            ce_loss = masked_cross_entropy(logits, labels, loss_mask=loss_mask, num_items_in_batch=num_items_in_batch)
+            loss = ce_loss
+        if needs_router_loss:
+            documents = find_documents(
+                hidden_states.shape[:2],
+                device=hidden_states.device,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                loss_mask=loss_mask,
+            )
+            aux_loss = router_loss(
+                outputs.router_logits,
+                self.config.num_experts_per_tok,
+                documents,
+                level=self.config.router_aux_loss_level,
+            )
+            if num_documents_in_batch is not None:
+                aux_loss = aux_loss * (documents.count / num_documents_in_batch)
+            elif num_items_in_batch is not None and labels is not None:
+                aux_loss = aux_loss * (prediction_weights(labels, loss_mask).sum() / num_items_in_batch)
+            if labels is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss
+
+        return MiniMindCausalLMOutputWithPast(
+            loss=loss,
+            ce_loss=ce_loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits if output_router_logits else None,
+        )
+
+
+__all__ = ["MiniMindForCausalLM", "MiniMindModel", "MiniMindPreTrainedModel"]
