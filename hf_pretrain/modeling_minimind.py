@@ -510,6 +510,13 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def gather_sharded_state_dict_for_save(self, *args, **kwargs) -> dict[str, torch.Tensor]:
+        # NOTE: what DeepSpeed or FSDP gathered are copies, in which nothing would recognise one matrix for both ends.
+        state_dict = super().gather_sharded_state_dict_for_save(*args, **kwargs)
+        if self.config.tie_word_embeddings:
+            state_dict.pop("lm_head.weight", None)
+        return state_dict
+
     @can_return_tuple
     def forward(
         self,

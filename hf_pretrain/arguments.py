@@ -1,0 +1,273 @@
+"""
+What users type: the dataclasses behind every training recipe's flags, and the parser that reads them.
+
+`--config file.yaml` gives defaults, the command line wins, and a key that no dataclass knows is an error.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from transformers import HfArgumentParser, PreTrainedTokenizerBase, TrainingArguments
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+from .configuration_minimind import PRESETS, MiniMindConfig
+from .modeling_minimind import MiniMindForCausalLM
+from .tokenization import check_tokenizer
+
+
+logger = logging.get_logger(__name__)
+
+
+def default_preset() -> str:
+    """The preset that this machine can train in a sitting."""
+    return "minimind2-small" if torch.cuda.is_available() else "tiny"
+
+
+@dataclass
+class ModelArguments:
+    """Which model to train."""
+
+    model_preset: str | None = field(
+        default=None,
+        metadata={"help": f"One of {', '.join(PRESETS)}. By default minimind2-small on a GPU, tiny on a CPU."},
+    )
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Start from this checkpoint directory or Hub id instead of from scratch."}
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Config fields on top of the preset: num_hidden_layers=4,hidden_size=128"}
+    )
+    tokenizer_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Tokenizer directory or Hub id. Without it, one is trained on the data and kept with the run."},
+    )
+    vocab_size: int = field(default=6400, metadata={"help": "Entries of a tokenizer that is trained here."})
+    attn_implementation: str = field(
+        default="auto", metadata={"help": "auto, eager, sdpa, flex_attention or flash_attention_2."}
+    )
+    fsdp_size: int = field(
+        default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
+    )
+
+    def __post_init__(self):
+        if self.model_preset is not None and self.model_preset not in PRESETS:
+            raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """`config_overrides` as a dictionary. Raises `ValueError` for an item that is not `name=value`."""
+        items = [item for item in (self.config_overrides or "").split(",") if item]
+        for item in items:
+            if "=" not in item:
+                raise ValueError(f"--config_overrides: {item!r} is not of the form name=value.")
+        return {name.strip(): yaml.safe_load(value) for name, value in (item.split("=", 1) for item in items)}
+
+    def load_model(self, tokenizer: PreTrainedTokenizerBase) -> MiniMindForCausalLM:
+        """
+        The model that these arguments ask for, in float32, with the special tokens of `tokenizer`.
+
+        Raises:
+            `ValueError`: for an unknown config field, a tokenizer whose ids exceed the vocabulary, or a checkpoint
+                that this package did not write.
+        """
+        for name in self.overrides:
+            if name not in {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys():
+                raise ValueError(f"--config_overrides: {name!r} is not a field of MiniMindConfig.")
+        if self.model_name_or_path:
+            config = MiniMindConfig.from_pretrained(self.model_name_or_path, **self.overrides)
+        else:
+            special_tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+            config = MiniMindConfig(**{**PRESETS[self.model_preset or default_preset()], **special_tokens, **self.overrides})
+        check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=self.tokenizer_name_or_path or "the trained one")
+
+        attn_implementation = "sdpa" if self.attn_implementation == "auto" else self.attn_implementation
+        loading: dict[str, Any] = {"config": config, "attn_implementation": attn_implementation, "dtype": torch.float32}
+        if self.fsdp_size > 1:
+            loading["distributed_config"] = DistributedConfig(fsdp_size=self.fsdp_size)
+        if self.model_name_or_path:
+            return MiniMindForCausalLM.from_pretrained(self.model_name_or_path, **loading)
+        # Built whole on every rank, also under ZeRO-3: the first weights are then the same bits under every launcher.
+        config._attn_implementation = attn_implementation
+        model = MiniMindForCausalLM(config)
+        if self.fsdp_size > 1:
+            return MiniMindForCausalLM.from_pretrained(None, state_dict=model.state_dict(), **loading)
+        return model
+
+
+@dataclass
+class DataArguments:
+    """Which text to train on, and how it becomes rows."""
+
+    dataset_name: list[str] = field(
+        default_factory=lambda: ["embedded"],
+        metadata={"help": "One or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision."},
+    )
+    dataset_weights: list[float] | None = field(
+        default=None, metadata={"help": "How often each dataset is drawn from; by default they are concatenated."}
+    )
+    streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
+    text_column: str = field(default="text", metadata={"help": "The column or JSON field that holds the text."})
+    validation_fraction: float = field(
+        default=0.01, metadata={"help": "Share of the documents that is held out, chosen by a hash of their text."}
+    )
+    num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize; all cores by default."})
+    max_length: int = field(default=512, metadata={"help": "Tokens a row."})
+    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), wrapped, or none."})
+    max_rejected_ratio: float = field(
+        default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they go to rejected.jsonl."}
+    )
+
+
+@dataclass
+class LMTrainingArguments(TrainingArguments):
+    """transformers' `TrainingArguments` with defaults that hold for language models of this size."""
+
+    output_dir: str | None = field(default="out/pretrain", metadata={"help": "Where the run goes."})
+    # Unset means auto; declared as a plain bool so that a bare `--bf16` stays a flag.
+    bf16: bool = field(
+        default=cast(bool, None),
+        metadata={"help": "bfloat16 autocast. On where the hardware has it unless `--bf16 false`."},
+    )
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
+    lr_scheduler_type: str = field(
+        default="cosine_with_min_lr",
+        metadata={"help": "cosine_with_min_lr (to 10 %), warmup_stable_decay (last 20 %), or any of transformers'."},
+    )
+    warmup_steps: float = field(default=0.02, metadata={"help": "Steps, or below 1 the share of all steps."})
+    weight_decay: float = field(default=0.1, metadata={"help": "On matrices only."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second decay rate."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the rows."})
+    eval_strategy: str = field(default="steps", metadata={"help": "no, steps or epoch."})
+    eval_steps: float | None = field(default=0.1, metadata={"help": "Steps, or below 1 the share of all steps."})
+    save_steps: float = field(default=0.1, metadata={"help": "Steps, or below 1 the share of all steps."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps, or below 1 the share of all steps."})
+    # A filter that hides a NaN would let a broken run look healthy.
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave non-finite losses out of the log."})
+    include_num_input_tokens_seen: str = field(default="non_padding", metadata={"help": "no, all or non_padding."})
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter is used."})
+    ddp_broadcast_buffers: bool | None = field(default=False, metadata={"help": "Buffers are equal by construction."})
+
+    def __post_init__(self):
+        if self.accelerator_config is None:
+            # Every rank reads a stream itself; the trainer fills up its last batch.
+            self.accelerator_config = {"dispatch_batches": False}
+        schedule = str(self.lr_scheduler_type)
+        if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
+            self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
+        # Trainer refuses bf16 on a machine without an accelerator unless it is told that this is meant.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and (
+                torch.cpu._is_avx512_bf16_supported()
+                if self.use_cpu
+                else torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+            )
+        self._check_launch()
+        super().__post_init__()
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"One process sees {self.n_gpu} GPUs and would use nn.DataParallel, which breaks the complex rotary "
+                f"table. Launch one process a GPU: torchrun --standalone --nproc_per_node {self.n_gpu} "
+                f"{' '.join(sys.argv)}"
+            )
+        if self.device.type == "cpu" and (self.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"):
+            raise ValueError(
+                "accelerate turns FSDP on CPU processes into DDP without a word. On CPU launch with torchrun and pass "
+                "--fsdp_size N, which shards through transformers itself."
+            )
+
+    def _check_launch(self):
+        """Meets mistakes in the launch command before any process group is set up."""
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        num_gpus = torch.cuda.device_count()
+        if not self.use_cpu and 0 < num_gpus < local_world_size:
+            raise ValueError(
+                f"{local_world_size} processes were started on this machine but it has {num_gpus} GPU(s) to offer: "
+                f"start at most {num_gpus}, or pass --use_cpu."
+            )
+        if self.deepspeed and isinstance(self.deepspeed, str):
+            path = Path(self.deepspeed)
+            if not path.is_file():
+                raise ValueError(f"--deepspeed {path}: no such file. The repository's are in ds_configs/.")
+            for block in ("optimizer", "scheduler"):
+                if block in json.loads(path.read_text()):
+                    logger.warning(
+                        f"{path} has a `{block}` block: it overrides --optim, --learning_rate and --lr_scheduler_type "
+                        "of this run. Remove the block to let the recipe decide."
+                    )
+
+
+def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:
+    return [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
+
+
+def _yaml_to_argv(path: str, known_keys: list[str]) -> list[str]:
+    """Turns a YAML file into command-line words, so that its values are checked as typed ones are."""
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"--config {path}: no such file.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold `key: value` lines.")
+    argv = []
+    for key, value in content.items():
+        if key not in known_keys:
+            nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
+            raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
+        if isinstance(value, list):
+            argv += [f"--{key}", *map(str, value)]
+        elif value is not None:
+            argv.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
+    return argv
+
+
+def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] | None = None) -> tuple[Any, ...]:
+    """
+    Parses the command line into instances of `dataclass_types`.
+
+    Args:
+        stage (`str`): where no `--config` is given, `recipes/<preset>/<stage>.yaml` beside the recipe is read, with
+            the preset of `--model_preset`, or the default for this machine.
+        argv (`list[str]`, *optional*): the words after the program's name; `sys.argv[1:]` by default.
+
+    Raises:
+        `ValueError`: for an unknown YAML key or flag, naming the nearest known one, or a value of the wrong type.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
+    parser.add_argument("--config", help="A YAML file of all these; the command line wins.")
+    known_keys = _known_keys(dataclass_types)
+
+    known, _ = parser.parse_known_args(argv)
+    config = known.config or _default_config(known, stage)
+    defaults = _yaml_to_argv(config, known_keys) if config else []
+    namespace, rest = parser.parse_known_args(defaults + argv)
+    unknown = [word for word in rest if word.startswith("--")]
+    if rest:
+        word = (unknown or rest)[0]
+        nearest = difflib.get_close_matches(word.lstrip("-").split("=")[0], known_keys, n=1, cutoff=0)[0]
+        raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
+    del namespace.config
+    return parser.parse_dict(vars(namespace), allow_extra_keys=False)
+
+
+def _default_config(known: Any, stage: str) -> str | None:
+    """The YAML of the preset, from the repository that the running recipe belongs to."""
+    if known.model_name_or_path:
+        return None
+    path = Path(sys.argv[0]).resolve().parent / (known.model_preset or default_preset()) / f"{stage}.yaml"
+    return str(path) if path.is_file() else None

@@ -1,0 +1,67 @@
+"""From rows to a batch of tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class DataCollatorForPackedRows:
+    """
+    Batches rows of documents, padding on the right.
+
+    There is no attention mask: documents are told apart by `position_ids`, which begin at 0 in each one. The padding
+    of a row is like one more document without labels.
+
+    Args:
+        pad_token_id (`int`): fills rows up.
+        max_length (`int`, *optional*): length of every batch; by default that of its longest row.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """
+        Args:
+            features (`list[dict]`): rows with `input_ids`, `seq_lengths` (lengths of the documents in it) and, in all
+                rows or none, `loss_mask`, one weight for each of `input_ids`.
+
+        Returns:
+            `dict`: `input_ids`, `labels` and `position_ids`, `torch.int64` of shape `(batch_size, seq_len)`. Labels
+            are -100 at the first token of each document, in the padding and where the weight is 0. With `loss_mask`
+            in the rows, also `loss_mask`, `torch.float32` of the same shape, 0 where labels are -100.
+
+        Raises:
+            `ValueError`: if a row is longer than `max_length`, or its documents' lengths do not sum to its own.
+        """
+        lengths = [len(feature["input_ids"]) for feature in features]
+        seq_len = self.max_length or max(lengths)
+        if max(lengths) > seq_len:
+            raise ValueError(
+                f"A row of {max(lengths)} tokens is longer than max_length={seq_len}; prepare the rows with that length."
+            )
+        shape = (len(features), seq_len)
+        input_ids = torch.full(shape, self.pad_token_id, dtype=torch.long)
+        labels = torch.full(shape, -100, dtype=torch.long)
+        position_ids = torch.zeros(shape, dtype=torch.long)
+        loss_mask = torch.zeros(shape, dtype=torch.float32) if "loss_mask" in features[0] else None
+        for row, (feature, length) in enumerate(zip(features, lengths, strict=True)):
+            seq_lengths = torch.as_tensor(feature["seq_lengths"])
+            if seq_lengths.sum() != length:
+                raise ValueError(f"seq_lengths {feature['seq_lengths']} do not sum to the row's {length} tokens.")
+            starts = seq_lengths.cumsum(0) - seq_lengths
+            position_ids[row] = torch.arange(seq_len)
+            position_ids[row, :length] -= starts.repeat_interleave(seq_lengths)
+            position_ids[row, length:] -= length
+            input_ids[row, :length] = torch.as_tensor(feature["input_ids"])
+            labels[row, :length] = input_ids[row, :length]
+            labels[row, starts] = -100
+            if loss_mask is not None:
+                loss_mask[row, :length] = torch.as_tensor(feature["loss_mask"], dtype=torch.float32)
+        batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        if loss_mask is not None:
+            labels.masked_fill_(loss_mask == 0, -100)
+            batch["loss_mask"] = loss_mask.masked_fill(labels == -100, 0.0)
+        return batch

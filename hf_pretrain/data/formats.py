@@ -1,0 +1,240 @@
+"""
+From files to records, and from records to the one internal form: a document `{"text": str}`.
+
+What cannot be one becomes a [`BadRecord`], whose reason says what is wrong and what to do about it in words that do not
+depend on the line, so that equal faults can be counted together.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet")
+COMPRESSIONS = (".gz", ".zst")
+CHUNK_BYTES = 1 << 20
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class BadRecord(Exception):
+    """
+    A record that cannot be trained on.
+
+    Args:
+        reason (`str`): what is wrong with it and what to do.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+def read_text(record: Any, *, text_column: str) -> str:
+    """
+    The text of one record.
+
+    Args:
+        record (`Any`): what was parsed, a `dict` if all is well.
+        text_column (`str`): the key that holds the text.
+
+    Raises:
+        `BadRecord`: if the record is no object, lacks the column, or holds something there that is no text, is empty,
+            or contains half a surrogate pair or a NUL character.
+    """
+    if not isinstance(record, dict):
+        raise BadRecord(f"not an object but {_json_type(record)}; write it as {{{text_column!r}: ...}}")
+    if text_column not in record:
+        raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); pass --text_column")
+    text = record[text_column]
+    if not isinstance(text, str):
+        raise BadRecord(f"column {text_column!r} holds {_json_type(text)}, not text; quote it or drop the line")
+    if not text.strip():
+        raise BadRecord(f"column {text_column!r} is empty; drop the line")
+    if SURROGATE.search(text):
+        raise BadRecord(f"column {text_column!r} holds half a surrogate pair, which is no text; encode it again")
+    if "\0" in text:
+        raise BadRecord(f"column {text_column!r} holds a NUL character; remove it")
+    return text
+
+
+def _json_type(value: Any) -> str:
+    """What JSON calls the type of a value."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array"}
+    return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
+
+
+def file_format(path: Path) -> str | None:
+    """The member of `EXTENSIONS` that a file's name ends in, compressed or not; `None` for any other file."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    extension = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
+    return extension if extension in EXTENSIONS and not (is_compressed and extension == ".parquet") else None
+
+
+def read_file(path: Path, *, text_column: str) -> Iterator[tuple[int, Any]]:
+    """
+    The records of a file, each with its number.
+
+    Args:
+        path (`Path`): a file with a [`file_format`].
+        text_column (`str`): the column to read of a parquet file, and the key that text of a `.txt` file is put under.
+
+    Yields:
+        `tuple[int, Any]`: the line of a JSONL or `.txt` document, the place in a JSON array or parquet file, counted
+        from 1; and what was parsed, or a [`BadRecord`]. Number 0 comes with a `BadRecord` on the file as a whole, or
+        on its rest if other records came before.
+    """
+    extension = file_format(path)
+    try:
+        if extension == ".parquet":
+            yield from _read_parquet(path, text_column)
+        elif extension == ".txt":
+            yield from _read_paragraphs(_lines(_decompressed(path)), text_column)
+        elif extension == ".json" and _starts_array(path):
+            yield from _read_array(b"".join(_decompressed(path)))
+        else:
+            yield from _read_json_lines(_lines(_decompressed(path)))
+    except EOFError:
+        yield 0, BadRecord("the compressed file ends early, its rest is lost; write it again")
+    except (gzip.BadGzipFile, zlib.error) as error:
+        yield 0, BadRecord(f"the compressed file is damaged ({error}); write it again")
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    """A file's bytes in chunks; `EOFError` or an error of the decompressor if they are not whole."""
+    if path.suffix.lower() == ".zst":
+        yield from _zstd_chunks(path)
+        return
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _zstd_chunks(path: Path) -> Iterator[bytes]:
+    """Decompressed bytes of a file of one or more zstd frames."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ImportError(f'Reading {path} needs zstandard: pip install "hf_pretrain[zstd]"') from error
+    # NOTE: zstandard's stream_reader takes a file that was cut off for a whole one; a decompressobj knows its end.
+    decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield decompressor.decompress(chunk)
+    except zstandard.ZstdError as error:
+        raise zlib.error(str(error)) from error
+    if not decompressor.eof:
+        raise EOFError
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines without their ends, counted from 1; a byte order mark is dropped."""
+    number, pieces = 0, []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        pieces.append(first)
+        for other in others:
+            number += 1
+            yield number, _strip_line(number, b"".join(pieces))
+            pieces = [other]
+    if any(pieces):
+        yield number + 1, _strip_line(number + 1, b"".join(pieces))
+
+
+def _strip_line(number: int, line: bytes) -> bytes:
+    return (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
+
+
+def _read_json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, Any]]:
+    for number, line in lines:
+        if line.strip():
+            yield number, _parse_json(line)
+
+
+def _read_paragraphs(lines: Iterable[tuple[int, bytes]], text_column: str) -> Iterator[tuple[int, Any]]:
+    """Runs of lines between blank ones, each numbered by its first line."""
+    start, paragraph = 0, []
+
+    def finish() -> tuple[int, Any]:
+        try:
+            return start, {text_column: b"\n".join(paragraph).decode("utf-8")}
+        except UnicodeDecodeError:
+            return start, BadRecord("not UTF-8; convert the file")
+
+    for number, line in lines:
+        if line.strip():
+            start = start if paragraph else number
+            paragraph.append(line)
+        elif paragraph:
+            yield finish()
+            paragraph = []
+    if paragraph:
+        yield finish()
+
+
+def _starts_array(path: Path) -> bool:
+    for chunk in _decompressed(path):
+        if start := chunk.removeprefix(b"\xef\xbb\xbf").lstrip():
+            return start.startswith(b"[")
+    return False
+
+
+def _read_array(data: bytes) -> Iterator[tuple[int, Any]]:
+    records = _parse_json(data.removeprefix(b"\xef\xbb\xbf"))
+    if isinstance(records, BadRecord):
+        yield 0, records
+    else:
+        yield from enumerate(records, start=1)
+
+
+def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[int, Any]]:
+    number = 0
+    try:
+        file = pq.ParquetFile(path)
+        if text_column not in file.schema_arrow.names:
+            names = ", ".join(file.schema_arrow.names)
+            yield 0, BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column")
+            return
+        for batch in file.iter_batches(batch_size=1000, columns=[text_column]):
+            for value in batch.column(0):
+                number += 1
+                try:
+                    yield number, {text_column: value.as_py()}
+                except UnicodeDecodeError:
+                    yield number, BadRecord("not UTF-8; convert the file")
+    except (pa.ArrowException, OSError) as error:
+        yield 0, BadRecord(f"no readable parquet file ({error}); write it again")
+
+
+def _parse_json(data: bytes) -> Any:
+    """What JSON says, or a `BadRecord` in its place; an object with a key twice is one too, wherever it stands."""
+    if b"\0" in data:
+        return BadRecord("a NUL byte, as a crash or a full disk leaves it; drop the line")
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_object)
+    except UnicodeDecodeError:
+        return BadRecord("not UTF-8; convert the file")
+    except json.JSONDecodeError as error:
+        where = f" at line {error.lineno}" if b"\n" in data else ""
+        return BadRecord(f"broken JSON: {error.msg}{where}; mend or drop it")
+    except (ValueError, RecursionError) as error:
+        return BadRecord(f"JSON that cannot be read: {error}; mend or drop it")
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
+    record = dict(pairs)
+    if len(record) == len(pairs):
+        return record
+    keys = [key for key, _ in pairs]
+    twice = next(key for key in keys if keys.count(key) > 1)
+    return BadRecord(f"the key {twice!r} stands there twice; keep one")

@@ -1,0 +1,356 @@
+"""
+Sources of documents: the embedded corpora, files, the Hub; mixed, split into training and held-out ones.
+
+Files are read by a line reader of our own, because `datasets` fails a whole load on one corrupt line and accepts
+numbers for text. A bad line is set aside with file, line and reason; too many of them stop the run before it starts.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, Value
+from transformers.utils import logging
+
+from .corpora import EMBEDDED_CORPORA, load_embedded
+from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, file_format, read_file, read_text
+
+
+logger = logging.get_logger(__name__)
+
+EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
+DOCUMENT_FEATURES = Features({"text": Value("string")})
+# What every source is read into: a document, or an empty text and the reason why there is none.
+ROW_FEATURES = Features(
+    {"text": Value("string"), "source": Value("string"), "line": Value("int64"), "reason": Value("string")}
+)
+READER_VERSION = 1  # part of the cache key; raise it when reading gives other rows
+MAX_WARNINGS = 20
+# Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
+VALIDATION_SCAN = 50_000
+RATIO_INTERVAL = 1000
+
+
+def load_documents(
+    dataset_names: list[str],
+    *,
+    text_column: str = "text",
+    weights: list[float] | None = None,
+    streaming: bool = False,
+    validation_fraction: float = 0.01,
+    seed: int = 42,
+    num_proc: int | None = None,
+    max_rejected_ratio: float = 0.01,
+    rejected_path: str | Path | None = None,
+) -> tuple[Dataset | IterableDataset, Dataset]:
+    """
+    Documents to train on and documents to hold out.
+
+    A document is held out if a hash of its text says so: the split is the same for any order of files, world size,
+    seed and for streaming, and equal documents land on one side.
+
+    Args:
+        dataset_names (`list[str]`): each one `embedded`, `embedded:<part>`, a path, glob or directory, or a Hub id
+            `name[:config][@revision]` (its split `train`). Files are JSONL (`.jsonl`), `.json` (an array of objects,
+            or one object a line), `.parquet` and `.txt` (documents are separated by blank lines), all but parquet
+            also `.gz` or `.zst`. Blank lines in JSONL are skipped.
+        text_column (`str`, defaults to `"text"`): the key or column that holds the text.
+        weights (`list[float]`, *optional*): share of each name among the training documents; they need not sum to 1.
+            Sources are drawn from until each one has been read in full, so small ones repeat and nothing is left
+            out. Without weights, sources follow one another. Held-out documents are never repeated.
+        streaming (`bool`, defaults to `False`): read while training. Held-out documents are then those among the
+            first 50,000; later ones are left out of training too.
+        validation_fraction (`float`, defaults to 0.01): share of documents to hold out; 0 holds out none.
+        seed (`int`, defaults to 42): of the mixture.
+        num_proc (`int`, *optional*): processes that read; one by default.
+        max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated, over all names; while
+            streaming, checked every 1,000 lines and at the end of a name.
+        rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in: source, line (counted
+            from 1; 0 is the whole file), reason.
+
+    Returns:
+        `tuple`: training documents and held-out ones, each with the single column `text`.
+
+    Raises:
+        `ValueError`: if a name leads to no data or to none that is good, a file cannot be read, too many lines are
+            bad, or an argument makes no sense.
+    """
+    _check_arguments(dataset_names, weights, validation_fraction, max_rejected_ratio)
+    rejected = _RejectedLines(max_rejected_ratio, rejected_path)
+    rows = [_load_rows(name, text_column, streaming, num_proc) for name in dataset_names]
+    if streaming:
+        parts = [part.filter(rejected.keep).select_columns(["text"]) for part in rows]
+        scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
+        heads = [Dataset.from_list(list(part.take(scan)), features=DOCUMENT_FEATURES) for part in parts]
+    else:
+        parts = heads = [_keep_documents(part, rejected) for part in rows]
+    for name, head in zip(dataset_names, heads, strict=True):
+        if len(head) == 0:
+            raise ValueError(f"{name} holds no document to train on.{rejected.describe()}")
+    rejected.check_ratio()
+
+    validation = datasets.concatenate_datasets([_split(head, validation_fraction, True, num_proc) for head in heads])
+    parts = [_split(part, validation_fraction, False, num_proc) for part in parts]
+    for name, part in zip(dataset_names, parts, strict=True):
+        if not streaming and len(part) == 0:
+            raise ValueError(
+                f"All documents of {name} are held out by validation_fraction={validation_fraction}, none is left to "
+                "train on. Lower it, or add data."
+            )
+    if weights is None or len(parts) == 1:
+        return datasets.concatenate_datasets(parts), validation
+    probabilities = [weight / sum(weights) for weight in weights]
+    train = datasets.interleave_datasets(
+        parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
+    )
+    return train, validation
+
+
+def _check_arguments(
+    dataset_names: list[str], weights: list[float] | None, validation_fraction: float, max_rejected_ratio: float
+) -> None:
+    """Refuses arguments of [`load_documents`] that make no sense."""
+    if not dataset_names:
+        raise ValueError("No data: pass --dataset_name, for instance embedded.")
+    if weights is not None and len(weights) != len(dataset_names):
+        raise ValueError(
+            f"{len(weights)} dataset_weights for {len(dataset_names)} dataset names; pass one weight for each name."
+        )
+    if weights is not None and not all(0 < weight < float("inf") for weight in weights):
+        raise ValueError(f"dataset_weights are shares above 0, not {weights}; leave out a source instead of 0.")
+    if not 0 <= validation_fraction < 1:
+        raise ValueError(f"validation_fraction={validation_fraction} is no share in [0, 1).")
+    if not 0 <= max_rejected_ratio <= 1:
+        raise ValueError(f"max_rejected_ratio={max_rejected_ratio} is no share in [0, 1].")
+
+
+class _RejectedLines:
+    """
+    The bad lines of one load: warned of, listed in a file, counted against a limit.
+
+    Args:
+        max_ratio (`float`): share of all lines that may be bad.
+        path (`str` or `Path`, *optional*): JSONL file to list them in; an older one is removed.
+    """
+
+    def __init__(self, max_ratio: float, path: str | Path | None):
+        self.max_ratio = max_ratio
+        self.path = None if path is None else Path(path)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        self.num_lines = 0
+        self.num_rejected = 0
+        self.listed = set()
+        self.reasons = Counter()
+        self.examples = {}
+
+    def keep(self, row: dict[str, Any]) -> bool:
+        """Whether a row of a stream is a document; looks at the limit every so many rows."""
+        self.num_lines += 1
+        if row["reason"] is not None:
+            self.add(row["source"], row["line"], row["reason"])
+        if self.num_lines % RATIO_INTERVAL == 0:
+            self.check_ratio()
+        return row["reason"] is None
+
+    def add(self, source: str, line: int, reason: str) -> None:
+        """Notes a bad line; `ValueError` if a whole file is bad (line 0), since nobody knows how much it held."""
+        if line == 0:
+            raise ValueError(f"{source}: {reason}.")
+        self.num_rejected += 1
+        if (source, line) in self.listed:  # a stream is read once more in every epoch
+            return
+        self.listed.add((source, line))
+        self.reasons[reason] += 1
+        self.examples.setdefault(reason, f"{source}:{line}")
+        if len(self.listed) <= MAX_WARNINGS:
+            logger.warning(f"{source}:{line}: {reason}. This line is set aside.")
+        elif len(self.listed) == MAX_WARNINGS + 1:
+            logger.warning(
+                f"More lines are set aside; all of them are in {self.path or 'no file: pass rejected_path'}."
+            )
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"source": source, "line": line, "reason": reason}, ensure_ascii=False) + "\n")
+
+    def check_ratio(self) -> None:
+        """Raises `ValueError` if more lines are bad than the limit allows."""
+        if self.num_rejected > self.max_ratio * self.num_lines:
+            raise ValueError(
+                f"{self.num_rejected} of {self.num_lines} lines ({self.num_rejected / self.num_lines:.2%}) are bad, "
+                f"more than --max_rejected_ratio {self.max_ratio} allows. Mend the data or raise the limit."
+                f"{self.describe()}"
+            )
+
+    def describe(self) -> str:
+        """The commonest reasons, each with its count and where it is first seen."""
+        lines = [
+            f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in self.reasons.most_common(5)
+        ]
+        if self.path is not None and lines:
+            lines.append(f"all of them: {self.path}")
+        return "".join(f"\n  {line}" for line in lines)
+
+
+# From a name to rows: documents, and bad lines among them
+
+
+def _load_rows(name: str, text_column: str, streaming: bool, num_proc: int | None) -> Dataset | IterableDataset:
+    """Everything under one name, with the columns of `ROW_FEATURES`; cached by content unless streamed."""
+    sources = _find_sources(name)
+    if sources is None:
+        return _load_hub_rows(name, text_column, streaming, num_proc)
+    arguments = {"sources": sources, "text_column": text_column}
+    if streaming:
+        return IterableDataset.from_generator(_read_rows, features=ROW_FEATURES, gen_kwargs=arguments)
+    digest = hashlib.blake2b(json.dumps([READER_VERSION, text_column, sources]).encode(), digest_size=16)
+    for source in sources:
+        if source in EMBEDDED_SOURCES:
+            digest.update(EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version().encode())
+        else:
+            with open(source, "rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return Dataset.from_generator(
+        _read_rows,
+        features=ROW_FEATURES,
+        gen_kwargs=arguments,
+        # One process for each file at most; NOTE: datasets wants None rather than 1 for none.
+        num_proc=min(num_proc or 1, len(sources)) if (num_proc or 1) > 1 and len(sources) > 1 else None,
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _find_sources(name: str) -> list[str] | None:
+    """The embedded parts or files that a name stands for, in order; `None` for a Hub id."""
+    if name == "embedded":
+        return list(EMBEDDED_SOURCES)
+    if name.startswith("embedded:"):
+        if name not in EMBEDDED_SOURCES:
+            raise ValueError(f"No embedded corpus {name!r}. There are: {', '.join(EMBEDDED_SOURCES)}, or embedded.")
+        return [name]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        paths = [file for file in files if file_format(file) is not None]
+        if len(paths) < len(files):
+            ignored = next(file for file in files if file_format(file) is None)
+            logger.warning(f"{len(files) - len(paths)} files under {name} are no data and ignored, such as {ignored}")
+        wanted = f"The directory {name} holds no file that ends in"
+    elif path.is_file():
+        paths = [path]
+    elif any(character in name for character in "*?["):
+        paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
+        wanted = f"No file matches the glob {name}; wanted are"
+    elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
+        raise ValueError(f"There is no file or directory {name}. Check --dataset_name.")
+    else:
+        return None
+    if not paths:
+        raise ValueError(f"{wanted} {', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)}).")
+    for file in paths:
+        if file_format(file) is None:
+            raise ValueError(f"{file} has an unknown ending; known are {', '.join(EXTENSIONS)} and {COMPRESSIONS}.")
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file} is empty. Remove it or write it again.")
+    return [str(file) for file in paths]
+
+
+def _load_hub_rows(name: str, text_column: str, streaming: bool, num_proc: int | None) -> Dataset | IterableDataset:
+    """Rows of a Hub dataset, `name[:config][@revision]`."""
+    rest, _, revision = name.partition("@")
+    path, _, config = rest.partition(":")
+    try:
+        records = datasets.load_dataset(
+            path, config or None, revision=revision or None, split="train", streaming=streaming, num_proc=num_proc
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
+        ) from error
+    columns = records.column_names or list(next(iter(records)))
+    if text_column not in columns:
+        raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
+    return records.map(
+        _check_records,
+        batched=True,
+        with_indices=True,
+        fn_kwargs={"name": name, "text_column": text_column},
+        features=ROW_FEATURES,
+        remove_columns=columns,
+        **({} if streaming else {"num_proc": num_proc}),
+    )
+
+
+def _check_records(batch: dict[str, list], indices: list[int], name: str, text_column: str) -> dict[str, list]:
+    """A batch of Hub records as rows."""
+    rows = [
+        _make_row(name, index + 1, {text_column: text}, text_column)
+        for index, text in zip(indices, batch[text_column], strict=True)
+    ]
+    return {column: [row[column] for row in rows] for column in ROW_FEATURES}
+
+
+def _read_rows(sources: list[str], text_column: str) -> Iterator[dict[str, Any]]:
+    """Rows of embedded parts and files."""
+    for source in sources:
+        if source in EMBEDDED_SOURCES:
+            documents = load_embedded(EMBEDDED_SOURCES[source])
+            records = enumerate(({text_column: document["text"]} for document in documents), start=1)
+        else:
+            records = read_file(Path(source), text_column=text_column)
+        is_empty = True
+        for line, record in records:
+            is_empty = False
+            yield _make_row(source, line, record, text_column)
+        if is_empty:
+            yield _make_row(source, 0, BadRecord("holds no record; remove the file or write it again"), text_column)
+
+
+def _make_row(source: str, line: int, record: Any, text_column: str) -> dict[str, Any]:
+    """One row: the text of a good record, or where a bad one is and why."""
+    try:
+        if isinstance(record, BadRecord):
+            raise record
+        text = read_text(record, text_column=text_column)
+        return {"text": text, "source": None, "line": None, "reason": None}
+    except BadRecord as error:
+        reason = error.reason.encode("utf-8", "backslashreplace").decode()
+        return {"text": "", "source": source, "line": line, "reason": reason}
+
+
+# From rows to documents, held out or not
+
+
+def _keep_documents(rows: Dataset, rejected: _RejectedLines) -> Dataset:
+    """The documents among rows; the others are noted as rejected."""
+    is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)
+    rejected.num_lines += len(rows)
+    for row in rows.select(np.flatnonzero(is_bad)):
+        rejected.add(row["source"], row["line"], row["reason"])
+    documents = rows.select_columns(["text"])
+    return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
+
+
+def _split(
+    documents: Dataset | IterableDataset, fraction: float, held_out: bool, num_proc: int | None
+) -> Dataset | IterableDataset:
+    """The documents that are held out, or the ones that are not."""
+    is_wanted = partial(_are_on_side, fraction=fraction, held_out=held_out)
+    if isinstance(documents, IterableDataset):
+        return documents.filter(is_wanted, batched=True, input_columns="text")
+    key = hashlib.blake2b(f"{documents._fingerprint} {fraction} {held_out}".encode(), digest_size=16).hexdigest()
+    return documents.filter(is_wanted, batched=True, input_columns="text", num_proc=num_proc, new_fingerprint=key)
+
+
+def _are_on_side(texts: list[str], fraction: float, held_out: bool) -> list[bool]:
+    """For each text, whether it is on one side of the split: its hash, as a number in [0, 1), decides."""
+    hashes = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return [(int.from_bytes(value) < fraction * 2**64) == held_out for value in hashes]

@@ -1,0 +1,239 @@
+"""
+From documents to rows of ids without padding.
+
+`bfd` is best-fit decreasing bin packing, as in "Fewer Truncations Improve Language Modeling"
+(https://arxiv.org/abs/2404.10830), except that longer documents are split rather than cut. A row says how long its
+documents are, so that none of them sees another.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerFast
+
+from ..tokenization import encode_documents
+
+
+PACKINGS = ("bfd", "wrapped", "none")
+MIN_LENGTH = 8
+# Documents that are packed together: enough to fill rows, few enough to hold in memory. The same for any number of
+# processes, so that rows are the same too.
+GROUP_SIZE = 10_000
+PARALLEL_FROM = 100_000
+ENCODING_VERSION = 1  # part of the cache keys; raise them when the same arguments give other ids or rows
+PACKING_VERSION = 1
+
+TOKEN_FEATURES = Features({"input_ids": List(Value("int32"))})
+ROW_FEATURES = Features({"input_ids": List(Value("int32")), "seq_lengths": List(Value("int32"))})
+
+
+@dataclass
+class PackingReport:
+    """
+    What packing made of a dataset.
+
+    Args:
+        num_documents (`int`): documents that went in.
+        num_tokens (`int`): tokens in the rows, each document's bos and eos included.
+        num_rows (`int`): rows that came out.
+        fill_ratio (`float`): tokens over positions, `num_tokens / (num_rows * max_length)`.
+        num_tokens_lost (`int`): tokens of the documents that are in no row.
+    """
+
+    num_documents: int
+    num_tokens: int
+    num_rows: int
+    fill_ratio: float
+    num_tokens_lost: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_rows:,} rows, "
+            f"{self.fill_ratio:.2%} filled, {self.num_tokens_lost:,} tokens lost"
+        )
+
+
+def prepare_rows(
+    documents: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_length: int,
+    packing: str = "bfd",
+    num_proc: int | None = None,
+) -> tuple[Dataset | IterableDataset, PackingReport | None]:
+    """
+    Tokenizes documents and lays them into rows. Both steps are cached by content.
+
+    Args:
+        documents ([`Dataset`] or [`IterableDataset`]): with the single column `text`.
+        tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos, which enclose each document.
+        max_length (`int`): most tokens a row.
+        packing (`str`, defaults to `"bfd"`): `bfd` fills each row's rest with the longest document that fits and
+            splits documents longer than a row; `wrapped` cuts the stream of documents into rows, where a document
+            that is cut goes on as another one; `none` gives each document a row and drops what is over `max_length`.
+            Documents are packed 10,000 at a time.
+        num_proc (`int`, *optional*): processes that tokenize; by default one, and up to 8 from 100,000 documents on.
+            It does not change the rows.
+
+    Returns:
+        `tuple`: rows in the order of their first document, with `input_ids` (at most `max_length` of `int32`) and
+        `seq_lengths` (`int32` lengths of the documents in the row, which sum to its own); and the report, `None` for
+        a stream.
+
+    Raises:
+        `ValueError`: if `packing` is unknown or `max_length` below 8.
+    """
+    if packing not in PACKINGS:
+        raise ValueError(f"packing={packing!r} is unknown; there are {', '.join(PACKINGS)}.")
+    if max_length < MIN_LENGTH:
+        raise ValueError(f"max_length={max_length} is too short to learn from; take at least {MIN_LENGTH}.")
+    encode = {"function": _encode_batch, "batched": True, "fn_kwargs": {"tokenizer": tokenizer}}
+    encode |= {"remove_columns": ["text"], "features": TOKEN_FEATURES}
+    pack = {"function": _pack_batch, "batched": True, "batch_size": GROUP_SIZE}
+    pack |= {"fn_kwargs": {"max_length": max_length, "packing": packing}, "features": ROW_FEATURES}
+    if isinstance(documents, IterableDataset):
+        return documents.map(**encode).with_format("arrow").map(**pack).with_format(None), None
+    if len(documents) == 0:
+        return Dataset.from_dict({"input_ids": [], "seq_lengths": []}, features=ROW_FEATURES), PackingReport(
+            0, 0, 0, 0, 0
+        )
+
+    if num_proc is None:
+        num_proc = min(os.cpu_count(), 8) if len(documents) >= PARALLEL_FROM else 1
+    # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
+    key = _digest(documents._fingerprint, tokenizer.backend_tokenizer.to_str(), ENCODING_VERSION)
+    tokens = documents.map(
+        **encode, num_proc=num_proc if num_proc > 1 else None, new_fingerprint=key, desc="Tokenizing"
+    )
+    key = _digest(key, max_length, packing, GROUP_SIZE, PACKING_VERSION)
+    rows = tokens.with_format("arrow").map(**pack, new_fingerprint=key, desc="Packing").with_format(None)
+    return rows, _report(tokens, rows, max_length)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _report(tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
+    """Counts what went in and what came out."""
+    num_tokens_in, num_tokens = [
+        sum(pc.sum(pc.list_value_length(chunk)).as_py() for chunk in data.data.column("input_ids").chunks)
+        for data in (tokens, rows)
+    ]
+    return PackingReport(
+        num_documents=len(tokens),
+        num_tokens=num_tokens,
+        num_rows=len(rows),
+        fill_ratio=num_tokens / (len(rows) * max_length),
+        num_tokens_lost=num_tokens_in - num_tokens,
+    )
+
+
+def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[list[int]]]:
+    return {"input_ids": encode_documents(batch["text"], tokenizer)}
+
+
+def _pack_batch(batch: pa.Table, max_length: int, packing: str) -> pa.Table:
+    """Rows of one group of documents."""
+    documents = batch.column("input_ids").combine_chunks()
+    offsets = documents.offsets.to_numpy().astype(np.int64)
+    tokens = documents.values.to_numpy()
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    # Pieces of documents that stay together, in the order of the tokens, and the row of each piece.
+    if packing == "none":
+        lengths = np.minimum(lengths, max_length)
+        row_of = np.arange(len(starts))
+    elif packing == "wrapped":
+        cuts = np.arange(offsets[0], offsets[-1], max_length)
+        starts = np.union1d(starts, cuts)
+        lengths = np.diff(starts, append=offsets[-1])
+        row_of = (starts - offsets[0]) // max_length
+    else:
+        starts, lengths = _split_long(starts, lengths, max_length)
+        row_of = _best_fit_decreasing(lengths, max_length)
+    return _lay_out(tokens, starts, lengths, row_of)
+
+
+def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Splits documents longer than a row into full rows and a rest.
+
+    A rest of one token could not be learnt from, as no token comes before it: it takes one from the piece before.
+    """
+    num_pieces = -(-lengths // max_length)
+    first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    place = np.arange(num_pieces.sum()) - first
+    piece_starts = np.repeat(starts, num_pieces) + place * max_length
+    ends = np.repeat(starts + lengths, num_pieces)
+    is_lone = (ends - piece_starts == 1) & (place > 0)
+    piece_starts[is_lone] -= 1
+    is_last = place == np.repeat(num_pieces, num_pieces) - 1
+    piece_ends = np.where(is_last, ends, np.append(piece_starts[1:], 0))
+    return piece_starts, piece_ends - piece_starts
+
+
+def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
+    """
+    Row of each piece: longest first, into the row with the least space that still takes it, or into a new one.
+
+    The spaces that some row has are the bits of one integer, so that finding the best row is a shift and a lowest bit,
+    whatever the number of rows.
+
+    Args:
+        lengths (`np.ndarray` of shape `(num_pieces,)`): tokens of each piece, at most `max_length`.
+        max_length (`int`): tokens a row takes.
+
+    Returns:
+        `np.ndarray` of shape `(num_pieces,)`: rows, numbered from 0 without gaps.
+    """
+    rows_with = [[] for _ in range(max_length + 1)]  # by space left
+    spaces = 0
+    num_rows = 0
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                spaces &= ~(1 << space)
+        else:
+            space, row = max_length, num_rows
+            num_rows += 1
+        row_of[piece] = row
+        if space > length:
+            rows_with[space - length].append(row)
+            spaces |= 1 << (space - length)
+    return row_of
+
+
+def _lay_out(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, row_of: np.ndarray) -> pa.Table:
+    """
+    The table of rows.
+
+    Args:
+        tokens (`np.ndarray` of shape `(num_tokens,)`): ids of all documents, one after the other.
+        starts, lengths, row_of (`np.ndarray` of shape `(num_pieces,)`): where in `tokens` each piece begins, its
+            tokens, and its row. Pieces keep their order within a row, and rows are ordered by their first piece.
+    """
+    _, first_piece, row_of = np.unique(row_of, return_index=True, return_inverse=True)
+    order = np.lexsort((np.arange(len(starts)), first_piece[row_of]))
+    starts, lengths, row_of = starts[order], lengths[order], first_piece[row_of][order]
+    ends = np.cumsum(lengths)
+    # Position i of the output takes the token at i minus where its piece begins here plus where it begins there.
+    taken = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    row_begins = np.flatnonzero(np.diff(row_of, prepend=-1))
+    piece_offsets = np.append(row_begins, len(starts)).astype(np.int32)
+    token_offsets = np.append(0, ends)[piece_offsets].astype(np.int32)
+    return pa.table(
+        {
+            "input_ids": pa.ListArray.from_arrays(token_offsets, tokens[taken]),
+            "seq_lengths": pa.ListArray.from_arrays(piece_offsets, lengths.astype(np.int32)),
+        }
+    )

@@ -1,0 +1,127 @@
+"""What a run says at its end: the held-out figures beside a baseline, samples, the loss curve, the next command."""
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+
+def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, vocab_size: int) -> float:
+    """
+    Held-out loss, in nats per token, of a model that knows only how often each token occurs in the training rows
+    (plus one): what a language model has to beat. The first token of a document is not predicted.
+    """
+    counts = np.ones(vocab_size)
+    counts += np.bincount(_predicted_tokens(train_rows), minlength=vocab_size)
+    return float(-np.log(counts / counts.sum())[_predicted_tokens(eval_rows)].mean())
+
+
+def _predicted_tokens(rows: datasets.Dataset) -> np.ndarray:
+    table = rows.with_format("arrow")[:]
+    tokens = table["input_ids"].combine_chunks().flatten().to_numpy()
+    lengths = table["seq_lengths"].combine_chunks().flatten().to_numpy()
+    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    return np.delete(tokens, first)
+
+
+def sample_continuations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    eval_rows: datasets.Dataset,
+    *,
+    num_samples: int = 3,
+    prompt_tokens: int = 16,
+    max_new_tokens: int = 48,
+    seed: int = 0,
+) -> list[tuple[str, str]]:
+    """
+    Continuations of the beginnings of held-out documents, as pairs of prompt and continuation. Every rank of a sharded
+    model must call this alike.
+    """
+    model.eval()
+    samples = []
+    for row in eval_rows.select(range(min(num_samples, len(eval_rows)))):
+        length = max(2, min(prompt_tokens, row["seq_lengths"][0] // 2))
+        prompt = torch.tensor([row["input_ids"][:length]], device=model.device)
+        set_seed(seed)
+        with torch.no_grad():
+            output = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=max_new_tokens,
+                do_sample=True,
+                temperature=0.8,
+                top_p=0.9,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )[0]
+        samples.append(
+            (
+                tokenizer.decode(output[:length], skip_special_tokens=True),
+                tokenizer.decode(output[length:], skip_special_tokens=True),
+            )
+        )
+    return samples
+
+
+def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: float | None = None):
+    """Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`)."""
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("No loss curve: matplotlib is missing (pip install 'hf_pretrain[plots]').")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
+        points = [(entry["num_input_tokens_seen"] / 1e6, entry[key]) for entry in log_history if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1.2)
+    if unigram is not None:
+        axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")
+    axes.set(xlabel="tokens seen (millions)", ylabel="loss (nats per token)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def format_report(
+    *,
+    output_dir: str,
+    metrics: dict[str, float],
+    unigram: float | None,
+    samples: list[tuple[str, str]],
+) -> str:
+    """The lines that a training recipe prints at its end."""
+    lines = ["", f"Checkpoint         {output_dir}"]
+    if "eval_loss" in metrics:
+        beside = f" (a unigram model: {unigram:.4f})" if unigram is not None else ""
+        lines.append(f"Held-out loss      {metrics['eval_loss']:.4f} nats per token{beside}")
+    if "eval_bits_per_byte" in metrics:
+        lines.append(f"Bits per byte      {metrics['eval_bits_per_byte']:.4f}")
+    lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
+    lines.append(f"To go on           {continue_command(output_dir)}")
+    return "\n".join(lines)
+
+
+def continue_command(output_dir: str) -> str:
+    """The command that trains on from `output_dir`, with this run's other arguments, into a directory beside it."""
+    words, skip = [], False
+    for word in sys.argv:
+        name = word.split("=")[0]
+        if not skip and name not in ("--output_dir", "--model_name_or_path", "--local_rank"):
+            words.append(word)
+        skip = name in ("--output_dir", "--model_name_or_path") and "=" not in word
+    return shlex.join(
+        ["python", *words, "--model_name_or_path", output_dir, "--output_dir", f"{output_dir.rstrip('/')}-continued"]
+    )

@@ -1,0 +1,247 @@
+"""
+Tokenizers: train, load, check and apply them.
+
+A tokenizer trained here is a byte-level BPE (https://arxiv.org/abs/1508.07909 on bytes, as in GPT-2): it covers any
+text without an unknown token and gives it back unchanged. Its chat template is `templates/minimind.jinja`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from huggingface_hub.constants import HF_HOME
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# They show in decoded text even with `skip_special_tokens=True`, because tool parsers and users read them there.
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+RESERVED_TOKENS = [f"<|reserved_{index}|>" for index in range(27)]
+SPECIAL_TOKENS = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, *MARKS, *RESERVED_TOKENS]
+
+CHAT_TEMPLATE_PATH = Path(__file__).parent / "templates" / "minimind.jinja"
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrainedTokenizerFast:
+    """
+    Trains a byte-level BPE tokenizer. The same texts in the same order give the same tokenizer.
+
+    Args:
+        texts (`Iterable[str]`): the text to learn from.
+        vocab_size (`int`, defaults to 6400): entries in total, `SPECIAL_TOKENS` and the 256 bytes included. Little
+            text gives fewer.
+
+    Returns:
+        [`PreTrainedTokenizerFast`]: with `<|endoftext|>` 0 (pad), `<|im_start|>` 1 (bos), `<|im_end|>` 2 (eos) and the
+        chat template. `tokenizer(text)` adds neither bos nor eos; [`encode_documents`] does.
+
+    Raises:
+        `ValueError`: if `vocab_size` has no room for the special tokens and the bytes.
+    """
+    smallest = len(SPECIAL_TOKENS) + 256
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens and 256 bytes need at least "
+            f"{smallest}."
+        )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=token not in MARKS, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        chat_template=CHAT_TEMPLATE_PATH.read_text(encoding="utf-8"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
+    """
+    Loads a tokenizer from a directory or from the Hub.
+
+    Raises:
+        `ValueError`: if there is none under that name.
+    """
+    is_path = Path(name_or_path).is_dir()
+    if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
+        raise ValueError(
+            f"The directory {name_or_path} holds no tokenizer.json. Point --tokenizer_name_or_path at what "
+            "recipes/tokenizer.py or `save_pretrained` wrote, or leave it out to train a tokenizer on the data."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(name_or_path), use_fast=True)
+    except (OSError, ValueError) as error:
+        where = "the directory" if is_path else "neither a directory here nor a tokenizer on the Hub:"
+        raise ValueError(
+            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path, or "
+            f"leave it out to train a tokenizer on the data. ({error})"
+        ) from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name: str) -> None:
+    """
+    Makes sure that a model can embed every id that a tokenizer gives.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer.
+        vocab_size (`int`): entries of the model's embedding.
+        name (`str`): what the error calls the tokenizer.
+
+    Raises:
+        `ValueError`: if an id is at or above `vocab_size`, or if bos, eos or pad is missing.
+    """
+    missing = [kind for kind in ("bos", "eos", "pad") if tokenizer.special_tokens_map.get(f"{kind}_token") is None]
+    if missing:
+        raise ValueError(
+            f"The tokenizer {name} has no {', '.join(f'{kind}_token' for kind in missing)}. Set it in its "
+            "tokenizer_config.json: documents begin with bos, end with eos and rows are filled with pad."
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"The tokenizer {name} gives ids up to {largest}, but the model's vocab_size is {vocab_size}. Pass "
+            f"--config_overrides vocab_size={largest + 1} for a new model, or use the model's own tokenizer."
+        )
+
+
+def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
+    """
+    UTF-8 bytes that each id stands for, to turn nats per token into bits per byte.
+
+    Exact for byte-level BPE, where a piece is spelt with one character for each byte. SentencePiece-like pieces count
+    their white space mark as one byte and `<0xAB>` as one byte.
+
+    Returns:
+        `torch.LongTensor` of shape `(len(tokenizer),)`: bytes; 0 for special tokens.
+    """
+    lengths = torch.zeros(len(tokenizer), dtype=torch.long)
+    is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+    added = tokenizer.added_tokens_decoder
+    for piece, index in tokenizer.get_vocab().items():
+        if index in added:
+            lengths[index] = 0 if added[index].special else len(piece.encode())
+        elif is_byte_level:
+            lengths[index] = len(piece)
+        else:
+            is_byte = len(piece) == 6 and piece.startswith("<0x")
+            lengths[index] = 1 if is_byte else len(piece.replace("\u2581", " ").encode())
+    return lengths
+
+
+def load_or_train_tokenizer(
+    name_or_path: str | None,
+    documents: Dataset | IterableDataset,
+    *,
+    vocab_size: int,
+    cache_dir: str | Path | None = None,
+    max_training_chars: int = 50_000_000,
+) -> PreTrainedTokenizerFast:
+    """
+    Loads a tokenizer, or trains one on the documents and keeps it for the next run on the same ones.
+
+    Args:
+        name_or_path (`str`, *optional*): a directory or Hub id to load; `None` trains.
+        documents ([`Dataset`] or [`IterableDataset`]): with a column `text`.
+        vocab_size (`int`): entries of the trained tokenizer, in total.
+        cache_dir (`str` or `Path`, *optional*): where trained tokenizers are kept, by the content of what they were
+            trained on; by default `hf_pretrain/tokenizers` in `HF_HOME`.
+        max_training_chars (`int`, defaults to 50,000,000): above this, training sees evenly spaced documents; of a
+            stream, the first ones.
+
+    Raises:
+        `ValueError`: if the named tokenizer cannot be loaded, or `vocab_size` is too small.
+    """
+    if name_or_path is not None:
+        return load_tokenizer(name_or_path)
+    texts = _sample_texts(documents, max_training_chars)
+    digest = hashlib.blake2b(digest_size=16)
+    recipe = [vocab_size, SPECIAL_TOKENS, CHAT_TEMPLATE_PATH.read_text(encoding="utf-8")]
+    for part in (json.dumps(recipe), *texts):
+        digest.update(part.encode() + b"\0")
+    directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest.hexdigest()
+    if directory.is_dir():
+        logger.info(f"Taking the tokenizer trained before on these documents: {directory}")
+        return load_tokenizer(directory)
+
+    logger.info(f"Training a tokenizer of {vocab_size} entries on {len(texts)} documents")
+    tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed: another process never sees half of it, and whoever is second finds the same content.
+    scratch = tempfile.mkdtemp(dir=directory.parent)
+    try:
+        tokenizer.save_pretrained(scratch)
+        os.rename(scratch, directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return load_tokenizer(directory)
+
+
+def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[str]:
+    """Texts of at most about `max_chars` characters: evenly spaced, or the first ones of a stream."""
+    if isinstance(documents, Dataset):
+        probe = documents.select(np.linspace(0, len(documents) - 1, min(len(documents), 1000), dtype=np.int64))
+        mean_chars = sum(map(len, probe["text"])) / max(len(probe), 1)
+        if mean_chars * len(documents) <= max_chars:
+            return list(documents["text"])
+        count = max(1, int(max_chars / mean_chars))
+        return list(documents.select(np.linspace(0, len(documents) - 1, count, dtype=np.int64))["text"])
+    texts, num_chars = [], 0
+    for document in documents:
+        texts.append(document["text"])
+        num_chars += len(texts[-1])
+        if num_chars >= max_chars:
+            break
+    return texts
+
+
+def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """
+    Ids of each document: bos, the text, eos.
+
+    Text is only text here: where it contains the spelling of a control token, such as `<|im_end|>` or `<think>`, it is
+    encoded letter by letter like any other text and still decodes to itself. Control tokens come from the chat
+    template alone, so that no document can end itself early or speak as the assistant.
+
+    Args:
+        texts (`list[str]`): the documents.
+        tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos.
+    """
+    encodings = _plain_backend(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return [[bos, *encoding.ids, eos] for encoding in encodings]
+
+
+@lru_cache(maxsize=4)
+def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """
+    The tokenizer's backend without added tokens.
+
+    NOTE: `split_special_tokens=True` is not enough, it still matches added tokens that are not marked special, as
+    `<think>` is here and in Qwen's tokenizers.
+    """
+    fields = json.loads(tokenizer.backend_tokenizer.to_str())
+    return Tokenizer.from_str(json.dumps(fields | {"added_tokens": [], "truncation": None, "padding": None}))

@@ -1,0 +1,329 @@
+"""
+`MaskedLossTrainer`: a `Trainer` whose loss means the same at any batch size, accumulation and world size.
+
+A step's loss is `sum of w * CE / sum of w + router_aux_loss_coef * sum of aux_d / number of documents`, the sums over
+all micro-batches of all ranks (`loss.py`). Each micro-batch is divided by the totals of the whole step, and multiplied
+by the number of data-parallel ranks, over which DDP, FSDP and DeepSpeed average the gradients.
+
+An epoch ends with rows of weight zero where the rows do not fill the last global batch, never with repeated ones.
+Evaluation is one ratio of sums over the whole set.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
+from transformers import PreTrainedTokenizerBase, Trainer
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import EvalLoopOutput, has_length
+
+from .callbacks import TrainingProgressCallback
+from .loss import find_documents, prediction_weights
+from .optimizers import complete_schedule_kwargs
+from .tokenization import token_byte_lengths
+
+
+FILLER_COLUMN = "is_filler"
+
+
+class FilledDataset(Dataset):
+    """Map-style rows of which any index past the end is a filler: the first row, marked to be given no weight."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < len(self.dataset):
+            return self.dataset[index]
+        return {**self.dataset[0], FILLER_COLUMN: True}
+
+
+class FilledSampler(Sampler[int]):
+    """The indices of another sampler, then as many past the end as fill up a multiple of `multiple`."""
+
+    def __init__(self, sampler: Any, *, multiple: int):
+        self.sampler = sampler
+        self.multiple = multiple
+
+    def __len__(self) -> int:
+        return self.multiple * math.ceil(len(self.sampler) / self.multiple)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.sampler
+        yield from range(len(self.sampler), len(self))
+
+    def set_epoch(self, epoch: int):
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+class FilledStream(IterableDataset):
+    """The same for a stream: after its last row come fillers, up to a multiple of `multiple`."""
+
+    def __init__(self, dataset: Any, *, multiple: int):
+        self.dataset = dataset
+        self.multiple = multiple
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        num_rows, row = 0, {}
+        for row in self.dataset:
+            num_rows += 1
+            yield row
+        for _ in range(-num_rows % self.multiple):
+            yield {**row, FILLER_COLUMN: True}
+
+    def set_epoch(self, epoch: int):
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class FillingCollator:
+    """Collates as another collator does, then takes the weight from filler rows and checks `loss_mask`."""
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]):
+        self.collator = collator
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        fillers = torch.tensor([bool(feature.get(FILLER_COLUMN)) for feature in features])
+        batch = self.collator([{k: v for k, v in f.items() if k != FILLER_COLUMN} for f in features])
+        if fillers.any():
+            if "labels" not in batch or len(batch["labels"]) != len(features):
+                raise ValueError("MaskedLossTrainer needs a collator that returns one row of `labels` a feature.")
+            batch["labels"][fillers] = -100
+        if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
+            raise ValueError("loss_mask holds a negative weight; weights of predictions are zero or positive.")
+        return batch
+
+
+class MaskedLossTrainer(Trainer):
+    """
+    A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
+    -100 and for a float `loss_mask` beside them. It logs `ce_loss`, `aux_loss` and `tokens_per_second` besides, and
+    evaluates `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`,
+    `eval_bits_per_byte`. Everything else is Trainer's.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.data_collator = FillingCollator(self.data_collator)
+        if any(isinstance(callback, ProgressCallback) for callback in self.callback_handler.callbacks):
+            self.remove_callback(ProgressCallback)
+            self.add_callback(TrainingProgressCallback)
+        self._is_evaluating = False
+        # Since the last log: sums over micro-batches of this rank, on the device.
+        self._logged_losses: torch.Tensor | None = None
+        self._new_tokens: torch.Tensor | None = None
+        self._steps_since_log = 0
+        self._tokens_at_last_log = 0
+        self._last_log_time: float | None = None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different rows."""
+        return self.accelerator.num_processes // self.get_tp_size()
+
+    # Rows
+
+    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        multiple = batch_size * self.data_parallel_size
+        if is_training:
+            multiple *= self.args.gradient_accumulation_steps
+        if isinstance(dataset, (IterableDataset, datasets.IterableDataset)):
+            filled = FilledStream(dataset, multiple=multiple)
+            return super()._get_dataloader(filled, description, batch_size, sampler_fn, is_training, **kwargs)
+        if len(dataset) == 0:
+            raise ValueError(f"The {description.lower()} dataset has no rows.")
+
+        def filled_sampler(_):
+            # NOTE: made of the caller's dataset, since some samplers read its columns. torch's RandomSampler would
+            # draw from the global generator, which ranks may have used differently.
+            sampler = sampler_fn(dataset) if sampler_fn is not None else None
+            if isinstance(sampler, RandomSampler):
+                seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+                sampler = SeedableRandomSampler(dataset, data_seed=seed)
+            return FilledSampler(sampler if sampler is not None else range(len(dataset)), multiple=multiple)
+
+        filled = FilledDataset(dataset)
+        return super()._get_dataloader(filled, description, batch_size, filled_sampler, is_training, **kwargs)
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list({*self._signature_columns, "seq_lengths", FILLER_COLUMN})
+
+    # Loss
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """
+        Sums over the micro-batches of a step, and over all ranks, of the weights (returned), the documents and the
+        tokens. In evaluation, over this rank's batch alone.
+        """
+        if not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        counts = torch.stack([self._count(batch) for batch in batch_samples]).sum(0).to(device)
+        if self._is_evaluating:
+            self._eval_weight = counts[0]
+            return counts[0]
+        if self.accelerator.num_processes > 1:
+            counts = self.accelerator.reduce(counts, "sum") / self.get_tp_size()
+        num_items, self._num_documents, num_tokens = counts.unbind()
+        self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
+        self._steps_since_log += 1
+        # A step without any weight has a sum of zero, and something must divide it.
+        self._num_documents = self._num_documents.clamp(min=1)
+        return torch.where(num_items > 0, num_items, 1.0).float()
+
+    @staticmethod
+    def _count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Weights, documents and tokens of one batch: `torch.DoubleTensor` of shape `(3,)`."""
+        labels, loss_mask = batch["labels"], batch.get("loss_mask")
+        documents = find_documents(
+            labels.shape,
+            device=labels.device,
+            position_ids=batch.get("position_ids"),
+            attention_mask=batch.get("attention_mask"),
+            labels=labels,
+            loss_mask=loss_mask,
+        )
+        weight = prediction_weights(labels, loss_mask).double().sum()
+        return torch.stack([weight, documents.count.double(), documents.token_mask.sum().double()])
+
+    def _prepare_input(self, data):
+        # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. Weights of a loss keep theirs.
+        if isinstance(data, dict) and "loss_mask" in data:
+            rest = super()._prepare_input({k: v for k, v in data.items() if k != "loss_mask"})
+            return {**rest, "loss_mask": data["loss_mask"].to(self.args.device)}
+        return super()._prepare_input(data)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.compute_loss_func is not None or self.label_smoother is not None or num_items_in_batch is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._is_evaluating:
+            outputs = model(**inputs, num_items_in_batch=1.0)
+            self._add_to_evaluation(outputs.ce_loss, inputs)
+            loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
+            return (loss, outputs) if return_outputs else loss
+
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_documents_in_batch=self._num_documents)
+        zero = torch.zeros_like(outputs.ce_loss)
+        parts = torch.stack([outputs.ce_loss, outputs.aux_loss if outputs.aux_loss is not None else zero]).detach()
+        self._logged_losses = parts if self._logged_losses is None else self._logged_losses + parts
+        # Gradients are averaged over the ranks, so that each brings in its share this many times.
+        loss = outputs.loss * self.data_parallel_size
+        return (loss, outputs) if return_outputs else loss
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        self.args.lr_scheduler_kwargs = complete_schedule_kwargs(
+            str(getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)),
+            self.args.lr_scheduler_kwargs,
+            num_training_steps=num_training_steps,
+        )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # Logs
+
+    def _inner_training_loop(self, *args, **kwargs):
+        self._last_log_time = time.perf_counter()
+        self._tokens_at_last_log = self.state.num_input_tokens_seen
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _track_num_input_tokens(self, inputs):
+        """Tokens are counted with the weights, once a step; reading them back waits for the next log or save."""
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        if (self.control.should_log or self.control.should_save) and self._new_tokens is not None:
+            self.state.num_input_tokens_seen += round(self._new_tokens.item())
+            self._new_tokens = None
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None):
+        if "loss" in logs and self._logged_losses is not None:
+            losses = self._logged_losses
+            if self.accelerator.num_processes > 1:
+                losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
+            ce_loss, aux_loss = (losses / self._steps_since_log).tolist()
+            logs["ce_loss"] = ce_loss
+            if self.model_has_router:
+                logs["aux_loss"] = aux_loss
+            now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
+            logs["tokens_per_second"] = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
+            self._last_log_time, self._tokens_at_last_log = now, tokens
+            self._logged_losses, self._steps_since_log = None, 0
+        # Without a start time: Trainer's own throughput counts evaluation and saving as training.
+        super().log(logs)
+
+    @property
+    def model_has_router(self) -> bool:
+        return bool(getattr(self.model.config, "num_experts", 0))
+
+    @contextmanager
+    def _clock_stopped(self):
+        """Keeps evaluation and saving out of `tokens_per_second`."""
+        start = time.perf_counter()
+        yield
+        if self._last_log_time is not None:
+            self._last_log_time += time.perf_counter() - start
+
+    def _save_checkpoint(self, *args, **kwargs):
+        with self._clock_stopped():
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _evaluate(self, *args, **kwargs):
+        with self._clock_stopped():
+            return super()._evaluate(*args, **kwargs)
+
+    # Evaluation
+
+    def _add_to_evaluation(self, ce_sum: torch.Tensor, inputs: dict[str, torch.Tensor]):
+        labels = inputs["labels"]
+        num_bytes = torch.zeros((), dtype=torch.float64, device=labels.device)
+        if self._token_bytes is not None:
+            weights = prediction_weights(labels, inputs.get("loss_mask")).double()
+            num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
+        self._eval_sums += torch.stack([ce_sum.detach().double(), self._eval_weight.double(), num_bytes])
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+        """
+        Trainer's loop; the loss is replaced by `sum of w * CE / sum of w` over the whole set, without router loss.
+
+        Raises:
+            `FloatingPointError`: if that is not finite; `ValueError`: if the set has nothing to predict.
+        """
+        is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
+        self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
+        self._eval_sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        self._is_evaluating = True
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+        finally:
+            self._is_evaluating = False
+        if f"{metric_key_prefix}_loss" not in output.metrics:
+            return output
+
+        sums = self._eval_sums
+        if self.accelerator.num_processes > 1:
+            sums = self.accelerator.reduce(sums, "sum")
+        ce_sum, weight, num_bytes = sums.tolist()
+        if weight == 0:
+            raise ValueError(f"{description}: no token of the set is to be predicted (all labels are -100).")
+        loss = ce_sum / weight
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"{description}: {metric_key_prefix}_loss is {loss} at step {self.state.global_step}. The weights or "
+                "the numerics are broken; go back to an earlier checkpoint, and lower --learning_rate."
+            )
+        output.metrics[f"{metric_key_prefix}_loss"] = loss
+        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(min(loss, 700.0))
+        if num_bytes:
+            output.metrics[f"{metric_key_prefix}_bits_per_byte"] = ce_sum / math.log(2) / num_bytes
+        return output

@@ -1,0 +1,86 @@
+"""
+Pretrains a MiniMind from scratch, or goes on from a checkpoint.
+
+    python recipes/pretrain.py
+    python recipes/pretrain.py --model_preset minimind2 --dataset_name my/*.jsonl --output_dir out/mine
+    torchrun --standalone --nproc_per_node 4 recipes/pretrain.py --config recipes/minimind2-small/pretrain.yaml
+    accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/pretrain.py
+    deepspeed --include localhost:0,1 recipes/pretrain.py --deepspeed ds_configs/zero2.json
+
+Every flag of `TrainingArguments` works; `--help` lists ours too. Without `--config`, the preset's own YAML gives the
+defaults, and the command line wins.
+"""
+
+from pathlib import Path
+
+from transformers import set_seed
+
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.checkpointing import checkpoint_to_resume
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.reporting import format_report, plot_loss_curve, sample_continuations, unigram_loss
+from hf_pretrain.tokenization import load_or_train_tokenizer
+
+
+def main(model_args: ModelArguments, data_args: DataArguments, training_args: LMTrainingArguments):
+    checkpoint = checkpoint_to_resume(training_args)
+    set_seed(training_args.seed)
+    output_dir = Path(training_args.output_dir)
+
+    # Text to rows. The main process does the work, the others read its cache.
+    with training_args.main_process_first(desc="preparing the data"):
+        train_documents, eval_documents = load_documents(
+            data_args.dataset_name,
+            text_column=data_args.text_column,
+            weights=data_args.dataset_weights,
+            streaming=data_args.streaming,
+            validation_fraction=data_args.validation_fraction,
+            seed=training_args.seed,
+            num_proc=data_args.num_proc,
+            max_rejected_ratio=data_args.max_rejected_ratio,
+            rejected_path=output_dir / "rejected.jsonl",
+        )
+        tokenizer = load_or_train_tokenizer(
+            model_args.tokenizer_name_or_path or model_args.model_name_or_path,
+            train_documents,
+            vocab_size=model_args.vocab_size,
+        )
+        packing = {"max_length": data_args.max_length, "packing": data_args.packing, "num_proc": data_args.num_proc}
+        train_rows, packing_report = prepare_rows(train_documents, tokenizer, **packing)
+        eval_rows = prepare_rows(eval_documents, tokenizer, **packing)[0] if len(eval_documents) else None
+
+    is_main = training_args.process_index == 0
+    if is_main and packing_report is not None:
+        print(packing_report)
+    if eval_rows is None:
+        training_args.eval_strategy = "no"
+
+    model = model_args.load_model(tokenizer)
+    trainer = MaskedLossTrainer(
+        model=model,
+        args=training_args,
+        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    metrics = trainer.evaluate() if eval_rows is not None else {}
+    trainer.save_state()
+
+    unigram, samples = None, []
+    if eval_rows is not None:
+        samples = sample_continuations(trainer.model, tokenizer, eval_rows)
+        if not data_args.streaming:
+            unigram = unigram_loss(train_rows, eval_rows, vocab_size=len(tokenizer))
+    if is_main:
+        plot_loss_curve(trainer.state.log_history, output_dir / "loss_curve.png", unigram=unigram)
+        print(format_report(output_dir=str(output_dir), metrics=metrics, unigram=unigram, samples=samples))
+
+
+if __name__ == "__main__":
+    main(*parse_args(ModelArguments, DataArguments, LMTrainingArguments))
