@@ -36,7 +36,7 @@ ifeq ($(LAUNCHER),deepspeed)
   LAUNCH_ARGS := --deepspeed ds_configs/$(DS).json
 else ifeq ($(LAUNCHER),accelerate)
   LAUNCH := $(BIN)/accelerate launch --config_file recipes/accelerate_configs/$(ACCELERATE).yaml \
-    --num_processes $(GPUS) --main_process_port $(MASTER_PORT) $(if $(filter cpu,$(DEVICE)),--cpu)
+    --num_processes $(GPUS) --main_process_port $(MASTER_PORT)
 else ifeq ($(LAUNCHER),torchrun)
   ifeq ($(GPUS),1)
     LAUNCH := $(BIN)/python

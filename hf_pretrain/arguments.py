@@ -155,7 +155,7 @@ class LMTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave non-finite losses out of the log."})
     include_num_input_tokens_seen: str = field(default="non_padding", metadata={"help": "no, all or non_padding."})
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter is used."})
-    ddp_broadcast_buffers: bool | None = field(default=False, metadata={"help": "Buffers are equal by construction."})
+
 
     def __post_init__(self):
         if self.accelerator_config is None:

@@ -124,6 +124,7 @@ class MiniMindConfig(PreTrainedConfig):
                 setattr(self, name, kwargs.pop(alias))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        self._check_sizes()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
@@ -132,20 +133,24 @@ class MiniMindConfig(PreTrainedConfig):
             self.moe_intermediate_size = self.intermediate_size
         super().__post_init__(**kwargs)
 
-    def validate_architecture(self):
-        """Part of `@strict`'s validation: refuses sizes that do not fit together (`ValueError`)."""
-        if self.hidden_size % self.num_attention_heads != 0 and self.head_dim is None:
+    def _check_sizes(self):
+        """Refuses sizes that do not fit together. Not a `validate_*` method: `@strict` would hide the `ValueError`."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
                 "change one of them or give head_dim."
             )
-        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads != 0:
+        if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}."
             )
-        if self.head_dim is not None and self.head_dim % 2 != 0:
-            raise ValueError(f"head_dim={self.head_dim} is odd; the rotary embedding turns pairs of channels.")
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        if head_dim % 2 != 0:
+            raise ValueError(f"head_dim={head_dim} is odd; the rotary embedding turns pairs of channels.")
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and num_experts={self.num_experts}."

@@ -130,6 +130,7 @@ class MiniMindRotaryEmbedding(nn.Module):
     def __init__(self, config: MiniMindConfig):
         super().__init__()
         self.config = config
+        self.table_key = str((config.rope_parameters, config.head_dim, config.max_position_embeddings))
         self.register_buffer("pos_cis", precompute_pos_cis(config), persistent=False)
 
     def _apply(self, fn: Callable, recurse: bool = True):
@@ -147,9 +148,14 @@ class MiniMindRotaryEmbedding(nn.Module):
         Returns:
             cos and sin, `torch.FloatTensor` of shape `(batch_size, 1, seq_len, head_dim // 2)`.
         """
-        # The real view: compilers generate no code for complex numbers.
-        cos, sin = torch.view_as_real(self.pos_cis)[position_ids].unbind(-1)
+        cos, sin = self._real_table(self.table_key)[position_ids].unbind(-1)
         return cos.unsqueeze(1), sin.unsqueeze(1)
+
+    # NOTE: Inductor generates no code for complex numbers. Taken as a constant, the real view of `pos_cis` (the same
+    # memory) is made outside the graph; its key is compared on each call, so that no model runs on another one's table.
+    @torch.compiler.assume_constant_result
+    def _real_table(self, table_key: str) -> torch.Tensor:
+        return torch.view_as_real(self.pos_cis)
 
 
 class MiniMindAttention(nn.Module):
@@ -368,6 +374,18 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MiniMindRotaryEmbedding):
             # NOTE: `from_pretrained` builds on the meta device and refills this buffer with uninitialised memory.
             init.copy_(module.pos_cis, precompute_pos_cis(self.config))
+
+
+    def activation_checkpointing_enable(self, *args, activation_checkpointing_kwargs: dict | None = None, **kwargs):
+        """As in transformers; raises `ValueError` where the gradient of the router loss would be lost."""
+        if self.config.num_experts and (activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True runs the layers without autograd and loses the gradient of the router loss: pass "
+                '{"use_reentrant": False} (the default), or train a model without experts.'
+            )
+        super().activation_checkpointing_enable(
+            *args, activation_checkpointing_kwargs=activation_checkpointing_kwargs, **kwargs
+        )
 
 
 class MiniMindModel(MiniMindPreTrainedModel):

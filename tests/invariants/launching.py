@@ -1,0 +1,81 @@
+"""Starts the probe through a real launcher and reads back what the run left."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launcher_command(launcher: str) -> list[str]:
+    """`python`, or two processes of `torchrun`, `deepspeed`, or `accelerate:<config file's name>`."""
+    if launcher == "python":
+        return [sys.executable]
+    if launcher == "torchrun":
+        return [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())]
+    if launcher == "deepspeed":
+        return [str(BIN / "deepspeed"), "--include", "localhost:0,1", "--master_port", str(free_port())]
+    config = ROOT / "recipes/accelerate_configs" / f"{launcher.removeprefix('accelerate:')}.yaml"
+    ports = ["--main_process_port", str(free_port())]
+    return [str(BIN / "accelerate"), "launch", "--config_file", str(config), *ports, "--num_processes", "2"]
+
+
+def cpu_environment(**extra: str) -> dict[str, str]:
+    """One thread a rank; DeepSpeed's CPU accelerator counts devices by LOCAL_SIZE."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return {**environment, "PATH": path, "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": "", **extra}
+
+
+def start(command: list[str], *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=cpu_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@dataclass
+class Run:
+    """What a finished run left in its output directory."""
+
+    steps: list[dict[str, float]]
+    eval_loss: float
+    num_tokens: int
+    weights: dict[str, torch.Tensor]
+    pos_cis_intact: list[bool]
+    output: str
+
+
+def run_probe(launcher: str, arguments: list[str], output_dir: Path, **environment: str) -> Run:
+    command = [*launcher_command(launcher), str(Path(__file__).with_name("probe.py"))]
+    result = start([*command, *arguments, "--output_dir", str(output_dir)], **environment)
+    assert result.returncode == 0, f"{launcher}: {result.stdout[-4000:]}"
+    history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+    return Run(
+        steps=[entry for entry in history if "loss" in entry],
+        eval_loss=[entry["eval_loss"] for entry in history if "eval_loss" in entry][-1],
+        num_tokens=history[-1]["num_input_tokens_seen"],
+        weights=load_file(output_dir / "model.safetensors"),
+        pos_cis_intact=[json.loads(p.read_text())["pos_cis_intact"] for p in output_dir.glob("probe_rank*.json")],
+        output=result.stdout,
+    )

@@ -1,0 +1,46 @@
+"""
+The real pretraining recipe with one callback more, which looks at the rotary table after training.
+
+`DOUBLE_GRADIENT=1` multiplies every gradient by two and leaves the losses as they are, so that the tests can be seen to
+notice it.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers.trainer
+from transformers import TrainerCallback
+
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+from pretrain import main  # noqa: E402
+
+
+class RotaryTableProbe(TrainerCallback):
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        table, config = model.model.rotary_emb.pos_cis, model.config
+        # MiniMind v1's own lines, written out.
+        exponents = torch.arange(0, config.head_dim, 2)[: config.head_dim // 2].float() / config.head_dim
+        angles = torch.outer(torch.arange(config.max_position_embeddings), 1.0 / config.rope_parameters["rope_theta"] ** exponents)
+        expected = torch.polar(torch.ones_like(angles), angles.float())
+        intact = table.dtype == torch.complex64 and torch.equal(table.cpu(), expected)
+        Path(args.output_dir, f"probe_rank{args.process_index}.json").write_text(json.dumps({"pos_cis_intact": intact}))
+
+
+class DoubledGradientTrainer(MaskedLossTrainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return loss if isinstance(loss, tuple) else loss + (loss - loss.detach())
+
+
+if __name__ == "__main__":
+    transformers.trainer.DEFAULT_CALLBACKS.append(RotaryTableProbe)
+    if os.environ.get("DOUBLE_GRADIENT"):
+        sys.modules["pretrain"].MaskedLossTrainer = DoubledGradientTrainer
+    main(*parse_args(ModelArguments, DataArguments, LMTrainingArguments))

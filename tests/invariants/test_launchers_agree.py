@@ -1,0 +1,159 @@
+"""
+Same numbers everywhere: the pretraining recipe under every launcher and every way of sharding, against one process.
+
+Six steps of a global batch of 8 over 13 rows, so that two epochs end on the way, each with a last batch that the rows
+do not fill.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.tokenization import train_tokenizer
+from tests.invariants.launching import ROOT, Run, run_probe
+
+
+pytestmark = pytest.mark.distributed
+
+DEEPSPEED = {stage: ["--deepspeed", str(ROOT / "ds_configs" / f"{stage}.json")] for stage in ("zero1", "zero2", "zero3")}
+LAUNCHES = {
+    "DDP": ("torchrun", []),
+    "accelerate DDP": ("accelerate:ddp", []),
+    "FSDP2": ("torchrun", ["--fsdp_size", "2"]),
+    "ZeRO-1": ("deepspeed", DEEPSPEED["zero1"]),
+    "ZeRO-2": ("deepspeed", DEEPSPEED["zero2"]),
+    "ZeRO-3": ("deepspeed", DEEPSPEED["zero3"]),
+}
+ADAMW = ["--learning_rate", "1e-3"]
+SGD = ["--optim", "sgd", "--learning_rate", "0.5", "--max_grad_norm", "0", "--weight_decay", "0"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """Two toy models with their tokenizer, and sentences of uneven length."""
+    path = tmp_path_factory.mktemp("launchers")
+    generator = random.Random(0)
+    words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet", "birds", "home", "far", "to"]
+    texts = [" ".join(generator.choices(words, k=generator.randint(3, 18))) for _ in range(16)]
+    tokenizer = train_tokenizer(texts * 20, vocab_size=320)
+    for name, experts in (("dense", {}), ("moe", {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.5})):
+        torch.manual_seed(0)
+        config = MiniMindConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=128,
+            qk_norm=True,
+            **experts,
+        )
+        MiniMindForCausalLM(config).save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    (path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def launch(workspace):
+    """Runs once for each way of launching and remembers what came out."""
+    runs: dict[tuple, Run] = {}
+
+    def run(model: str, launcher: str, arguments: list[str], **environment: str) -> Run:
+        key = (model, launcher, *arguments, *environment)
+        if key not in runs:
+            batch = ["8", "1"] if launcher == "python" else ["2", "2"]
+            common = [
+                *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
+                *("--packing", "none", "--max_length", "32", "--validation_fraction", "0.2", "--max_steps", "6"),
+                *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
+                *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
+                *("--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true"),
+                *([] if "--bf16" in arguments else ["--bf16", "false"]),
+            ]
+            runs[key] = run_probe(launcher, [*common, *arguments], workspace / f"run{len(runs)}", **environment)
+        return runs[key]
+
+    return run
+
+
+def assert_same_steps(run: Run, reference: Run, *, loss: float = 1e-5, grad_norm: float = 1e-4):
+    assert len(run.steps) == len(reference.steps) == 6
+    for step, expected in zip(run.steps, reference.steps, strict=True):
+        for key in [key for key in ("loss", "ce_loss", "aux_loss") if key in expected]:
+            assert step[key] == pytest.approx(expected[key], abs=loss), (key, step["step"])
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=grad_norm), step["step"]
+        assert step["num_input_tokens_seen"] == expected["num_input_tokens_seen"]
+    assert run.eval_loss == pytest.approx(reference.eval_loss, abs=loss)
+
+
+def assert_same_weights(run: Run, reference: Run):
+    assert run.weights.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
+        torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=5e-6, msg=name)
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize("way", LAUNCHES)
+def test_losses_and_gradient_norms_agree(launch, model, way):
+    launcher, arguments = LAUNCHES[way]
+    reference = launch(model, "python", ADAMW)
+    assert ("aux_loss" in reference.steps[0]) == (model == "moe")
+    run = launch(model, launcher, [*ADAMW, *arguments])
+    assert_same_steps(run, reference)
+    assert run.pos_cis_intact == [True, True]
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-2"])
+def test_weights_agree_under_sgd(launch, way):
+    """AdamW divides a wrong gradient scale away; SGD without clipping shows it in the weights."""
+    launcher, arguments = LAUNCHES[way]
+    reference = launch("moe", "python", SGD)
+    run = launch("moe", launcher, [*SGD, *arguments])
+    assert_same_steps(run, reference)
+    assert_same_weights(run, reference)
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-2"])
+def test_the_checks_notice_a_doubled_gradient(launch, way):
+    launcher, arguments = LAUNCHES[way]
+    reference = launch("moe", "python", SGD)
+    run = launch("moe", launcher, [*SGD, *arguments], DOUBLE_GRADIENT="1")
+    assert run.steps[0]["loss"] == pytest.approx(reference.steps[0]["loss"], abs=1e-5)
+    with pytest.raises(AssertionError):
+        assert run.steps[0]["grad_norm"] == pytest.approx(reference.steps[0]["grad_norm"], rel=1e-4)
+    with pytest.raises(AssertionError):
+        assert_same_weights(run, reference)
+
+
+@pytest.mark.parametrize("way", ["DDP", "ZeRO-2"])
+def test_bf16_agrees_roughly(launch, way):
+    launcher, arguments = LAUNCHES[way]
+    reference = launch("dense", "python", ADAMW)
+    run = launch("dense", launcher, [*ADAMW, *arguments, "--bf16", "true"])
+    for step, expected in zip(run.steps, reference.steps, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+        assert step["loss"] != expected["loss"]
+
+
+@pytest.mark.parametrize("config", ["zero2_offload", "zero3_offload"])
+def test_offloaded_optimizers_agree(launch, config):
+    run = launch("dense", "deepspeed", [*ADAMW, "--deepspeed", str(ROOT / "ds_configs" / f"{config}.json")])
+    assert_same_steps(run, launch("dense", "python", ADAMW))
+
+
+def test_zero0_agrees(launch):
+    """DeepSpeed's stage 0 in float32 reports no gradient norm; its losses and weights still have to agree."""
+    run = launch("dense", "deepspeed", [*SGD, "--deepspeed", str(ROOT / "ds_configs/zero0.json")])
+    reference = launch("dense", "python", SGD)
+    assert [s["loss"] for s in run.steps] == pytest.approx([s["loss"] for s in reference.steps], abs=1e-5)
+    assert_same_weights(run, reference)
+
+
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
+def test_accelerate_with_deepspeed_agrees(launch, config):
+    assert_same_steps(launch("dense", f"accelerate:{config}", ADAMW), launch("dense", "python", ADAMW))
