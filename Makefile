@@ -28,9 +28,8 @@ ifeq ($(DEVICE),cpu)
     ENV := LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(nproc) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
   endif
 endif
-comma := ,
-space := $(subst ,, )
-DEVICES := $(subst $(space),$(comma),$(shell seq 0 $$(( $(GPUS) - 1 ))))
+# DeepSpeed ignores CUDA_VISIBLE_DEVICES beside --include, so that it has to become the include list.
+DEVICES := $(or $(CUDA_VISIBLE_DEVICES),$(shell seq -s, 0 $$(( $(GPUS) - 1 ))))
 ifeq ($(LAUNCHER),deepspeed)
   LAUNCH := $(BIN)/deepspeed --include localhost:$(DEVICES) --master_port $(MASTER_PORT)
   LAUNCH_ARGS := --deepspeed ds_configs/$(DS).json
@@ -41,13 +40,21 @@ else ifeq ($(LAUNCHER),torchrun)
   ifeq ($(GPUS),1)
     LAUNCH := $(BIN)/python
   else
-    LAUNCH := $(BIN)/torchrun --nproc_per_node $(GPUS) --master_port $(MASTER_PORT)
+    LAUNCH := $(BIN)/torchrun --standalone --nproc_per_node $(GPUS)
   endif
 else
   $(error LAUNCHER=$(LAUNCHER) is unknown: use torchrun, accelerate or deepspeed)
 endif
 
+# torchrun --standalone finds a port by itself, the others take MASTER_PORT.
+FREE_PORT := import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(("", $(MASTER_PORT)))
+ifneq ($(LAUNCHER),torchrun)
+  CHECK_PORT := @$(BIN)/python -c '$(FREE_PORT)' 2>/dev/null || \
+    { echo "Port $(MASTER_PORT) is in use; choose another: make ... MASTER_PORT=$$(( $(MASTER_PORT) + 1 ))" >&2; exit 1; }
+endif
+
 pretrain: $(VENV)/.installed
+	$(CHECK_PORT)
 	$(ENV) PATH="$(abspath $(BIN)):$$PATH" $(LAUNCH) recipes/pretrain.py --config $(CONFIG) $(CPU_ARGS) $(LAUNCH_ARGS) $(ARGS)
 
 tokenizer: $(VENV)/.installed
@@ -61,8 +68,7 @@ quality: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hf_pretrain recipes
 
-# torch first: with it installed, nothing that follows can bring another build. Where there is no GPU, a CPU wheel that
-# the machine provides is as good as any; pip takes the newest that the range allows.
+# The torch range of pyproject.toml admits a CPU wheel that the machine provides. Tests need no other index.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 

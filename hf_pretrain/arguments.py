@@ -17,14 +17,10 @@ import torch
 import yaml
 from transformers import HfArgumentParser, PreTrainedTokenizerBase, TrainingArguments
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging
 
 from .configuration_minimind import PRESETS, MiniMindConfig
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer
-
-
-logger = logging.get_logger(__name__)
 
 
 def default_preset() -> str:
@@ -174,6 +170,11 @@ class LMTrainingArguments(TrainingArguments):
             )
         self._check_launch()
         super().__post_init__()
+        if self.deepspeed and self.device.type == "cpu":
+            # NOTE: ZeRO-3's zero.Init counts ranks through DeepSpeed's own group, which Trainer sets up on GPUs alone.
+            import deepspeed
+
+            deepspeed.init_distributed(dist_backend="gloo")
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
         if self.n_gpu > 1:
@@ -188,6 +189,17 @@ class LMTrainingArguments(TrainingArguments):
                 "--fsdp_size N, which shards through transformers itself."
             )
 
+    @property
+    def launch_description(self) -> str:
+        """How many processes train on what: for the first line of a run's log."""
+        if self.device.type == "cpu":
+            devices = "CPU"
+        else:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            devices = torch.cuda.get_device_name(self.device) + (f", CUDA_VISIBLE_DEVICES={visible}" if visible else "")
+        precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
+        return f"{self.world_size} process(es) on {devices}, {precision}"
+
     def _check_launch(self):
         """Meets mistakes in the launch command before any process group is set up."""
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -198,15 +210,8 @@ class LMTrainingArguments(TrainingArguments):
                 f"start at most {num_gpus}, or pass --use_cpu."
             )
         if self.deepspeed and isinstance(self.deepspeed, str):
-            path = Path(self.deepspeed)
-            if not path.is_file():
-                raise ValueError(f"--deepspeed {path}: no such file. The repository's are in ds_configs/.")
-            for block in ("optimizer", "scheduler"):
-                if block in json.loads(path.read_text()):
-                    logger.warning(
-                        f"{path} has a `{block}` block: it overrides --optim, --learning_rate and --lr_scheduler_type "
-                        "of this run. Remove the block to let the recipe decide."
-                    )
+            if not Path(self.deepspeed).is_file():
+                raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
 
 
 def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:

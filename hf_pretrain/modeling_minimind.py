@@ -49,7 +49,9 @@ def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
     """
     rope_type = config.rope_parameters["rope_type"]
     if rope_type in ("dynamic", "longrope"):
-        raise ValueError(f'rope_type="{rope_type}" depends on the input\'s length; MiniMind keeps one table: use "yarn".')
+        raise ValueError(
+            f'rope_type="{rope_type}" depends on the input\'s length; MiniMind keeps one table: use "yarn".'
+        )
     # NOTE: from integer ranges, because DeepSpeed's zero.Init turns the constructors of float tensors to its own dtype.
     with torch.device("cpu"):
         if rope_type == "default":
@@ -375,17 +377,14 @@ class MiniMindPreTrainedModel(PreTrainedModel):
             # NOTE: `from_pretrained` builds on the meta device and refills this buffer with uninitialised memory.
             init.copy_(module.pos_cis, precompute_pos_cis(self.config))
 
-
-    def activation_checkpointing_enable(self, *args, activation_checkpointing_kwargs: dict | None = None, **kwargs):
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs):
         """As in transformers; raises `ValueError` where the gradient of the router loss would be lost."""
         if self.config.num_experts and (activation_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError(
                 "use_reentrant=True runs the layers without autograd and loses the gradient of the router loss: pass "
                 '{"use_reentrant": False} (the default), or train a model without experts.'
             )
-        super().activation_checkpointing_enable(
-            *args, activation_checkpointing_kwargs=activation_checkpointing_kwargs, **kwargs
-        )
+        super().activation_checkpointing_enable(activation_checkpointing_kwargs, **kwargs)
 
 
 class MiniMindModel(MiniMindPreTrainedModel):
@@ -422,6 +421,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         """
         transformers keeps packed documents apart only where `attention_mask is None`. A mask of ones says nothing and
         is dropped; a mask with padding beside restarting positions is ambiguous and refused with a `ValueError`.
+        A compiled graph cannot look into either, so packed rows take no mask there.
         """
         mask = attention_mask.bool()
         restarts = (position_ids[:, 1:] == 0) & mask[:, 1:] & mask[:, :-1]

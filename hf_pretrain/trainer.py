@@ -21,13 +21,16 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
 from .callbacks import TrainingProgressCallback
 from .loss import find_documents, prediction_weights
 from .optimizers import complete_schedule_kwargs
 from .tokenization import token_byte_lengths
 
+
+logger = logging.get_logger(__name__)
 
 FILLER_COLUMN = "is_filler"
 
@@ -125,6 +128,25 @@ class MaskedLossTrainer(Trainer):
         self._steps_since_log = 0
         self._tokens_at_last_log = 0
         self._last_log_time: float | None = None
+        if self.is_deepspeed_enabled:
+            self._check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
+
+    def _check_deepspeed_config(self, config: dict[str, Any]):
+        """Warns of blocks that override the recipe's flags; refuses an optimizer that offloading would replace."""
+        for block in ("optimizer", "scheduler"):
+            if block in config:
+                logger.warning(
+                    f"The DeepSpeed config has a `{block}` block: it overrides --optim, --learning_rate and "
+                    "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
+                )
+        offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
+        if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
+            # NOTE: accelerate's map_pytorch_optim_to_deepspeed takes DeepSpeedCPUAdam for whatever else it is given.
+            raise ValueError(
+                f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam without a word. "
+                "Use --optim adamw_torch, or a config that does not offload (ds_configs/zero2.json)."
+            )
 
     @property
     def data_parallel_size(self) -> int:

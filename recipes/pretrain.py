@@ -29,6 +29,9 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
     output_dir = Path(training_args.output_dir)
+    is_main = training_args.process_index == 0
+    if is_main:
+        print(training_args.launch_description)
 
     # Text to rows. The main process does the work, the others read its cache.
     with training_args.main_process_first(desc="preparing the data"):
@@ -52,7 +55,6 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
         train_rows, packing_report = prepare_rows(train_documents, tokenizer, **packing)
         eval_rows = prepare_rows(eval_documents, tokenizer, **packing)[0] if len(eval_documents) else None
 
-    is_main = training_args.process_index == 0
     if is_main and packing_report is not None:
         print(packing_report)
     if eval_rows is None:

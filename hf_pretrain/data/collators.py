@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -43,25 +44,24 @@ class DataCollatorForPackedRows:
                 f"A row of {max(lengths)} tokens is longer than max_length={seq_len}; prepare the rows with that length."
             )
         shape = (len(features), seq_len)
-        input_ids = torch.full(shape, self.pad_token_id, dtype=torch.long)
-        labels = torch.full(shape, -100, dtype=torch.long)
-        position_ids = torch.zeros(shape, dtype=torch.long)
-        loss_mask = torch.zeros(shape, dtype=torch.float32) if "loss_mask" in features[0] else None
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, -100, dtype=np.int64)
+        position_ids = np.tile(np.arange(seq_len), (len(features), 1))
+        loss_mask = np.zeros(shape, dtype=np.float32)
         for row, (feature, length) in enumerate(zip(features, lengths, strict=True)):
-            seq_lengths = torch.as_tensor(feature["seq_lengths"])
+            seq_lengths = np.asarray(feature["seq_lengths"])
             if seq_lengths.sum() != length:
                 raise ValueError(f"seq_lengths {feature['seq_lengths']} do not sum to the row's {length} tokens.")
-            starts = seq_lengths.cumsum(0) - seq_lengths
-            position_ids[row] = torch.arange(seq_len)
-            position_ids[row, :length] -= starts.repeat_interleave(seq_lengths)
+            starts = np.cumsum(seq_lengths) - seq_lengths
+            position_ids[row, :length] -= np.repeat(starts, seq_lengths)
             position_ids[row, length:] -= length
-            input_ids[row, :length] = torch.as_tensor(feature["input_ids"])
-            labels[row, :length] = input_ids[row, :length]
+            input_ids[row, :length] = feature["input_ids"]
+            labels[row, :length] = feature["input_ids"]
             labels[row, starts] = -100
-            if loss_mask is not None:
-                loss_mask[row, :length] = torch.as_tensor(feature["loss_mask"], dtype=torch.float32)
+            loss_mask[row, :length] = feature.get("loss_mask", 1.0)
+        labels[loss_mask == 0] = -100
+        loss_mask[labels == -100] = 0
         batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
-        if loss_mask is not None:
-            labels.masked_fill_(loss_mask == 0, -100)
-            batch["loss_mask"] = loss_mask.masked_fill(labels == -100, 0.0)
-        return batch
+        if "loss_mask" in features[0]:
+            batch["loss_mask"] = loss_mask
+        return {name: torch.from_numpy(array) for name, array in batch.items()}

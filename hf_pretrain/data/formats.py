@@ -126,14 +126,19 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
     except ImportError as error:
         raise ImportError(f'Reading {path} needs zstandard: pip install "hf_pretrain[zstd]"') from error
     # NOTE: zstandard's stream_reader takes a file that was cut off for a whole one; a decompressobj knows its end.
-    decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
+    decompressor = zstandard.ZstdDecompressor()
+    frame, is_whole = decompressor.decompressobj(), True
     try:
         with open(path, "rb") as file:
             while chunk := file.read(CHUNK_BYTES):
-                yield decompressor.decompress(chunk)
+                while chunk:
+                    yield frame.decompress(chunk)
+                    chunk, is_whole = frame.unused_data, frame.eof
+                    if is_whole:
+                        frame = decompressor.decompressobj()
     except zstandard.ZstdError as error:
         raise zlib.error(str(error)) from error
-    if not decompressor.eof:
+    if not is_whole:
         raise EOFError
 
 

@@ -92,12 +92,11 @@ def prepare_rows(
         raise ValueError(f"packing={packing!r} is unknown; there are {', '.join(PACKINGS)}.")
     if max_length < MIN_LENGTH:
         raise ValueError(f"max_length={max_length} is too short to learn from; take at least {MIN_LENGTH}.")
-    encode = {"function": _encode_batch, "batched": True, "fn_kwargs": {"tokenizer": tokenizer}}
-    encode |= {"remove_columns": ["text"], "features": TOKEN_FEATURES}
-    pack = {"function": _pack_batch, "batched": True, "batch_size": GROUP_SIZE}
-    pack |= {"fn_kwargs": {"max_length": max_length, "packing": packing}, "features": ROW_FEATURES}
+    pack = {"batched": True, "batch_size": GROUP_SIZE, "features": ROW_FEATURES}
+    how = {"max_length": max_length, "packing": packing}
     if isinstance(documents, IterableDataset):
-        return documents.map(**encode).with_format("arrow").map(**pack).with_format(None), None
+        how["tokenizer"] = tokenizer
+        return documents.map(_encode_and_pack_batch, fn_kwargs=how, remove_columns=["text"], **pack), None
     if len(documents) == 0:
         return Dataset.from_dict({"input_ids": [], "seq_lengths": []}, features=ROW_FEATURES), PackingReport(
             0, 0, 0, 0, 0
@@ -106,13 +105,21 @@ def prepare_rows(
     if num_proc is None:
         num_proc = min(os.cpu_count(), 8) if len(documents) >= PARALLEL_FROM else 1
     # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
-    key = _digest(documents._fingerprint, tokenizer.backend_tokenizer.to_str(), ENCODING_VERSION)
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    key = _digest(documents._fingerprint, tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
     tokens = documents.map(
-        **encode, num_proc=num_proc if num_proc > 1 else None, new_fingerprint=key, desc="Tokenizing"
+        _encode_batch,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer},
+        remove_columns=["text"],
+        features=TOKEN_FEATURES,
+        num_proc=num_proc if num_proc > 1 else None,
+        new_fingerprint=key,
+        desc="Tokenizing",
     )
     key = _digest(key, max_length, packing, GROUP_SIZE, PACKING_VERSION)
-    rows = tokens.with_format("arrow").map(**pack, new_fingerprint=key, desc="Packing").with_format(None)
-    return rows, _report(tokens, rows, max_length)
+    rows = tokens.with_format("arrow").map(_pack_batch, fn_kwargs=how, new_fingerprint=key, desc="Packing", **pack)
+    return rows.with_format(None), _report(tokens, rows, max_length)
 
 
 def _digest(*parts: object) -> str:
@@ -136,6 +143,14 @@ def _report(tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
 
 def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[list[int]]]:
     return {"input_ids": encode_documents(batch["text"], tokenizer)}
+
+
+def _encode_and_pack_batch(
+    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int, packing: str
+) -> dict[str, list[list[int]]]:
+    """Both steps at once, for streams: `datasets` is slow at handing Arrow tables on from one to the other there."""
+    documents = pa.array(encode_documents(batch["text"], tokenizer), pa.list_(pa.int32()))
+    return _pack_batch(pa.table({"input_ids": pa.chunked_array([documents])}), max_length, packing).to_pydict()
 
 
 def _pack_batch(batch: pa.Table, max_length: int, packing: str) -> pa.Table:

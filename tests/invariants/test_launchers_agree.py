@@ -28,7 +28,7 @@ LAUNCHES = {
     "ZeRO-3": ("deepspeed", DEEPSPEED["zero3"]),
 }
 ADAMW = ["--learning_rate", "1e-3"]
-SGD = ["--optim", "sgd", "--learning_rate", "0.5", "--max_grad_norm", "0", "--weight_decay", "0"]
+SGD = ["--optim", "sgd", "--learning_rate", "0.1", "--max_grad_norm", "0", "--weight_decay", "0"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,65 @@
+"""
+Trains a tokenizer on the documents that a pretraining run would train on, and saves it with its chat template.
+
+    python recipes/tokenizer.py --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
+
+`recipes/pretrain.py --tokenizer_name_or_path out/tokenizer` takes it. Held-out documents are left out of training and
+show how well the tokenizer does: bytes per token, more is shorter.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer
+
+
+@dataclass
+class TokenizerArguments:
+    """What to train on, how large, and where to."""
+
+    dataset_name: list[str] = field(
+        default_factory=lambda: ["embedded"],
+        metadata={"help": "One or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision."},
+    )
+    text_column: str = field(default="text", metadata={"help": "Key or column that holds the text."})
+    vocab_size: int = field(default=6400, metadata={"help": "Entries in total, special tokens included."})
+    output_dir: str = field(default="out/tokenizer", metadata={"help": "Where the tokenizer goes."})
+    streaming: bool = field(default=False, metadata={"help": "Read the first documents of a stream."})
+    validation_fraction: float = field(default=0.01, metadata={"help": "Share of documents that is held out."})
+    max_training_chars: int = field(
+        default=50_000_000, metadata={"help": "Train on evenly spaced documents of this many characters at most."}
+    )
+    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Share of bad lines that is tolerated."})
+
+
+def main(args: TokenizerArguments) -> None:
+    output_dir = Path(args.output_dir)
+    if output_dir.is_dir() and any(output_dir.iterdir()):
+        raise ValueError(f"--output_dir {output_dir} is not empty. Name another one, or remove it.")
+
+    train, validation = load_documents(
+        args.dataset_name,
+        text_column=args.text_column,
+        streaming=args.streaming,
+        validation_fraction=args.validation_fraction,
+        max_rejected_ratio=args.max_rejected_ratio,
+    )
+    tokenizer = load_or_train_tokenizer(
+        None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
+    )
+    tokenizer.save_pretrained(output_dir)
+    print(f"The tokenizer of {len(tokenizer)} entries is in {output_dir}")
+
+    texts = list(validation["text"])
+    if texts:
+        # bos and eos stand for no text.
+        num_tokens = sum(len(ids) - 2 for ids in encode_documents(texts, tokenizer))
+        num_bytes = sum(len(text.encode()) for text in texts)
+        print(f"{num_bytes / num_tokens:.3f} bytes per token on {len(texts)} held-out documents")
+
+
+if __name__ == "__main__":
+    main(*HfArgumentParser(TokenizerArguments).parse_args_into_dataclasses())

@@ -1,0 +1,116 @@
+"""The command line: defaults, YAML, and what is refused."""
+
+import pytest
+import torch
+import yaml
+
+from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.tokenization import train_tokenizer
+
+
+def parse(tmp_path, *words: str, config: dict | None = None):
+    argv = ["--output_dir", str(tmp_path / "run"), *words]
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        argv = ["--config", str(tmp_path / "config.yaml"), *argv]
+    return parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
+
+
+def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path):
+    config = {
+        "learning_rate": "2e-3",
+        "max_length": 64,
+        "dataset_name": ["a.jsonl", "b.jsonl"],
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.2},
+        "bf16": False,
+        "max_steps": -1,
+    }
+    _, data, training = parse(tmp_path, "--max_length", "128", config=config)
+    assert training.learning_rate == 2e-3
+    assert data.max_length == 128
+    assert data.dataset_name == ["a.jsonl", "b.jsonl"]
+    assert training.lr_scheduler_kwargs == {"min_lr_rate": 0.2}
+    assert training.bf16 is False
+    assert training.max_steps == -1
+
+
+def test_defaults_for_small_language_models(tmp_path):
+    _, data, training = parse(tmp_path)
+    assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (0.9, 0.95, 0.1)
+    assert training.ddp_find_unused_parameters is False
+    assert training.logging_nan_inf_filter is False
+    assert training.eval_strategy == "steps"
+    assert training.bf16 == torch.cpu._is_avx512_bf16_supported()
+    assert data.dataset_name == ["embedded"]
+
+
+def test_bare_bf16_flag(tmp_path):
+    assert parse(tmp_path, "--bf16")[2].bf16 is True
+    assert parse(tmp_path, "--bf16", "false")[2].bf16 is False
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "message"),
+    [
+        ([], {"learning_rat": 1}, "unknown key `learning_rat`; the nearest known one is `learning_rate`"),
+        (["--learning_rat", "1"], None, "'--learning_rat'; the nearest known one is --learning_rate"),
+        (["--model_preset", "huge"], None, "huge is unknown; use one of tiny, minimind2-small"),
+        (["--config", "missing.yaml"], None, "missing.yaml: no such file"),
+        (["--deepspeed", "missing.json"], None, "missing.json: no such file"),
+        (["--fp16"], None, "--fp16 on a CPU would silently train in float32"),
+        (["--fsdp"], None, "--fsdp_size N"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, words, config, message):
+    with pytest.raises(ValueError, match=message):
+        parse(tmp_path, "--use_cpu", *words, config=config)
+
+
+def test_yaml_values_are_typed(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(tmp_path, config={"max_steps": "many"})
+    assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_fsdp_through_accelerate_on_cpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="--fsdp_size N"):
+        parse(tmp_path, "--use_cpu")
+
+
+def test_data_parallel_is_refused(tmp_path, monkeypatch):
+    # The one thing that this machine cannot have: two GPUs in one process.
+    monkeypatch.setattr(LMTrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(ValueError, match="torchrun --standalone --nproc_per_node 2"):
+        parse(tmp_path, "--use_cpu")
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="4 processes were started on this machine but it has 2 GPU"):
+        parse(tmp_path, "--bf16", "false")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["some words to learn from"] * 50, vocab_size=320)
+
+
+def test_load_model_takes_preset_overrides_and_special_tokens(tokenizer):
+    arguments = ModelArguments(model_preset="tiny", config_overrides="num_hidden_layers=1,dim=96,vocab_size=320")
+    model = arguments.load_model(tokenizer)
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (1, 96, 320)
+    assert (model.config.pad_token_id, model.config.bos_token_id, model.config.eos_token_id) == (0, 1, 2)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [("width=3", "'width' is not a field"), ("num_hidden_layers", "not of the form"), ("vocab_size=100", "vocab")],
+)
+def test_load_model_refuses(tokenizer, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArguments(model_preset="tiny", config_overrides=overrides).load_model(tokenizer)

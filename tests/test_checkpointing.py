@@ -1,0 +1,53 @@
+"""Which checkpoint a run goes on from."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hf_pretrain.checkpointing import checkpoint_to_resume
+
+
+def arguments(output_dir, resume=None):
+    return SimpleNamespace(output_dir=str(output_dir), resume_from_checkpoint=resume, distributed_state=None)
+
+
+def make_checkpoint(output_dir, step: int):
+    path = output_dir / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    return str(path)
+
+
+def test_starts_in_a_new_or_empty_directory(tmp_path):
+    assert checkpoint_to_resume(arguments(tmp_path / "new")) is None
+    assert checkpoint_to_resume(arguments(tmp_path)) is None
+
+
+def test_refuses_to_write_over_a_run(tmp_path):
+    make_checkpoint(tmp_path, 10)
+    with pytest.raises(ValueError, match="is not empty.*--resume_from_checkpoint auto"):
+        checkpoint_to_resume(arguments(tmp_path))
+
+
+def test_auto_takes_the_newest_or_starts(tmp_path):
+    assert checkpoint_to_resume(arguments(tmp_path / "new", "auto")) is None
+    make_checkpoint(tmp_path, 9)
+    newest = make_checkpoint(tmp_path, 10)
+    assert checkpoint_to_resume(arguments(tmp_path, "auto")) == newest
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_resumes_by_itself(tmp_path, monkeypatch, variable):
+    newest = make_checkpoint(tmp_path, 10)
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(ValueError, match="is not empty"):
+        checkpoint_to_resume(arguments(tmp_path))
+    monkeypatch.setenv(variable, "1")
+    assert checkpoint_to_resume(arguments(tmp_path)) == newest
+
+
+def test_a_named_checkpoint_must_be_one(tmp_path):
+    path = make_checkpoint(tmp_path, 10)
+    assert checkpoint_to_resume(arguments(tmp_path, path)) == path
+    with pytest.raises(ValueError, match="no trainer_state.json"):
+        checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))

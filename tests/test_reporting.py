@@ -1,0 +1,44 @@
+"""The figures and lines at the end of a run."""
+
+import math
+
+import pytest
+from datasets import Dataset
+
+from hf_pretrain.reporting import continue_command, format_report, plot_loss_curve, unigram_loss
+
+
+def test_unigram_loss_is_the_formula():
+    train = Dataset.from_dict({"input_ids": [[1, 5, 5, 2, 1, 6, 2]], "seq_lengths": [[4, 3]]})
+    held_out = Dataset.from_dict({"input_ids": [[1, 5, 2], [1, 7, 2]], "seq_lengths": [[3], [3]]})
+    # Predicted in training: 5 5 2 6 2; each of 8 entries counts one more.
+    probability = {2: 3 / 13, 5: 3 / 13, 6: 2 / 13, 7: 1 / 13}
+    expected = -sum(math.log(probability[token]) for token in (5, 2, 7, 2)) / 4
+    assert unigram_loss(train, held_out, vocab_size=8) == pytest.approx(expected)
+
+
+def test_report_names_everything(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--max_steps", "3", "--output_dir", "out/a"])
+    report = format_report(
+        output_dir="out/a", metrics={"eval_loss": 4.0, "eval_bits_per_byte": 1.5}, unigram=7.0, samples=[("a", "b")]
+    )
+    for part in ("out/a", "4.0000", "7.0000", "1.5000", "'a' -> 'b'", continue_command("out/a")):
+        assert part in report
+
+
+def test_continue_command_replaces_directories(monkeypatch):
+    words = ["recipes/pretrain.py", "--output_dir=out/a", "--config", "c.yaml", "--model_name_or_path", "out/0"]
+    monkeypatch.setattr("sys.argv", words)
+    assert continue_command("out/a/") == (
+        "python recipes/pretrain.py --config c.yaml --model_name_or_path out/a/ --output_dir out/a-continued"
+    )
+
+
+def test_loss_curve_is_a_picture(tmp_path):
+    history = [
+        {"loss": 6.0, "num_input_tokens_seen": 10},
+        {"eval_loss": 5.5, "num_input_tokens_seen": 10},
+        {"train_runtime": 1.0},
+    ]
+    plot_loss_curve(history, tmp_path / "curve.png", unigram=7.0)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,319 @@
+"""MaskedLossTrainer in one process: against formulas written out, and against itself under other batches."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import IterableDataset
+
+from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.arguments import LMTrainingArguments
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+
+
+LENGTHS = [7, 19, 4, 12, 16, 5, 9, 11, 3, 14, 20, 6, 8]
+
+
+def make_model(num_experts: int = 0) -> MiniMindForCausalLM:
+    torch.manual_seed(0)
+    return MiniMindForCausalLM(
+        MiniMindConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=128,
+            num_experts=num_experts,
+            num_shared_experts=min(num_experts, 1),
+            router_aux_loss_coef=0.5,
+        )
+    )
+
+
+def make_documents(*, weighted: bool = False) -> list[dict]:
+    """Thirteen documents of uneven length; with weights, some predictions count for nothing and one document for none."""
+    generator = torch.Generator().manual_seed(1)
+    documents = []
+    for number, length in enumerate(LENGTHS):
+        document = {"input_ids": torch.randint(3, 64, (length,), generator=generator).tolist(), "seq_lengths": [length]}
+        if weighted:
+            weights = 2 * torch.rand(length, generator=generator) * (torch.rand(length, generator=generator) > 0.3)
+            document["loss_mask"] = (weights * (number != 4)).tolist()
+        documents.append(document)
+    return documents
+
+
+def pack(documents: list[dict], sizes: list[int]) -> list[dict]:
+    rows, start = [], 0
+    for size in sizes:
+        group = documents[start : start + size]
+        rows.append({key: sum((document[key] for document in group), []) for key in group[0]})
+        start += size
+    assert start == len(documents)
+    return rows
+
+
+def make_trainer(tmp_path, rows, *, model=None, batch=8, accumulation=1, eval_batch=4, **kwargs) -> MaskedLossTrainer:
+    arguments = {
+        "max_steps": 6,
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "max_grad_norm": 0,
+        "weight_decay": 0,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        **kwargs.pop("arguments", {}),
+    }
+    return MaskedLossTrainer(
+        model=model if model is not None else make_model(),
+        args=LMTrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            per_device_eval_batch_size=eval_batch,
+            **arguments,
+        ),
+        data_collator=kwargs.pop("data_collator", DataCollatorForPackedRows(pad_token_id=0)),
+        train_dataset=rows,
+        eval_dataset=rows,
+        **kwargs,
+    )
+
+
+def train(trainer: MaskedLossTrainer) -> list[dict]:
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def written_out_loss(model: MiniMindForCausalLM, documents: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy and router loss of documents, one forward pass each, by the formulas of the design."""
+    ce = weight_sum = aux = num_documents = torch.zeros(())
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        weights = torch.tensor(document.get("loss_mask", [1.0] * ids.shape[1]))[1:]
+        if not weights.any():
+            continue
+        output = model(ids, output_router_logits=bool(model.config.num_experts))
+        ce = ce + (F.cross_entropy(output.logits[0, :-1], ids[0, 1:], reduction="none") * weights).sum()
+        weight_sum, num_documents = weight_sum + weights.sum(), num_documents + 1
+        for logits in output.router_logits or ():
+            probabilities = logits.softmax(-1)
+            chosen = F.one_hot(probabilities.topk(2).indices, 4).sum(1).float()
+            aux = aux + 4 * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
+    return ce / weight_sum, aux / num_documents
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_first_step_is_the_formula(tmp_path, num_experts, weighted):
+    documents = make_documents(weighted=weighted)
+    model = make_model(num_experts)
+    ce_loss, aux_loss = written_out_loss(model, documents)
+    loss = ce_loss + 0.5 * aux_loss
+    loss.backward()
+    expected = {name: p.detach() - 0.5 * p.grad for name, p in model.named_parameters()}
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+    trainer = make_trainer(
+        tmp_path, documents, model=make_model(num_experts), batch=2, accumulation=7, arguments={"max_steps": 1}
+    )
+    (step,) = train(trainer)
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert step["ce_loss"] == pytest.approx(ce_loss.item(), rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    if num_experts:
+        assert step["aux_loss"] == pytest.approx(aux_loss.item(), rel=1e-5)
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_accumulation_changes_nothing_across_epochs(tmp_path, num_experts):
+    rows = make_documents(weighted=True)
+    trainers = [
+        make_trainer(tmp_path, rows, model=make_model(num_experts), batch=batch, accumulation=8 // batch)
+        for batch in (8, 2, 1)
+    ]
+    reference, *others = [train(trainer) for trainer in trainers]
+    assert len(reference) == 6
+    for steps in others:
+        for step, expected in zip(steps, reference, strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for trainer in trainers[1:]:
+        for parameter, expected in zip(trainer.model.parameters(), trainers[0].model.parameters(), strict=True):
+            torch.testing.assert_close(parameter.data, expected.data, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_packing_changes_nothing(tmp_path, num_experts, weighted):
+    documents = make_documents(weighted=weighted)
+    separate = make_trainer(
+        tmp_path, documents, model=make_model(num_experts), batch=13, arguments={"max_steps": 3}
+    )
+    packed = make_trainer(
+        tmp_path,
+        pack(documents, [4, 1, 5, 3]),
+        model=make_model(num_experts),
+        batch=2,
+        accumulation=2,
+        arguments={"max_steps": 3},
+    )
+    for step, expected in zip(train(packed), train(separate), strict=True):
+        for key in ("loss", "ce_loss", "grad_norm", "num_input_tokens_seen"):
+            assert step[key] == pytest.approx(expected[key], rel=1e-5), key
+        if num_experts:
+            assert step["aux_loss"] == pytest.approx(expected["aux_loss"], rel=1e-5)
+    assert packed.evaluate()["eval_loss"] == pytest.approx(separate.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_an_epoch_trains_every_row_once(tmp_path):
+    rows = [{"input_ids": [1, 10 + number, 2], "seq_lengths": [3]} for number in range(13)]
+    trainer = make_trainer(tmp_path, rows, batch=4, accumulation=2)
+    loader = trainer.get_train_dataloader()
+    trained = [label for batch in loader for label in batch["labels"][:, 1].tolist() if label != -100]
+    assert sorted(trained) == [10 + number for number in range(13)]
+    assert sum(len(batch["labels"]) for batch in loader) == 16
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_a_stream_trains_every_row_once(tmp_path):
+    rows = make_documents()
+    trainer = make_trainer(tmp_path, Stream(rows), batch=4, accumulation=2, arguments={"max_steps": 2})
+    steps = train(trainer)
+    assert steps[-1]["num_input_tokens_seen"] == sum(LENGTHS)
+    assert [step["loss"] for step in steps] == pytest.approx(
+        [s["loss"] for s in train(make_trainer(tmp_path, Stream(rows), batch=8, arguments={"max_steps": 2}))], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_a_batch_without_weights_trains_nothing(tmp_path, num_experts):
+    rows = [{**document, "loss_mask": [0.0] * len(document["input_ids"])} for document in make_documents()]
+    model = make_model(num_experts)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    trainer = make_trainer(tmp_path, rows, model=model, batch=2, accumulation=2, arguments={"max_steps": 2})
+    for step in train(trainer):
+        assert step["loss"] == step["ce_loss"] == step["grad_norm"] == 0
+    for parameter, expected in zip(trainer.model.parameters(), before, strict=True):
+        assert torch.equal(parameter.data, expected)
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_evaluation_is_one_ratio_at_any_batch_size(tmp_path, num_experts):
+    documents = make_documents(weighted=True)
+    model = make_model(num_experts).eval()
+    with torch.no_grad():
+        expected, _ = written_out_loss(model, documents)
+    for eval_batch in (1, 4, 13):
+        metrics = make_trainer(tmp_path, documents, model=model, eval_batch=eval_batch).evaluate()
+        assert metrics["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
+        assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-5)
+
+
+def test_compute_metrics_sees_every_row_once(tmp_path):
+    seen = {}
+
+    def compute_metrics(prediction):
+        seen["shape"] = prediction.predictions.shape, prediction.label_ids.shape
+        return {"rows": len(prediction.label_ids)}
+
+    trainer = make_trainer(
+        tmp_path,
+        make_documents(),
+        model=make_model(4),
+        compute_metrics=compute_metrics,
+        data_collator=DataCollatorForPackedRows(pad_token_id=0, max_length=20),
+    )
+    assert trainer.evaluate()["eval_rows"] == 13
+    assert seen["shape"] == ((13, 20, 64), (13, 20))
+
+
+def test_a_broken_model_fails_its_evaluation(tmp_path):
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="eval_loss is nan"):
+        make_trainer(tmp_path, make_documents(), model=model).evaluate()
+
+
+def test_negative_weights_are_refused(tmp_path):
+    rows = [{"input_ids": [1, 5, 2], "seq_lengths": [3], "loss_mask": [0.0, -1.0, 1.0]}]
+    with pytest.raises(ValueError, match="negative weight"):
+        make_trainer(tmp_path, rows).train()
+
+
+def test_weight_decay_is_for_matrices(tmp_path):
+    trainer = make_trainer(tmp_path, make_documents(), model=make_model(4), arguments={"weight_decay": 0.1})
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    groups = trainer.create_optimizer().param_groups
+    decayed = {names[id(p)] for group in groups for p in group["params"] if group["weight_decay"] > 0}
+    assert decayed == {name for name, p in trainer.model.named_parameters() if p.dim() >= 2}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine_with_min_lr", lambda step: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 10) / 90))),
+        ("warmup_stable_decay", lambda step: 1.0 if step < 80 else None),
+    ],
+)
+def test_schedules_end_at_their_floor(tmp_path, schedule, expected):
+    arguments = {"lr_scheduler_type": schedule, "warmup_steps": 0.1, "max_steps": 100, "learning_rate": 1.0}
+    trainer = make_trainer(tmp_path, make_documents(), arguments=arguments)
+    trainer.create_optimizer_and_scheduler(num_training_steps=100)
+    rates = [trainer.lr_scheduler.lr_lambdas[0](step) for step in range(101)]
+    assert rates[5] == pytest.approx(0.5, abs=0.06)
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[100] == pytest.approx(0.1)
+    for step in range(10, 100):
+        if expected(step) is not None:
+            assert rates[step] == pytest.approx(expected(step), abs=1e-6)
+
+
+def test_bf16_autocast_keeps_the_loss_and_the_weights_in_float32(tmp_path):
+    plain = train(make_trainer(tmp_path, make_documents(), arguments={"max_steps": 2}))
+    trainer = make_trainer(tmp_path, make_documents(), arguments={"max_steps": 2, "bf16": True})
+    for step, expected in zip(train(trainer), plain, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+        assert step["loss"] != expected["loss"]
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert trainer.model.model.rotary_emb.pos_cis.dtype == torch.complex64
+
+
+def test_logs_have_throughput_and_tokens(tmp_path):
+    (step, *_) = train(make_trainer(tmp_path, make_documents(), batch=13))
+    assert step["num_input_tokens_seen"] == sum(LENGTHS)
+    assert step["tokens_per_second"] > 0
+    assert step["learning_rate"] == 0.5
+
+
+def test_tensorboard_gets_the_losses(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make_trainer(tmp_path, make_documents(), model=make_model(4), arguments={"report_to": "tensorboard"})
+    steps = train(trainer)
+    (events,) = tmp_path.rglob("events.*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    for key in ("loss", "ce_loss", "aux_loss", "grad_norm", "tokens_per_second"):
+        recorded = [event.value for event in accumulator.Scalars(f"train/{key}")]
+        assert recorded == pytest.approx([step[key] for step in steps], rel=1e-5), key
