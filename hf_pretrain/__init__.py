@@ -21,7 +21,7 @@ _LAZY = {
     "MaskedLossTrainer": ".trainer",
     "DataArguments": ".arguments",
     "ModelArguments": ".arguments",
-    "PretrainingArguments": ".arguments",
+    "LMTrainingArguments": ".arguments",
     "parse_args": ".arguments",
 }
 

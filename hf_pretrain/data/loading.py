@@ -88,7 +88,8 @@ def load_documents(
     if streaming:
         parts = [part.filter(rejected.keep).select_columns(["text"]) for part in rows]
         scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
-        heads = [Dataset.from_list(list(part.take(scan)), features=DOCUMENT_FEATURES) for part in parts]
+        texts = [[document["text"] for document in part.take(scan)] for part in parts]
+        heads = [Dataset.from_dict({"text": head}, features=DOCUMENT_FEATURES) for head in texts]
     else:
         parts = heads = [_keep_documents(part, rejected) for part in rows]
     for name, head in zip(dataset_names, heads, strict=True):

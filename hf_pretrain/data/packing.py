@@ -98,9 +98,8 @@ def prepare_rows(
         how["tokenizer"] = tokenizer
         return documents.map(_encode_and_pack_batch, fn_kwargs=how, remove_columns=["text"], **pack), None
     if len(documents) == 0:
-        return Dataset.from_dict({"input_ids": [], "seq_lengths": []}, features=ROW_FEATURES), PackingReport(
-            0, 0, 0, 0, 0
-        )
+        no_rows = Dataset.from_dict({"input_ids": [], "seq_lengths": []}, features=ROW_FEATURES)
+        return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
 
     if num_proc is None:
         num_proc = min(os.cpu_count(), 8) if len(documents) >= PARALLEL_FROM else 1

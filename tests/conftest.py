@@ -1,0 +1,52 @@
+"""Toy models that every test may ask for: two layers, width 32, a fixed seed."""
+
+import os
+from collections.abc import Callable
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM  # noqa: E402
+
+
+TOY = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Large enough that attention is not uniform and that the router has preferences.
+    "initializer_range": 0.3,
+}
+GENERATIONS = {
+    "v1": {},
+    "v1-moe": {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.1},
+    "v3-moe": {"num_experts": 4, "num_experts_per_tok": 1, "qk_norm": True, "router_aux_loss_coef": 0.1},
+}
+
+
+@pytest.fixture(scope="session")
+def build_model() -> Callable[..., MiniMindForCausalLM]:
+    """A function from config overrides to a toy model in eval mode, the same weights at every call."""
+
+    def build(**overrides) -> MiniMindForCausalLM:
+        torch.manual_seed(0)
+        return MiniMindForCausalLM(MiniMindConfig(**TOY | overrides)).eval()
+
+    return build
+
+
+@pytest.fixture(params=GENERATIONS)
+def model(request, build_model) -> MiniMindForCausalLM:
+    """A toy model of each generation."""
+    return build_model(**GENERATIONS[request.param])
+
+
+@pytest.fixture(scope="session")
+def input_ids() -> torch.Tensor:
+    """Random ids of shape (2, 24), special tokens left out."""
+    return torch.randint(3, TOY["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))

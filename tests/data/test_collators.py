@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+
+
+ROWS = [
+    {"input_ids": [1, 5, 6, 2, 1, 7, 2], "seq_lengths": [4, 3]},
+    {"input_ids": [1, 8, 2], "seq_lengths": [3]},
+]
+
+
+def test_batch_is_what_one_would_write_by_hand():
+    batch = DataCollatorForPackedRows(pad_token_id=0)(ROWS)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[1, 5, 6, 2, 1, 7, 2], [1, 8, 2, 0, 0, 0, 0]],
+        "labels": [[-100, 5, 6, 2, -100, 7, 2], [-100, 8, 2, -100, -100, -100, -100]],
+        "position_ids": [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]],
+    }
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_max_length_sets_the_width():
+    batch = DataCollatorForPackedRows(pad_token_id=9, max_length=9)(ROWS)
+    assert batch["input_ids"].shape == (2, 9)
+    assert batch["input_ids"][0, 7:].tolist() == [9, 9]
+    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
+    assert batch["labels"][0, 7:].tolist() == [-100, -100]
+    with pytest.raises(ValueError, match="7 tokens is longer than max_length=6"):
+        DataCollatorForPackedRows(pad_token_id=9, max_length=6)(ROWS)
+
+
+def test_loss_mask_and_labels_agree():
+    masks = [[1.0, 0.5, 0.0, 2.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.25]]
+    rows = [row | {"loss_mask": mask} for row, mask in zip(ROWS, masks, strict=True)]
+    batch = DataCollatorForPackedRows(pad_token_id=0)(rows)
+    assert batch["labels"].tolist() == [[-100, 5, -100, 2, -100, -100, 2], [-100, 8, 2, -100, -100, -100, -100]]
+    assert batch["loss_mask"].tolist() == [[0.0, 0.5, 0.0, 2.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0]]
+    assert batch["loss_mask"].dtype == torch.float32
+
+
+def test_lengths_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match="do not sum to the row's 3 tokens"):
+        DataCollatorForPackedRows(pad_token_id=0)([{"input_ids": [1, 8, 2], "seq_lengths": [2]}])

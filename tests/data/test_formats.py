@@ -1,0 +1,150 @@
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from hf_pretrain.data.formats import BadRecord, file_format, read_file, read_text
+
+
+def read(path):
+    """Records of a file, with the reason in place of a `BadRecord`."""
+    return [
+        (number, f"bad: {record.reason}" if isinstance(record, BadRecord) else record)
+        for number, record in read_file(path, text_column="text")
+    ]
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        ("text", "not an object but a string"),
+        ([{"text": "a"}], "not an object but an array"),
+        (None, "not an object but null"),
+        ({"content": "a", "id": 1}, r"no column 'text' \(there is: content, id\); pass --text_column"),
+        ({"text": None}, "holds null, not text"),
+        ({"text": 3}, "holds an integer, not text"),
+        ({"text": True}, "holds a boolean, not text"),
+        ({"text": {"a": "b"}}, "holds an object, not text"),
+        ({"text": ""}, "is empty"),
+        ({"text": " \n\t\u3000"}, "is empty"),
+        ({"text": "a\ud83d"}, "half a surrogate pair"),
+        ({"text": "a\0b"}, "NUL character"),
+    ],
+)
+def test_records_that_are_no_documents(record, reason):
+    with pytest.raises(BadRecord, match=reason):
+        read_text(record, text_column="text")
+
+
+def test_text_is_given_back_as_it_is():
+    assert read_text({"id": 1, "body": "  a 🙂\n"}, text_column="body") == "  a 🙂\n"
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [
+        b'\xef\xbb\xbf{"text": "after a byte order mark"}\r',
+        b"",
+        b'{"text": "a", "text": "b"}',
+        b'{"text": "cut off',
+        b'{"text": "latin \xe9"}',
+        b'{"text": "a\0"}',
+        b"[" * 100_000,
+        b"9" * 5000,
+        b'{"text": "no end of line"}',
+    ]
+    path.write_bytes(b"\n".join(lines))
+    records = read(path)
+    assert [number for number, _ in records] == [1, 3, 4, 5, 6, 7, 8, 9]
+    texts = [record for _, record in records]
+    assert (texts[0], texts[-1]) == ({"text": "after a byte order mark"}, {"text": "no end of line"})
+    for record, words in zip(
+        texts[1:-1],
+        ["'text' stands there twice", "broken JSON: Unterminated", "not UTF-8", "NUL byte", "cannot be read", "limit"],
+        strict=True,
+    ):
+        assert record.startswith("bad: ") and words in record
+
+
+def test_lines_across_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_pretrain.data.formats.CHUNK_BYTES", 5)
+    path = tmp_path / "a.jsonl"
+    records = [{"text": "x" * length} for length in range(12)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read(path) == list(enumerate(records, start=1))
+
+
+def test_json_array_and_lines(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('  \n[{"text": "a"},\n {"text": "b", "text": "c"}, 5]')
+    records = read(path)
+    assert records[0] == (1, {"text": "a"}) and records[2] == (3, 5)
+    assert records[1][0] == 2 and "stands there twice" in records[1][1]
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert read(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
+    path.write_text('[{"text": "a"},\n {"text": ]')
+    ((number, reason),) = read(path)
+    assert number == 0 and "at line 2" in reason
+
+
+def test_paragraphs_of_a_text_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\n\nfirst\r\n  document\r\n\r\n\n第二\n \nlatin ".encode() + b"\xe9\n\nlast")
+    records = read(path)
+    assert records[:2] == [(3, {"text": "first\n  document"}), (7, {"text": "第二"})]
+    assert records[2][0] == 9 and "not UTF-8" in records[2][1]
+    assert records[3] == (11, {"text": "last"})
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [1, 2], "text": ["a", None]}), path)
+    assert read(path) == [(1, {"text": "a"}), (2, {"text": None})]
+    pq.write_table(pa.table({"id": [1], "content": ["a"]}), path)
+    ((number, reason),) = read(path)
+    assert number == 0 and "there is: id, content" in reason
+    path.write_bytes(path.read_bytes()[:-20])
+    ((number, reason),) = read(path)
+    assert number == 0 and "no readable parquet file" in reason
+
+
+@pytest.mark.parametrize(
+    "suffix, compress", [("gz", gzip.compress), ("zst", zstandard.ZstdCompressor(write_checksum=True).compress)]
+)
+def test_compressed_files(tmp_path, suffix, compress):
+    path = tmp_path / f"a.jsonl.{suffix}"
+    records = [{"text": f"document {index} {index * 7919 % 2003}"} for index in range(2000)]
+    lines = [json.dumps(record).encode() + b"\n" for record in records]
+    # Two members one after the other, as `cat a.gz b.gz` makes them.
+    whole = compress(b"".join(lines[:1000])) + compress(b"".join(lines[1000:]))
+    path.write_bytes(whole)
+    assert read(path) == list(enumerate(records, start=1))
+
+    for size in (len(whole) - 1, len(whole) * 3 // 4, 10):
+        path.write_bytes(whole[:size])
+        *good, (number, reason) = read(path)
+        assert number == 0 and "ends early" in reason
+        assert all(record in records or record.startswith("bad: ") for _, record in good)
+
+    damaged = bytearray(whole)
+    damaged[len(whole) // 4] ^= 0xFF
+    path.write_bytes(damaged)
+    number, reason = read(path)[-1]
+    assert number == 0 and "damaged" in reason
+
+
+def test_file_formats(tmp_path):
+    names = {
+        "a.jsonl": ".jsonl",
+        "a.b.JSON.gz": ".json",
+        "a.txt.zst": ".txt",
+        "a.parquet": ".parquet",
+        "a.parquet.gz": None,
+        "a.csv": None,
+        "a.gz": None,
+        "a": None,
+    }
+    assert {name: file_format(tmp_path / name) for name in names} == names

@@ -1,0 +1,294 @@
+import gzip
+import hashlib
+import json
+import pickle
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from datasets import Dataset, Features, IterableDataset, Value
+
+from hf_pretrain.data import loading
+from hf_pretrain.data.loading import load_documents
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    messages = []
+    monkeypatch.setattr(loading.logger, "warning", messages.append)
+    return messages
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def test_the_rule_of_the_split():
+    # Written out, because a document must never move from one side to the other between versions.
+    digest = hashlib.blake2b("日本 text".encode(), digest_size=8).digest()
+    share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
+    assert loading._are_on_side(["日本 text"], share + 1e-9, True) == [True]
+    assert loading._are_on_side(["日本 text"], share - 1e-9, True) == [False]
+
+
+def texts_of(*parts):
+    return [record["text"] for part in parts for record in part]
+
+
+TEXTS = [f"document {index}" for index in range(300)]
+BAD_LINES = {
+    3: (b'{"text": "cut', "broken JSON"),
+    7: (b"[1, 2]", "not an object but an array"),
+    11: (b'{"content": "a"}', "no column 'text' (there is: content)"),
+    13: (b'{"text": "\xff"}', "not UTF-8"),
+    17: (b'{"text": "  "}', "is empty"),
+    19: (b'{"text": "\\ud83d"}', "half a surrogate pair"),
+    23: (b'{"text": "a\\u0000"}', "NUL character"),
+    24: (b'{"text": "\0"}', "NUL byte"),
+    29: (b'{"text": "a", "text": "b"}', "'text' stands there twice"),
+    31: (b'{"text": null}', "holds null"),
+    37: (b'{"text": 5}', "holds an integer"),
+    41: (b'{"\\ud83d": 1}', "no column 'text'"),
+}
+
+
+def write_bad(path):
+    """A file of 300 lines, the bad ones where `BAD_LINES` says."""
+    lines = [json.dumps({"text": text}).encode() for text in TEXTS]
+    for number, (line, _) in BAD_LINES.items():
+        lines[number - 1] = line
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+GOOD_TEXTS = [text for number, text in enumerate(TEXTS, start=1) if number not in BAD_LINES]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_lines_are_set_aside_and_good_ones_go_on(tmp_path, warnings, streaming):
+    name = write_bad(tmp_path / "bad.jsonl")
+    rejected = tmp_path / "run" / "rejected.jsonl"
+    arguments = {"streaming": streaming, "validation_fraction": 0.1, "max_rejected_ratio": 0.05}
+    for _ in range(2):  # the second time from the cache
+        warnings.clear()
+        train, validation = load_documents([name], rejected_path=rejected, **arguments)
+        assert sorted(texts_of(train, validation)) == sorted(GOOD_TEXTS)
+        listed = [json.loads(line) for line in rejected.read_text(encoding="utf-8").splitlines()]
+        assert [(entry["source"], entry["line"]) for entry in listed] == [(name, number) for number in BAD_LINES]
+        for entry, (_, words), warning in zip(listed, BAD_LINES.values(), warnings, strict=True):
+            assert words in entry["reason"]
+            assert warning.startswith(f"{name}:{entry['line']}: ") and words in warning
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_too_many_bad_lines_stop_the_run(tmp_path, streaming):
+    name = write_bad(tmp_path / "bad.jsonl")
+    with pytest.raises(ValueError) as error:
+        load_documents([name], streaming=streaming, max_rejected_ratio=0.02, rejected_path=tmp_path / "rejected.jsonl")
+    message = str(error.value)
+    assert "12 of 300 lines (4.00%)" in message and "--max_rejected_ratio 0.02" in message
+    assert f"1 x broken JSON: Unterminated string starting at; mend or drop it (first: {name}:3)" in message
+    assert message.count(" x ") == 5
+    assert str(tmp_path / "rejected.jsonl") in message
+
+
+def test_warnings_end_after_a_while(tmp_path, warnings):
+    name = str(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + "{\n" * 100)
+    load_documents([name], max_rejected_ratio=1.0, validation_fraction=0)
+    assert len(warnings) == loading.MAX_WARNINGS + 1
+    assert "rejected_path" in warnings[-1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sources_without_data_are_named(tmp_path, streaming):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text("\n\n \n")
+    (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
+    (tmp_path / "table.csv").write_text("text\na\n")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-3])
+    pq.write_table(pa.table({"content": ["a"]}), tmp_path / "other.parquet")
+    (tmp_path / "nothing").mkdir()
+    for name, words in {
+        "empty.jsonl": r"empty.jsonl is empty",
+        "blank.jsonl": r"blank.jsonl: holds no record",
+        "bad.jsonl": r"(?s)bad.jsonl holds no document.*1 x column 'text' holds an integer.*bad.jsonl:1",
+        "table.csv": r"table.csv has an unknown ending; known are .jsonl",
+        "cut.jsonl.gz": r"cut.jsonl.gz: the compressed file ends early",
+        "other.parquet": r"other.parquet: no column 'text' \(there is: content\); pass --text_column",
+        "missing.jsonl": r"There is no file or directory .*missing.jsonl",
+        "*.nothing": r"No file matches the glob .*nothing",
+        "nothing": r"directory .*nothing holds no file",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            load_documents([str(tmp_path / name)], streaming=streaming, max_rejected_ratio=1.0)
+    with pytest.raises(ValueError, match="There are: embedded:chitchat, embedded:idiom, embedded:chatterbot"):
+        load_documents(["embedded:chat"], streaming=streaming)
+
+
+def write_all_formats(directory):
+    """The same ten documents in each of the formats, named by format."""
+    lines = {
+        name: [f"{name} {index}" for index in range(10)] for name in ("jsonl", "gz", "zst", "json", "parquet", "txt")
+    }
+    write_jsonl(directory / "a.jsonl", lines["jsonl"])
+    jsonl = {name: "".join(json.dumps({"text": text}) + "\n" for text in lines[name]).encode() for name in lines}
+    (directory / "b.jsonl.gz").write_bytes(gzip.compress(jsonl["gz"]))
+    (directory / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(jsonl["zst"]))
+    (directory / "d.json").write_text(json.dumps([{"text": text} for text in lines["json"]]))
+    pq.write_table(pa.table({"text": lines["parquet"]}), directory / "e.parquet")
+    (directory / "f.txt").write_text("\n\n".join(lines["txt"]))
+    return [text for texts in lines.values() for text in texts]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_formats_by_file_glob_and_directory(tmp_path, warnings, streaming):
+    folder = tmp_path / "data" / "deeper"
+    folder.mkdir(parents=True)
+    expected = write_all_formats(folder)
+    (folder / "README.md").write_text("not data")
+    files = [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.json", "e.parquet", "f.txt")]
+    for names in (files, [str(tmp_path / "data")], [str(folder / "[a-f].*")], [str(tmp_path / "**" / "[a-f].*")]):
+        train, validation = load_documents(names, streaming=streaming, validation_fraction=0)
+        assert texts_of(train) == expected
+        assert len(validation) == 0
+        assert train.column_names == validation.column_names == ["text"]
+    assert any("README.md" in message for message in warnings)
+
+
+def test_processes_read_the_same(tmp_path):
+    expected = write_all_formats(tmp_path)
+    train, validation = load_documents([str(tmp_path)], num_proc=2, validation_fraction=0.2)
+    assert sorted(texts_of(train, validation)) == sorted(expected)
+    alone, alone_validation = load_documents([str(tmp_path)], validation_fraction=0.2)
+    assert texts_of(train) == texts_of(alone) and texts_of(validation) == texts_of(alone_validation)
+
+
+def test_split_is_fixed_by_the_text_alone(tmp_path):
+    texts = [f"text number {index}" for index in range(2000)]
+    one = write_jsonl(tmp_path / "one.jsonl", texts + texts[:500])
+    two = write_jsonl(tmp_path / "two.jsonl", texts[::-2])
+    three = write_jsonl(tmp_path / "three.jsonl", texts[::2])
+    train, validation = load_documents([one], validation_fraction=0.05)
+    held_out = set(texts_of(validation))
+    assert not held_out & set(texts_of(train))
+    assert sorted(texts_of(train, validation)) == sorted(texts + texts[:500])
+    assert 60 <= len(held_out) <= 140
+    for arguments in ({}, {"streaming": True}, {"seed": 7}, {"weights": [1, 2]}):
+        other_train, other_validation = load_documents([two, three], validation_fraction=0.05, **arguments)
+        assert set(texts_of(other_validation)) == held_out
+        assert set(texts_of(other_train)) == set(texts) - held_out
+    wider = set(texts_of(load_documents([one], validation_fraction=0.1)[1]))
+    assert held_out < wider
+
+
+def test_stream_holds_out_more_than_it_looks_through(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "VALIDATION_SCAN", 100)
+    name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    train, validation = load_documents([name], validation_fraction=0.2)
+    streamed, streamed_validation = load_documents([name], validation_fraction=0.2, streaming=True)
+    assert isinstance(streamed, IterableDataset)
+    assert texts_of(streamed) == texts_of(train)
+    assert texts_of(streamed) == texts_of(streamed), "a second epoch"
+    assert texts_of(streamed_validation) == [text for text in texts_of(validation) if text in TEXTS[:100]]
+
+
+def test_stream_stops_at_bad_lines_it_meets_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "VALIDATION_SCAN", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{index}"}}\n' for index in range(2000)) + "{\n" * 2000)
+    train, _ = load_documents([str(path)], streaming=True)
+    train = pickle.loads(pickle.dumps(train))  # as a worker of a DataLoader gets it
+    with pytest.raises(ValueError, match="--max_rejected_ratio 0.01"):
+        list(train)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_weights_mix_sources(tmp_path, streaming):
+    names = [write_jsonl(tmp_path / f"{kind}.jsonl", [f"{kind}{i}" for i in range(500)]) for kind in "ab"]
+    arguments = {"streaming": streaming, "validation_fraction": 0}
+    train, _ = load_documents(names, weights=[3, 1], **arguments)
+    texts = texts_of(train)
+    assert 0.70 < sum(text.startswith("a") for text in texts) / len(texts) < 0.80
+    assert len(set(texts)) == 1000, "each source is read in full"
+    assert texts == texts_of(load_documents(names, weights=[0.75, 0.25], **arguments)[0])
+    assert texts != texts_of(load_documents(names, weights=[3, 1], seed=1, **arguments)[0])
+
+
+@pytest.mark.parametrize(
+    "names, arguments, words",
+    [
+        ([], {}, "pass --dataset_name"),
+        (["a", "b"], {"weights": [1.0]}, "1 dataset_weights for 2 dataset names"),
+        (["a"], {"weights": [0.0]}, r"shares above 0, not \[0.0\]"),
+        (["a"], {"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        (["a"], {"max_rejected_ratio": 5}, "max_rejected_ratio=5"),
+    ],
+)
+def test_arguments_that_make_no_sense(names, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        load_documents(names, **arguments)
+
+
+def test_nothing_left_to_train_on(tmp_path):
+    name = write_jsonl(tmp_path / "a.jsonl", ["one"])
+    with pytest.raises(ValueError, match="held out by validation_fraction=0.999999"):
+        load_documents([name], validation_fraction=0.999999)
+
+
+def test_cache_follows_the_content(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    first, _ = load_documents([write_jsonl(path, ["one", "two"])], validation_fraction=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_make_row", None)
+        again, _ = load_documents([str(path)], validation_fraction=0)
+    assert texts_of(again) == ["one", "two"] and again._fingerprint == first._fingerprint
+    changed, _ = load_documents([write_jsonl(path, ["one", "2.0"])], validation_fraction=0)
+    assert texts_of(changed) == ["one", "2.0"] and changed._fingerprint != first._fingerprint
+    path.write_text('{"text": "a", "body": "b"}')
+    assert texts_of(load_documents([str(path)], validation_fraction=0)[0]) == ["a"]
+    assert texts_of(load_documents([str(path)], validation_fraction=0, text_column="body")[0]) == ["b"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_datasets(monkeypatch, streaming):
+    asked = []
+
+    def load_dataset(path, name, *, revision, split, streaming, num_proc):
+        asked.append((path, name, revision, split))
+        records = {"id": [1, 2, 3], "body": ["one", None, "three"]}
+        dataset = Dataset.from_dict(records, features=Features({"id": Value("int64"), "body": Value("string")}))
+        return dataset.to_iterable_dataset() if streaming else dataset
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    arguments = {"streaming": streaming, "validation_fraction": 0, "max_rejected_ratio": 0.5}
+    train, _ = load_documents(["org/name:part@v1.0"], text_column="body", **arguments)
+    assert texts_of(train) == ["one", "three"]
+    load_documents(["org/name"], text_column="body", **arguments)
+    assert asked == [("org/name", "part", "v1.0", "train"), ("org/name", None, None, "train")]
+    with pytest.raises(ValueError, match="org/name has no column 'text' but id, body; pass --text_column"):
+        load_documents(["org/name"], **arguments)
+
+
+def test_hub_failure_is_explained(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise datasets.exceptions.DatasetNotFoundError("no such thing")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match="'embeded' is no file here, and could not be loaded from the Hub"):
+        load_documents(["embeded"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_embedded_parts(streaming):
+    train, validation = load_documents(["embedded:chatterbot"], streaming=streaming)
+    assert len(texts_of(train, validation)) == 7644
+    assert 40 <= len(validation) <= 120

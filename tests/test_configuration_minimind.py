@@ -1,0 +1,134 @@
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_pretrain
+from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+
+
+PARAMETERS = {
+    "tiny": 2_803_392,
+    "minimind2-small": 25_829_888,
+    "minimind2": 104_030_976,
+    "minimind2-moe": 145_029_760,
+    "minimind3": 63_912_192,
+    "minimind3-moe": 198_416_640,
+    "minimind-large": 361_038_848,
+}
+
+
+def test_every_preset_has_a_known_size():
+    assert PRESETS.keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_preset_parameter_count(name):
+    with torch.device("meta"):
+        model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[name]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+def test_large_preset_is_the_published_shape():
+    config = MiniMindConfig(**PRESETS["minimind-large"])
+    shape = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+    assert shape == (1024, 32, 8, 2)
+
+
+V1_NAMES = {
+    "dim": ("hidden_size", 64),
+    "n_layers": ("num_hidden_layers", 3),
+    "n_heads": ("num_attention_heads", 4),
+    "n_kv_heads": ("num_key_value_heads", 2),
+    "hidden_dim": ("intermediate_size", 96),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "max_seq_len": ("max_position_embeddings", 512),
+}
+
+
+def test_v1_names(tmp_path):
+    config = MiniMindConfig(**{alias: value for alias, (_, value) in V1_NAMES.items()})
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    for alias, (name, value) in V1_NAMES.items():
+        assert getattr(config, name) == getattr(config, alias) == value
+        assert getattr(loaded, name) == getattr(loaded, alias) == value
+        assert saved[name] == value and alias not in saved
+    config.n_layers = 5
+    assert config.num_hidden_layers == 5
+    assert config.head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"hidden_size": 36, "num_attention_heads": 8}, "hidden_size=36"),
+        ({"dim": 36, "n_heads": 8}, "hidden_size=36"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"hidden_size": 36, "num_attention_heads": 4}, "head_dim=9"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5"),
+        ({"num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+        ({"router_aux_loss_level": "token"}, "token"),
+    ],
+)
+def test_bad_sizes_are_refused(sizes, said):
+    with pytest.raises(ValueError, match=said):
+        MiniMindConfig(**sizes)
+
+
+def test_a_head_dim_of_its_own_is_allowed(build_model, input_ids):
+    model = build_model(head_dim=12)
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (48, 32)
+    assert model(input_ids).logits.isfinite().all()
+
+
+def test_format_version_survives_saving(build_model, tmp_path):
+    build_model().save_pretrained(tmp_path / "once")
+    MiniMindForCausalLM.from_pretrained(tmp_path / "once").save_pretrained(tmp_path / "twice")
+    for directory in ("once", "twice"):
+        assert json.loads((tmp_path / directory / "config.json").read_text())["format_version"] == 1
+
+
+@pytest.fixture
+def upstream_directory(build_model, tmp_path) -> Path:
+    """MiniMind2's own layout: `model_type`, names and shapes as ours, but no word about the rotary layout."""
+    build_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["format_version"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("loader", [AutoConfig, MiniMindConfig, AutoModelForCausalLM, MiniMindForCausalLM])
+def test_upstream_directory_is_refused(upstream_directory, loader):
+    with pytest.raises(ValueError, match=r"load_upstream.*recipes/convert\.py"):
+        loader.from_pretrained(upstream_directory)
+
+
+def test_newer_format_is_refused():
+    with pytest.raises(ValueError, match="format_version=99"):
+        MiniMindConfig.from_dict({"model_type": "minimind", "format_version": 99})
+
+
+TRAVELLING = ("configuration_minimind", "loss", "modeling_minimind")
+
+
+@pytest.mark.parametrize("name", TRAVELLING)
+def test_remote_code_imports_only_what_travels_with_it(name):
+    tree = ast.parse((Path(hf_pretrain.__file__).parent / f"{name}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1 and node.module in TRAVELLING
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] != "hf_pretrain"
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "hf_pretrain" for alias in node.names)

@@ -1,0 +1,550 @@
+import copy
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, MiniMindModel
+
+
+GOLDEN = Path(__file__).parent / "fixtures" / "golden"
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, rel: float = 1e-5):
+    """Compares by norm, relative to the whole of `expected`."""
+    assert actual.shape == expected.shape
+    difference = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)
+    assert difference.item() <= rel
+
+
+def gradients(model: MiniMindForCausalLM) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def to_half_split(state_dict: dict[str, torch.Tensor], head_dim: int) -> dict[str, torch.Tensor]:
+    """Channels `(2i, 2i + 1)` of each head, which MiniMind turns together, to `(i, i + head_dim / 2)`."""
+    permuted = {}
+    for name, value in state_dict.items():
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            value = value.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        permuted[name] = value
+    return permuted
+
+
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("head_dim", [8, 12])
+def test_logits_are_those_of_llama_and_qwen3(qk_norm, head_dim, build_model, input_ids):
+    model = build_model(qk_norm=qk_norm, head_dim=head_dim, rms_norm_eps=1e-6)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if qk_norm else (LlamaConfig, LlamaForCausalLM)
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    shared += (
+        "intermediate_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+    )
+    other = model_class(config_class(**{name: getattr(model.config, name) for name in shared})).eval()
+    other.load_state_dict(to_half_split(model.state_dict(), head_dim))
+    assert_near(model(input_ids).logits, other(input_ids).logits)
+    other.load_state_dict(model.state_dict())
+    assert not torch.allclose(model(input_ids).logits, other(input_ids).logits, rtol=0.1)
+
+
+V1_NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "output": "lm_head",
+    "norm": "model.norm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def from_v1(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """MiniMind v1's names to ours, its experts stacked."""
+    renamed, experts = {}, {}
+    for name, value in weights.items():
+        name = name.removesuffix(".weight")
+        prefix, inner = "", name
+        if name.startswith("layers."):
+            _, layer, inner = name.split(".", 2)
+            prefix = f"model.layers.{layer}."
+        inner = V1_NAMES.get(inner, inner).replace("feed_forward", "mlp")
+        for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            inner = inner.replace(old, new)
+        if ".experts." in inner:
+            _, _, expert, projection = inner.split(".")
+            experts.setdefault(prefix, {})[projection, int(expert)] = value
+        else:
+            renamed[f"{prefix}{inner}.weight"] = value
+    for prefix, parts in experts.items():
+        numbers = range(len(parts) // 3)
+        gate_up = [torch.cat([parts["gate_proj", e], parts["up_proj", e]]) for e in numbers]
+        renamed[f"{prefix}mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        renamed[f"{prefix}mlp.experts.down_proj"] = torch.stack([parts["down_proj", e] for e in numbers])
+    return renamed
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["A_dense", "A_moe"])
+def test_recorded_values_of_minimind_v1(name, attn_implementation):
+    v1 = json.loads((GOLDEN / name / "config.json").read_text())
+    expected = load_file(GOLDEN / name / "expected.safetensors")
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "norm_eps", "norm_topk_prob")
+    config = MiniMindConfig(
+        **{key: v1[key] for key in names},
+        rope_theta=v1["rope_theta"],
+        num_experts=v1["n_routed_experts"] if v1["use_moe"] else 0,
+        num_experts_per_tok=v1["num_experts_per_tok"],
+        num_shared_experts=int(v1["n_shared_experts"]) if v1["use_moe"] else 0,
+        router_aux_loss_coef=v1["aux_loss_alpha"],
+        attn_implementation=attn_implementation,
+    )
+    model = MiniMindForCausalLM(config).eval()
+    model.load_state_dict(from_v1(torch.load(GOLDEN / name / "weights.pth", weights_only=True)))
+    ids = expected["input_ids"]
+    assert_near(model(ids).logits, expected["logits"])
+
+    outputs = model.train()(ids, labels=ids, loss_mask=expected["loss_mask"])
+    assert_near(outputs.logits, expected["train_logits"])
+    torch.testing.assert_close(outputs.ce_loss, expected["masked_loss"], rtol=1e-5, atol=0)
+    if config.num_experts:
+        torch.testing.assert_close(outputs.aux_loss * 0.1, expected["aux_loss"], rtol=1e-5, atol=0)
+    outputs.loss.backward()
+    grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(grad_norm, expected["grad_norm"].reshape(()), rtol=1e-5, atol=0)
+
+    prompt = expected["greedy"][:, :12]
+    generated = model.eval().generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated, expected["greedy"])
+
+
+def test_cached_is_uncached(model, input_ids):
+    expected = model(input_ids, use_cache=False).logits
+    outputs = model(input_ids[:, :10], use_cache=True)
+    logits = [outputs.logits]
+    for start, stop in [(10, 17), *((t, t + 1) for t in range(17, 24))]:
+        outputs = model(input_ids[:, start:stop], past_key_values=outputs.past_key_values)
+        logits.append(outputs.logits)
+    assert outputs.past_key_values.get_seq_length() == 24
+    assert_near(torch.cat(logits, dim=1), expected)
+
+
+LENGTHS = (5, 9, 10)
+
+
+def packed_positions(num_rows: int = 1) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS]).expand(num_rows, -1)
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"use_cache": False}, {"use_cache": True}, {"attention_mask": torch.ones(1, 24)}],
+    ids=["default", "no-cache", "cache", "ones"],
+)
+@torch.no_grad()
+def test_packed_is_separate(model, input_ids, attn_implementation, arguments):
+    separate = torch.cat([model(document).logits for document in input_ids[:1].split(LENGTHS, dim=1)], dim=1)
+    model.set_attn_implementation(attn_implementation)
+    packed = model(input_ids[:1], position_ids=packed_positions(), **arguments).logits
+    assert_near(packed, separate)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"attention_mask": torch.ones(1, 24)}], ids=["no-mask", "ones"])
+def test_packed_training_is_one_document_a_row(model, input_ids, arguments):
+    documents = input_ids[0].split(LENGTHS)
+    rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(d) for d in documents], batch_first=True)
+    outputs = model.train()(rows, attention_mask=mask, labels=rows.masked_fill(mask == 0, -100))
+    outputs.loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+
+    # The row's tail is padding: a document of its own, of which nothing is learnt.
+    tail = torch.zeros(1, 6, dtype=torch.long)
+    labels = input_ids[:1].masked_fill(packed_positions() == 0, -100)
+    arguments = {name: torch.ones(1, 30) for name in arguments}
+    packed = model(
+        torch.cat([input_ids[:1], tail], dim=1),
+        position_ids=torch.cat([packed_positions(), torch.arange(6)[None]], dim=1),
+        labels=torch.cat([labels, tail - 100], dim=1),
+        **arguments,
+    )
+    packed.loss.backward()
+    torch.testing.assert_close(packed.ce_loss, outputs.ce_loss, rtol=1e-5, atol=0)
+    if model.config.num_experts:
+        torch.testing.assert_close(packed.aux_loss, outputs.aux_loss, rtol=1e-5, atol=0)
+    assert_near(gradients(model), expected)
+
+
+def test_packed_with_padding_mask_is_refused(build_model, input_ids):
+    mask = torch.ones(1, 24)
+    mask[0, -3:] = 0
+    with pytest.raises(ValueError, match="position_ids restart"):
+        build_model()(input_ids[:1], position_ids=packed_positions(), attention_mask=mask)
+
+
+def left_padded(input_ids: torch.Tensor, num_pads: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row 0 shortened and padded on the left, row 1 whole."""
+    mask = torch.ones_like(input_ids)
+    mask[0, :num_pads] = 0
+    return torch.cat([F.pad(input_ids[:1, :-num_pads], (num_pads, 0)), input_ids[1:]]), mask
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("padding_position", [0, 1])
+@torch.no_grad()
+def test_left_padded_is_unpadded(model, input_ids, attn_implementation, padding_position):
+    short, whole = model(input_ids[:1, :18]).logits, model(input_ids[1:]).logits
+    ids, mask = left_padded(input_ids)
+    model.set_attn_implementation(attn_implementation)
+    position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding_position)
+    logits = model(ids, attention_mask=mask, position_ids=position_ids).logits
+    assert_near(logits[:1, 6:], short)
+    assert_near(logits[1:], whole)
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "flex_attention"])
+@torch.no_grad()
+def test_implementations_agree_with_eager(model, input_ids, attn_implementation):
+    model.set_attn_implementation("eager")
+    expected = model(input_ids).logits
+    model.set_attn_implementation(attn_implementation)
+    assert model.config._attn_implementation == attn_implementation
+    assert_near(model(input_ids).logits, expected)
+
+
+def test_sdpa_gradients_agree_with_eager(model, input_ids):
+    found = []
+    for attn_implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(attn_implementation)
+        model.zero_grad()
+        model(input_ids, position_ids=packed_positions(2), labels=input_ids).loss.backward()
+        found.append(gradients(model))
+    assert_near(*found)
+
+
+@torch.no_grad()
+def test_greedy_is_the_argmax_without_cache(model, input_ids):
+    expected = input_ids
+    for _ in range(8):
+        next_ids = model(expected, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat([expected, next_ids], dim=1)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(input_ids, **greedy), expected)
+    static = model.generate(input_ids, **greedy, cache_implementation="static")
+    assert torch.equal(static, expected)
+
+
+@torch.no_grad()
+def test_left_padded_batch_generates_what_each_row_does(model, input_ids):
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    ids, mask = left_padded(input_ids)
+    batch = model.generate(ids, attention_mask=mask, **greedy)
+    assert torch.equal(batch[0, 6:], model.generate(input_ids[:1, :18], **greedy)[0])
+    assert torch.equal(batch[1], model.generate(input_ids[1:], **greedy)[0])
+
+
+@torch.no_grad()
+def test_sampling_follows_the_seed_and_the_distribution(model, input_ids):
+    def sample(seed: int, **arguments) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model.generate(input_ids, max_new_tokens=8, do_sample=True, eos_token_id=None, **arguments)
+
+    assert torch.equal(sample(1), sample(1, use_cache=False))
+    assert not torch.equal(sample(1), sample(2))
+    top = model(sample(3, top_k=2), use_cache=False).logits.topk(2).indices[:, 23:-1]
+    assert (sample(3, top_k=2)[:, 24:, None] == top).any(-1).all()
+
+
+@torch.no_grad()
+def test_beam_scores_are_those_of_the_whole_sequence(model, input_ids):
+    search = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    beams = model.generate(input_ids, num_beams=4, **search, return_dict_in_generate=True, output_scores=True)
+
+    def score(sequences: torch.Tensor) -> torch.Tensor:
+        log_probabilities = model(sequences, use_cache=False).logits[:, 23:-1].log_softmax(-1)
+        return log_probabilities.gather(-1, sequences[:, 24:, None]).squeeze(-1).sum(-1)
+
+    torch.testing.assert_close(beams.sequences_scores * 6, score(beams.sequences), rtol=1e-4, atol=0)
+    assert (score(beams.sequences) >= score(model.generate(input_ids, **search)) - 1e-4).all()
+
+
+def loop_over_experts(mlp: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """What the sparse block computes, one token and one expert at a time."""
+    config, outputs = mlp.experts.config, []
+    for token in hidden_states.flatten(0, 1):
+        scores = (mlp.gate.weight @ token).softmax(-1)
+        chosen = scores.argsort(descending=True)[: config.num_experts_per_tok]
+        weights = scores[chosen] / scores[chosen].sum() if config.norm_topk_prob else scores[chosen]
+        output = torch.zeros_like(token)
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate, up = (mlp.experts.gate_up_proj[expert] @ token).split(config.moe_intermediate_size)
+            output = output + weight * (mlp.experts.down_proj[expert] @ (F.silu(gate) * up))
+        # `n` shared experts, each a slice of the one wide SwiGLU.
+        for shared in range(config.num_shared_experts):
+            part = slice(shared * config.moe_intermediate_size, (shared + 1) * config.moe_intermediate_size)
+            inner = F.silu(mlp.shared_experts.gate_proj.weight[part] @ token)
+            inner = inner * (mlp.shared_experts.up_proj.weight[part] @ token)
+            output = output + mlp.shared_experts.down_proj.weight[:, part] @ inner
+        outputs.append(output)
+    return torch.stack(outputs).view_as(hidden_states)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(
+    ("top_k", "norm_topk_prob", "num_shared_experts"),
+    [(2, True, 1), (2, False, 2), (1, False, 0), (1, True, 0), (3, True, 0)],
+)
+def test_experts_are_a_loop_over_experts(build_model, implementation, top_k, norm_topk_prob, num_shared_experts):
+    model = build_model(
+        num_experts=4,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=norm_topk_prob,
+        num_shared_experts=num_shared_experts,
+        moe_intermediate_size=48,
+    )
+    model.set_experts_implementation(implementation)
+    mlp = model.model.layers[0].mlp
+    assert mlp.experts.config._experts_implementation == implementation
+    hidden_states = torch.randn(2, 9, 32, requires_grad=True)
+    inputs = [hidden_states, *mlp.parameters()]
+    direction = torch.randn(2, 9, 32)
+    results = []
+    for output in (mlp(hidden_states), loop_over_experts(mlp, hidden_states)):
+        results.append((output, torch.autograd.grad((output * direction).sum(), inputs)))
+    (output, grads), (expected, expected_grads) = results
+    assert_near(output, expected)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        # The router of a normalised top-1 gets no gradient but rounding noise.
+        assert (grad - expected_grad).norm() <= 1e-5 * expected_grad.norm() + 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_an_expert_without_tokens_has_a_zero_gradient(build_model, input_ids, implementation):
+    """Not none: a rank whose gradient is missing would hang the others."""
+    model = build_model(num_experts=4, num_experts_per_tok=1)
+    model.set_experts_implementation(implementation)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[1:] = layer.mlp.gate.weight[:1]
+    model(input_ids, labels=input_ids).ce_loss.backward()
+    for layer in model.model.layers:
+        used = layer.mlp.experts.gate_up_proj.grad.flatten(1).any(-1)
+        assert used.sum() == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load(build_model, input_ids, tmp_path, tied):
+    model = build_model(tie_word_embeddings=tied, num_experts=4, num_shared_experts=1, qk_norm=True)
+    model.save_pretrained(tmp_path / "once")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "once")
+    loaded.save_pretrained(tmp_path / "twice")
+    with safe_open(tmp_path / "once" / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    assert ("lm_head.weight" in stored) is not tied
+    assert stored | {"lm_head.weight"} == set(model.state_dict())
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    assert type(loaded) is MiniMindForCausalLM
+    assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+    once, twice = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
+    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def test_auto_classes(build_model, input_ids, tmp_path):
+    model = build_model()
+    model.save_pretrained(tmp_path)
+    backbone = AutoModel.from_pretrained(tmp_path)
+    assert type(backbone) is MiniMindModel
+    assert torch.equal(model.lm_head(backbone(input_ids).last_hidden_state), model(input_ids).logits)
+    assert type(AutoModelForCausalLM.from_config(model.config)) is MiniMindForCausalLM
+
+
+def test_inputs_embeds(model, input_ids):
+    embeds = model.model.embed_tokens(input_ids)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(input_ids).logits)
+    for arguments in ({}, {"input_ids": input_ids, "inputs_embeds": embeds}):
+        with pytest.raises(ValueError, match="exactly one"):
+            model(**arguments)
+
+
+def test_logits_to_keep(model, input_ids):
+    torch.testing.assert_close(model(input_ids, logits_to_keep=3).logits, model(input_ids).logits[:, -3:])
+
+
+def test_optional_outputs(build_model, input_ids):
+    model = build_model(num_experts=4, attn_implementation="eager")
+    outputs = model(input_ids, output_router_logits=True, output_hidden_states=True, output_attentions=True)
+    assert [logits.shape for logits in outputs.router_logits] == [(48, 4)] * 2
+    assert torch.equal(outputs.hidden_states[0], model.model.embed_tokens(input_ids))
+    assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+    attentions = torch.stack(outputs.attentions)
+    torch.testing.assert_close(attentions.sum(-1), torch.ones(2, 2, 4, 24))
+    assert not attentions.triu(1).any()
+
+
+def test_activation_checkpointing_changes_nothing(model, input_ids):
+    calls = []
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    results = []
+    for enable in (False, True):
+        calls.clear()
+        model.train().zero_grad()
+        if enable:
+            model.activation_checkpointing_enable()
+        outputs = model(input_ids, position_ids=packed_positions(2), labels=input_ids)
+        outputs.loss.backward()
+        results.append((outputs.loss.item(), gradients(model), len(calls)))
+    (loss, grads, once), (checkpointed_loss, checkpointed_grads, twice) = results
+    assert (once, twice) == (1, 2)
+    assert checkpointed_loss == loss and torch.equal(checkpointed_grads, grads)
+
+
+def test_reentrant_checkpointing(build_model, input_ids):
+    """Right without experts; with them it would lose the router loss's gradient, and is refused."""
+    dense, kwargs = build_model(), {"use_reentrant": True}
+    dense(input_ids, labels=input_ids).loss.backward()
+    expected = gradients(dense)
+    dense.zero_grad()
+    dense.train().activation_checkpointing_enable(kwargs)
+    dense(input_ids, labels=input_ids).loss.backward()
+    assert torch.equal(gradients(dense), expected)
+    for module in (build_model(num_experts=4), build_model(num_experts=4).model):
+        with pytest.raises(ValueError, match="router loss"):
+            module.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+
+
+def test_resize_token_embeddings(build_model, input_ids):
+    model = build_model()
+    with torch.no_grad():
+        before = model(input_ids).logits
+    model.resize_token_embeddings(170)
+    assert model.config.vocab_size == model.lm_head.out_features == 170
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_near(model(input_ids).logits[..., :160], before)
+    new_ids = torch.full_like(input_ids, 169)
+    model(new_ids, labels=new_ids).loss.backward()
+    assert model.lm_head.weight.grad[169].any()
+
+
+def test_dropout(build_model, input_ids):
+    plain = build_model(attn_implementation="eager")
+    model = build_model(dropout=0.5, attn_implementation="eager")
+    assert torch.equal(model(input_ids).logits, plain(input_ids).logits)
+    assert torch.equal(plain.train()(input_ids).logits, plain.eval()(input_ids).logits)
+    model.train()
+    assert not torch.equal(model(input_ids).logits, model(input_ids).logits)
+
+    residual = []
+    model.model.layers[0].dropout.register_forward_hook(lambda module, args, output: residual.append(output))
+    outputs = model(input_ids, output_attentions=True, output_hidden_states=True)
+    future = torch.ones(24, 24).triu(1).bool()
+    assert len(residual) == 2
+    for dropped in (*residual, outputs.hidden_states[0], outputs.attentions[0][:, :, ~future]):
+        assert 0.4 < (dropped == 0).float().mean() < 0.6
+    # What stays is doubled, so that the mean is kept.
+    embeddings = model.model.embed_tokens(input_ids)
+    kept = outputs.hidden_states[0] != 0
+    torch.testing.assert_close(outputs.hidden_states[0][kept], 2 * embeddings[kept])
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def no_complex_operators(graph: torch.fx.GraphModule, _):
+    """A backend that runs the graph as it is, and refuses what Inductor would generate no code for."""
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        assert not (isinstance(value, torch.Tensor) and value.is_complex()), node
+    return graph
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_whole_model_is_one_graph_of_real_numbers(model, input_ids, packed, fresh_compiler):
+    arguments = {"labels": input_ids, "use_cache": False}
+    if packed:
+        arguments["position_ids"] = packed_positions(2)
+    outputs = model(input_ids, **arguments)
+    outputs.loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend=no_complex_operators, fullgraph=True)(input_ids, **arguments)
+    compiled.loss.backward()
+    assert_near(compiled.logits, outputs.logits)
+    torch.testing.assert_close(compiled.loss, outputs.loss)
+    assert_near(gradients(model), expected)
+
+
+@pytest.mark.slow
+def test_inductor(build_model, input_ids, fresh_compiler):
+    model = build_model()
+    arguments = {"position_ids": packed_positions(2), "use_cache": False}
+    # From a cached graph no warning would come.
+    with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = torch.compile(model, fullgraph=True)(input_ids, **arguments)
+    assert not [warning for warning in caught if "complex" in str(warning.message)]
+    assert_near(compiled.logits, model(input_ids, **arguments).logits)
+
+
+def test_compiled_models_keep_their_own_tables(build_model, input_ids, fresh_compiler):
+    """Same code, same shapes, another base: the second model must not run on the graph of the first."""
+    for theta in (1e6, 1e2):
+        model = build_model(rope_theta=theta)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert_near(compiled(input_ids).logits, model(input_ids).logits)
+
+
+def test_each_layer_compiles_without_a_break(build_model, input_ids, fresh_compiler):
+    model = build_model(qk_norm=True)
+    expected = model(input_ids, labels=input_ids).loss
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(input_ids, labels=input_ids).loss, expected)
+
+
+def test_each_sparse_layer_compiles(build_model, input_ids, fresh_compiler):
+    """Recording the router's logits breaks the graph; values and gradients must stay."""
+    model = build_model(num_experts=4, router_aux_loss_coef=0.5)
+    compiled = copy.deepcopy(model)
+    for layer in compiled.model.layers:
+        layer.compile(backend="aot_eager")
+    losses = [module(input_ids, labels=input_ids).loss for module in (model, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    assert_near(gradients(compiled), gradients(model))

@@ -1,0 +1,136 @@
+"""
+Two ranks over gloo give the single process's logits and gradients: DDP, and transformers' own `DistributedConfig` with
+tensor, expert and pipeline parallelism and FSDP2, which read the plans of `MiniMindConfig`.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from transformers.distributed import DistributedConfig
+
+from hf_pretrain import MiniMindForCausalLM
+
+
+pytestmark = pytest.mark.distributed
+
+MODELS = {
+    "dense": {"qk_norm": True},
+    "moe": {"qk_norm": True, "num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.1},
+}
+LAYOUTS = {
+    "ddp": {},
+    "fsdp": {"fsdp_size": 2},
+    "tp": {"tp_size": 2},
+    "tp-ep": {"tp_size": 2, "ep_size": 2},
+    "fsdp-ep": {"fsdp_size": 2, "ep_size": 2},
+    "pp": {"pp_size": 2},
+}
+CASES = [(name, layout) for name in MODELS for layout in LAYOUTS if name == "moe" or "ep" not in layout]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+
+def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank: int) -> dict:
+    """Logits, gradients, table and greedy continuation of one layout; `None` is a single process."""
+    config = DistributedConfig(**LAYOUTS[layout]) if LAYOUTS.get(layout) else None
+    model = MiniMindForCausalLM.from_pretrained(directory, distributed_config=config)
+    result = {"sharded": {name for name, value in model.named_parameters() if isinstance(value, dist.tensor.DTensor)}}
+    if layout == "pp":
+        with torch.no_grad():
+            result["logits"] = model(input_ids, use_cache=False).logits
+            result["generated"] = model.generate(input_ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        result["layers"] = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    else:
+        called = torch.nn.parallel.DistributedDataParallel(model) if layout == "ddp" else model
+        # Data-parallel ranks see a row each, the others both.
+        rows = input_ids[rank : rank + 1] if layout in ("ddp", "fsdp", "fsdp-ep") else input_ids
+        outputs = called(rows, labels=rows, use_cache=False)
+        outputs.loss.backward()
+        result["logits"] = whole(outputs.logits).detach()
+        result["gradients"] = {name: whole(value.grad) for name, value in model.named_parameters()}
+        model.save_pretrained(directory.parent / f"saved-{directory.name}-{layout}")
+    result["pos_cis"] = model.model.rotary_emb.pos_cis
+    return result
+
+
+def worker(rank: int, directory: Path, input_ids: torch.Tensor):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    store = dist.FileStore(str(directory / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    for name, layout in CASES:
+        result = evaluate(directory / name, layout, input_ids, rank)
+        torch.save(result, directory / f"{name}-{layout}-{rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def directory(build_model, input_ids, tmp_path_factory) -> Path:
+    """Where both ranks left what they found: one start of two processes for all cases."""
+    directory = tmp_path_factory.mktemp("parallelism")
+    for name, overrides in MODELS.items():
+        build_model(**overrides).save_pretrained(directory / name)
+    mp.start_processes(worker, (directory, input_ids), nprocs=2, start_method="spawn")
+    return directory
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_two_ranks_are_one_process(directory, input_ids, name, layout, rank):
+    expected = evaluate(directory / name, None, input_ids, 0)
+    result = torch.load(directory / f"{name}-{layout}-{rank}.pt", weights_only=False)
+    assert torch.equal(result["pos_cis"], expected["pos_cis"])
+
+    rows = slice(rank, rank + 1) if layout in ("ddp", "fsdp", "fsdp-ep") else slice(None)
+    torch.testing.assert_close(result["logits"], expected["logits"][rows], rtol=1e-4, atol=1e-5)
+    if layout == "pp":
+        return
+    assert result["gradients"].keys() == expected["gradients"].keys()
+    for parameter, gradient in expected["gradients"].items():
+        difference = (result["gradients"][parameter] - gradient).norm() / gradient.norm()
+        assert difference < 1e-5, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pipeline_splits_the_layers_and_generates(directory, input_ids, name):
+    model = MiniMindForCausalLM.from_pretrained(directory / name)
+    expected = model.generate(input_ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    ranks = [torch.load(directory / f"{name}-pp-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    assert [[bool(size) for size in rank["layers"]] for rank in ranks] == [[True, False], [False, True]]
+    for rank in ranks:
+        assert torch.equal(rank["generated"], expected)
+
+
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] not in ("ddp", "pp")])
+def test_layout_shards_the_matrices(directory, name, layout):
+    sharded = torch.load(directory / f"{name}-{layout}-0.pt", weights_only=False)["sharded"]
+    matrices = {f"self_attn.{name}_proj.weight" for name in "qkvo"} if layout != "fsdp-ep" else set()
+    matrices |= {"mlp.gate_proj.weight"} if name == "dense" else {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert {f"model.layers.{layer}.{matrix}" for layer in (0, 1) for matrix in matrices} <= sharded
+
+
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] not in ("ddp", "pp")])
+def test_sharded_model_saves_what_it_read(directory, name, layout):
+    read, saved = (load_file(directory / part / "model.safetensors") for part in (name, f"saved-{name}-{layout}"))
+    assert saved.keys() == read.keys()
+    for parameter in read:
+        assert torch.equal(saved[parameter], read[parameter]), parameter
+
+
+@pytest.mark.parametrize("plan", ["tp_plan", "ep_plan", "pp_plan"])
+def test_plans_name_modules_of_the_model(build_model, plan):
+    names = set()
+    for overrides in MODELS.values():
+        model = build_model(**overrides)
+        for entries in (model.named_modules(), model.named_parameters()):
+            names |= {".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in entries}
+    entries = getattr(model, plan)
+    assert entries and set(entries) <= names

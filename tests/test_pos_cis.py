@@ -1,0 +1,181 @@
+"""The complex rotary table is exact after everything that happens to a model."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+
+
+THETA, LENGTH, HEAD_DIM = 1e6, 256, 8
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    """MiniMind v1's `precompute_pos_cis`, written out."""
+    frequencies = 1.0 / (THETA ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
+    angles = torch.outer(torch.arange(LENGTH).float(), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def assert_exact(model: MiniMindForCausalLM, expected: torch.Tensor):
+    table = model.model.rotary_emb.pos_cis
+    assert table.dtype == torch.complex64 and table.device == expected.device
+    assert torch.equal(table, expected)
+    assert dict(model.named_buffers())["model.rotary_emb.pos_cis"] is table
+
+
+def test_reference_is_the_formula_in_double_precision(expected):
+    angles = np.arange(LENGTH)[:, None] / THETA ** (np.arange(0, HEAD_DIM, 2)[None] / HEAD_DIM)
+    np.testing.assert_allclose(expected.numpy(), np.exp(1j * angles), atol=2e-5)
+
+
+def train_with_checkpointing(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
+    model.train().activation_checkpointing_enable()
+    ids = torch.arange(3, 20)[None]
+    model(ids, labels=ids).loss.backward()
+    return model
+
+
+def resize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
+    model.resize_token_embeddings(170)
+    return model
+
+
+def through_torch_save(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def build_on_meta(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
+    with torch.device("meta"):
+        empty = MiniMindForCausalLM(model.config)
+    return empty.to_empty(device="cpu")
+
+
+OPERATIONS: dict[str, Callable[[MiniMindForCausalLM], MiniMindForCausalLM]] = {
+    "construction": lambda model: model,
+    "to(bfloat16)": lambda model: model.to(torch.bfloat16),
+    "to(cpu, float16)": lambda model: model.to("cpu", torch.float16),
+    "bfloat16()": lambda model: model.bfloat16(),
+    "half()": lambda model: model.half(),
+    "half().float()": lambda model: model.half().float(),
+    "double()": lambda model: model.double(),
+    "to(meta).to_empty(cpu)": lambda model: model.to("meta").to_empty(device="cpu"),
+    "to_empty(cpu)": lambda model: model.to_empty(device="cpu"),
+    "built on meta": build_on_meta,
+    "deepcopy": copy.deepcopy,
+    "deepcopy of bfloat16": lambda model: copy.deepcopy(model.to(torch.bfloat16)),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_torch_save,
+    "share_memory": lambda model: model.share_memory(),
+    "activation checkpointing": train_with_checkpointing,
+    "resize_token_embeddings": resize,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_exact_after(operation, build_model, expected):
+    assert_exact(operation(build_model()), expected)
+
+
+@pytest.mark.parametrize("auto_class", [MiniMindForCausalLM, AutoModelForCausalLM])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"dtype": "bfloat16"}, {"dtype": torch.float16}, {"low_cpu_mem_usage": True}, {"device_map": "cpu"}],
+    ids=str,
+)
+def test_exact_after_from_pretrained(auto_class, arguments, build_model, tmp_path, expected):
+    build_model().save_pretrained(tmp_path)
+    # What a freed table leaves in memory would come back from an allocation that nobody fills.
+    torch.empty(LENGTH, HEAD_DIM // 2, dtype=torch.complex64).fill_(7)
+    assert_exact(auto_class.from_pretrained(tmp_path, **arguments), expected)
+
+
+def test_compiled_model_keeps_the_table(build_model, input_ids, expected):
+    model = build_model()
+    torch.compile(model, backend="aot_eager")(input_ids)
+    assert_exact(model, expected)
+
+
+def test_not_saved(build_model, tmp_path):
+    model = build_model()
+    assert not any("pos_cis" in name for name in model.state_dict())
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert not any("pos_cis" in name for name in file.keys())
+
+
+@pytest.mark.parametrize(
+    "rope_parameters",
+    [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+            "beta_slow": 1.0,
+        },
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.5},
+    ],
+    ids=["default", "linear", "yarn", "yarn-attention-factor"],
+)
+def test_scaling_matches_llama(rope_parameters, build_model, tmp_path):
+    model = build_model(rope_parameters=dict(rope_parameters))
+    model.save_pretrained(tmp_path)
+    config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=LENGTH,
+        rope_parameters=dict(model.config.rope_parameters),
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(LENGTH)[None])
+    for table in (model, MiniMindForCausalLM.from_pretrained(tmp_path)):
+        table = table.model.rotary_emb.pos_cis
+        torch.testing.assert_close(table.real, cos[0, :, : HEAD_DIM // 2], rtol=0, atol=3e-7)
+        torch.testing.assert_close(table.imag, sin[0, :, : HEAD_DIM // 2], rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_scaling_by_input_length_is_refused(rope_type, build_model):
+    parameters = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    if rope_type == "longrope":
+        parameters |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    with pytest.raises(ValueError, match=rope_type):
+        build_model(rope_parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": torch.full((1, LENGTH + 1), 5)},
+        {"input_ids": torch.full((1, 2), 5), "position_ids": torch.tensor([[0, LENGTH]])},
+    ],
+    ids=["length", "position_ids"],
+)
+def test_position_past_the_table_is_refused(inputs, build_model):
+    with pytest.raises(ValueError, match=f"Position {LENGTH} lies past .* {LENGTH} positions"):
+        build_model()(**inputs)
+
+
+def test_generation_past_the_table_is_refused(build_model):
+    model, prompt = build_model(), torch.full((1, LENGTH - 4), 5)
+    assert model.generate(prompt, max_new_tokens=4, eos_token_id=None, do_sample=False).shape[1] == LENGTH
+    with pytest.raises(ValueError, match="past the rotary table"):
+        model.generate(prompt, max_new_tokens=8, eos_token_id=None, do_sample=False)
+
+
+def test_default_table_is_32768_positions_long():
+    assert MiniMindConfig().max_position_embeddings == 32_768

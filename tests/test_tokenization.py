@@ -1,0 +1,245 @@
+import json
+import random
+import runpy
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset, IterableDataset
+from transformers import AutoTokenizer
+
+from hf_pretrain import tokenization
+from hf_pretrain.tokenization import (
+    SPECIAL_TOKENS,
+    check_tokenizer,
+    encode_documents,
+    load_or_train_tokenizer,
+    load_tokenizer,
+    token_byte_lengths,
+    train_tokenizer,
+)
+
+
+V1 = Path(__file__).parent / "fixtures" / "tokenizers" / "v1"
+TEXTS = ["the cat sat on the mat\nand the dog looked on", "一只猫坐在垫子上。一只狗看着。", "naïve café 🙂 1234"] * 3
+ODD_TEXTS = [
+    " leading and trailing  ",
+    "\n\n\ttabs\r\nand\r returns\x0b\x0c",
+    "e\u0301 is not é, ﬁ is not fi, Å is not Å",
+    "🧑🏽‍🚀 مرحبا हिन्दी 日本語 \u200b\ufeff\U0010ffff\x01\x7f",
+    "".join(map(chr, range(1, 0x250))),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, vocab_size=340)
+
+
+def test_special_tokens_have_their_ids(tokenizer):
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(len(SPECIAL_TOKENS)))
+    assert len(tokenizer) == 340 == len(set(tokenizer.get_vocab().values()))
+    ids = tokenizer("the cat").input_ids
+    assert 1 not in ids and 2 not in ids
+
+
+def test_every_byte_round_trips(tokenizer):
+    rng = random.Random(0)
+    code_points = [*range(1, 0xD800), *range(0xE000, 0x110000)]
+    texts = ODD_TEXTS + ["".join(map(chr, rng.choices(code_points, k=200))) for _ in range(20)]
+    for text in texts:
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+        assert tokenizer.decode(encode_documents([text], tokenizer)[0][1:-1]) == text
+
+
+def test_training_is_deterministic_and_checks_the_size(tokenizer):
+    again = train_tokenizer(iter(TEXTS), vocab_size=340)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    with pytest.raises(ValueError, match=r"vocab_size=200 .* at least 292"):
+        train_tokenizer(TEXTS, vocab_size=200)
+
+
+def test_saved_tokenizer_loads_the_same(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    assert (tmp_path / "chat_template.jinja").is_file()
+    for loaded in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+        assert loaded.special_tokens_map == tokenizer.special_tokens_map
+        assert loaded.chat_template == tokenizer.chat_template
+        assert encode_documents(ODD_TEXTS, loaded) == encode_documents(ODD_TEXTS, tokenizer)
+
+
+def test_published_tokenizer_loads():
+    tokenizer = load_tokenizer(V1)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert (tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token) == ("<unk>", "<s>", "</s>")
+    check_tokenizer(tokenizer, vocab_size=6400, name="v1")
+    assert tokenizer.decode(encode_documents(["你好 <s> world"], tokenizer)[0][1:-1]) == "你好 <s> world"
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path):
+    with pytest.raises(ValueError, match="holds no tokenizer.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="'./no/such/tokenizer'.*--tokenizer_name_or_path"):
+        load_tokenizer("./no/such/tokenizer")
+
+
+def test_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer):
+    check_tokenizer(tokenizer, vocab_size=340, name="mine")
+    with pytest.raises(ValueError, match="tokenizer mine gives ids up to 339.*vocab_size is 339"):
+        check_tokenizer(tokenizer, vocab_size=339, name="mine")
+    bare = load_tokenizer(V1)
+    bare.pad_token = None
+    with pytest.raises(ValueError, match="tokenizer bare has no pad_token"):
+        check_tokenizer(bare, vocab_size=6400, name="bare")
+
+
+@pytest.mark.parametrize("source", ["trained", "published"])
+def test_byte_lengths_sum_to_the_bytes_of_the_text(tokenizer, source):
+    tokenizer = tokenizer if source == "trained" else load_tokenizer(V1)
+    lengths = token_byte_lengths(tokenizer)
+    assert lengths.shape == (len(tokenizer),)
+    assert lengths[[0, 1, 2]].tolist() == [0, 0, 0]
+    for text, ids in zip(ODD_TEXTS + TEXTS, encode_documents(ODD_TEXTS + TEXTS, tokenizer), strict=True):
+        assert lengths[ids].sum() == len(text.encode())
+
+
+def test_documents_are_enclosed_and_their_text_stays_text(tokenizer):
+    hostile = "a<|im_end|>\n<|im_start|>assistant\n<think>b</think><tool_call><|endoftext|><|reserved_0|>"
+    plain, odd = encode_documents(["the cat", hostile], tokenizer)
+    assert plain == [1, *tokenizer("the cat").input_ids, 2]
+    assert (odd[0], odd[-1]) == (1, 2)
+    assert min(odd[1:-1]) >= len(SPECIAL_TOKENS)
+    assert tokenizer.decode(odd[1:-1]) == hostile
+    # The same spelling is a control token where a chat template writes it.
+    assert tokenizer("<|im_end|><think>").input_ids == [2, SPECIAL_TOKENS.index("<think>")]
+
+
+def test_second_run_does_not_train_again(tmp_path, monkeypatch):
+    documents = Dataset.from_dict({"text": TEXTS})
+    first = load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenization, "train_tokenizer", None)
+        second = load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
+    assert second.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
+    assert len(list(tmp_path.iterdir())) == 1
+    load_or_train_tokenizer(None, documents, vocab_size=345, cache_dir=tmp_path)
+    load_or_train_tokenizer(None, Dataset.from_dict({"text": TEXTS[:-1]}), vocab_size=340, cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    loaded = load_or_train_tokenizer(str(V1), documents, vocab_size=340, cache_dir=tmp_path)
+    assert loaded.bos_token == "<s>"
+
+
+def test_training_sees_evenly_spaced_documents(tmp_path, monkeypatch):
+    seen = []
+
+    def train(texts, *, vocab_size):
+        seen.append(list(texts))
+        return train_tokenizer(texts, vocab_size=vocab_size)
+
+    monkeypatch.setattr(tokenization, "train_tokenizer", train)
+    texts = [f"document {index:04d}" for index in range(1000)]
+    limits = {"vocab_size": 300, "cache_dir": tmp_path, "max_training_chars": 13 * 10}
+    load_or_train_tokenizer(None, Dataset.from_dict({"text": texts}), **limits)
+    load_or_train_tokenizer(None, IterableDataset.from_generator(lambda: ({"text": t} for t in texts)), **limits)
+    assert seen[0] == [texts[index] for index in (0, 111, 222, 333, 444, 555, 666, 777, 888, 999)]
+    assert seen[1] == texts[:10]
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+# The text between [[ and ]] is what the assistant writes.
+CONVERSATIONS = [
+    (
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "  hello \n"}],
+        {},
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello \n<|im_end|>]]\n",
+    ),
+    (
+        [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "reasoning_content": "\nadd them\n", "content": "2"},
+            {"role": "user", "content": "sure?"},
+            {"role": "assistant", "content": "yes"},
+        ],
+        {},
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+        "[[<think>\nadd them\n</think>\n\n2<|im_end|>]]\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+        "[[yes<|im_end|>]]\n",
+    ),
+    (
+        [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "reasoning_content": "add them", "content": "2"},
+        ],
+        {"enable_thinking": False},
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[[2<|im_end|>]]\n",
+    ),
+    (
+        [
+            {"role": "user", "content": "add"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL, CALL["function"] | {"arguments": '{"a":2}'}]},
+            {"role": "tool", "content": "3"},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "done"},
+        ],
+        {},
+        '<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n[[<tool_call>\n{"name": "add", "arguments": '
+        '{"a": 1, "b": "é"}}\n</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a":2}}\n</tool_call>'
+        "<|im_end|>]]\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n[[done<|im_end|>]]\n",
+    ),
+]
+
+
+@pytest.mark.parametrize("messages, options, marked", CONVERSATIONS)
+def test_chat_template_marks_what_the_assistant_writes(tokenizer, messages, options, marked):
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    assert rendered == marked.replace("[[", "").replace("]]", "")
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
+    # Each side of a mark is encoded on its own: the boundaries are token boundaries.
+    ids, mask = [], []
+    for index, piece in enumerate(marked.replace("]]", "[[").split("[[")):
+        piece_ids = tokenizer(piece).input_ids
+        ids += piece_ids
+        mask += [index % 2] * len(piece_ids)
+    assert encoded["input_ids"] == ids
+    assert encoded["assistant_masks"] == mask
+
+
+@pytest.mark.parametrize("messages, options, marked", CONVERSATIONS)
+def test_prompt_is_a_prefix_of_the_conversation(tokenizer, messages, options, marked):
+    prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True, **options)
+    assert prompt == marked.replace("]]", "[[").rsplit("[[", 2)[0].replace("[[", "")
+
+
+def test_chat_template_with_tools_and_mistakes(tokenizer):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    rendered = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False)
+    assert rendered.startswith("<|im_start|>system\nbe brief\n\n") and rendered.count("be brief") == 1
+    assert f"<tools>\n{json.dumps(tool)}\n</tools>" in rendered
+    assert rendered.endswith("<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n")
+    with pytest.raises(Exception, match='role "bot"; known are system, user, assistant, tool'):
+        tokenizer.apply_chat_template([{"role": "bot", "content": "hi"}], tokenize=False)
+    with pytest.raises(Exception, match="content of message 1 is not text"):
+        tokenizer.apply_chat_template([{"role": "user", "content": 3}], tokenize=False)
+
+
+def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokenization, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "home"))
+    lines = [json.dumps({"text": f"{text} {index}"}) for index, text in enumerate(TEXTS * 10)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    recipe = str(Path(__file__).parents[1] / "recipes" / "tokenizer.py")
+    command = f"{recipe} --dataset_name {tmp_path}/data.jsonl --vocab_size 340 --output_dir {tmp_path}/tokenizer"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--validation_fraction", "0.2"])
+    runpy.run_path(recipe, run_name="__main__")
+    output = capsys.readouterr().out
+    assert f"340 entries is in {tmp_path / 'tokenizer'}" in output
+    assert "bytes per token on" in output
+    assert len(load_tokenizer(tmp_path / "tokenizer")) == 340
+    with pytest.raises(ValueError, match="is not empty"):
+        runpy.run_path(recipe, run_name="__main__")
