@@ -44,7 +44,9 @@ class ModelArguments:
     )
     tokenizer_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Tokenizer directory or Hub id. Without it, one is trained on the data and kept with the run."},
+        metadata={
+            "help": "Tokenizer directory or Hub id. Without it, one is trained on the data and kept with the run."
+        },
     )
     vocab_size: int = field(default=6400, metadata={"help": "Entries of a tokenizer that is trained here."})
     attn_implementation: str = field(
@@ -81,12 +83,20 @@ class ModelArguments:
         if self.model_name_or_path:
             config = MiniMindConfig.from_pretrained(self.model_name_or_path, **self.overrides)
         else:
-            special_tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-            config = MiniMindConfig(**{**PRESETS[self.model_preset or default_preset()], **special_tokens, **self.overrides})
+            special_tokens = {
+                f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
+            }
+            config = MiniMindConfig(
+                **{**PRESETS[self.model_preset or default_preset()], **special_tokens, **self.overrides}
+            )
         check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=self.tokenizer_name_or_path or "the trained one")
 
         attn_implementation = "sdpa" if self.attn_implementation == "auto" else self.attn_implementation
-        loading: dict[str, Any] = {"config": config, "attn_implementation": attn_implementation, "dtype": torch.float32}
+        loading: dict[str, Any] = {
+            "config": config,
+            "attn_implementation": attn_implementation,
+            "dtype": torch.float32,
+        }
         if self.fsdp_size > 1:
             loading["distributed_config"] = DistributedConfig(fsdp_size=self.fsdp_size)
         if self.model_name_or_path:
@@ -152,7 +162,6 @@ class LMTrainingArguments(TrainingArguments):
     include_num_input_tokens_seen: str = field(default="non_padding", metadata={"help": "no, all or non_padding."})
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter is used."})
 
-
     def __post_init__(self):
         if self.accelerator_config is None:
             # Every rank reads a stream itself; the trainer fills up its last batch.
@@ -196,7 +205,9 @@ class LMTrainingArguments(TrainingArguments):
             devices = "CPU"
         else:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            devices = torch.cuda.get_device_name(self.device) + (f", CUDA_VISIBLE_DEVICES={visible}" if visible else "")
+            devices = torch.cuda.get_device_name(self.device) + (
+                f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+            )
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
         return f"{self.world_size} process(es) on {devices}, {precision}"
 

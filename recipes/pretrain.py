@@ -11,6 +11,7 @@ Every flag of `TrainingArguments` works; `--help` lists ours too. Without `--con
 defaults, and the command line wins.
 """
 
+from functools import partial
 from pathlib import Path
 
 from transformers import set_seed
@@ -44,16 +45,24 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
             seed=training_args.seed,
             num_proc=data_args.num_proc,
             max_rejected_ratio=data_args.max_rejected_ratio,
-            rejected_path=output_dir / "rejected.jsonl",
+            rejected_path=output_dir / "rejected.jsonl" if is_main else None,
         )
+        if data_args.streaming:
+            train_documents = train_documents.shuffle(seed=training_args.seed, buffer_size=10_000)
         tokenizer = load_or_train_tokenizer(
             model_args.tokenizer_name_or_path or model_args.model_name_or_path,
             train_documents,
             vocab_size=model_args.vocab_size,
         )
-        packing = {"max_length": data_args.max_length, "packing": data_args.packing, "num_proc": data_args.num_proc}
-        train_rows, packing_report = prepare_rows(train_documents, tokenizer, **packing)
-        eval_rows = prepare_rows(eval_documents, tokenizer, **packing)[0] if len(eval_documents) else None
+        prepare = partial(
+            prepare_rows,
+            tokenizer=tokenizer,
+            max_length=data_args.max_length,
+            packing=data_args.packing,
+            num_proc=data_args.num_proc,
+        )
+        train_rows, packing_report = prepare(train_documents)
+        eval_rows = prepare(eval_documents)[0] if len(eval_documents) else None
 
     if is_main and packing_report is not None:
         print(packing_report)

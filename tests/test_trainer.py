@@ -38,7 +38,10 @@ def make_documents(*, weighted: bool = False) -> list[dict]:
     generator = torch.Generator().manual_seed(1)
     documents = []
     for number, length in enumerate(LENGTHS):
-        document = {"input_ids": torch.randint(3, 64, (length,), generator=generator).tolist(), "seq_lengths": [length]}
+        document = {
+            "input_ids": torch.randint(3, 64, (length,), generator=generator).tolist(),
+            "seq_lengths": [length],
+        }
         if weighted:
             weights = 2 * torch.rand(length, generator=generator) * (torch.rand(length, generator=generator) > 0.3)
             document["loss_mask"] = (weights * (number != 4)).tolist()
@@ -159,9 +162,7 @@ def test_accumulation_changes_nothing_across_epochs(tmp_path, num_experts):
 @pytest.mark.parametrize("num_experts", [0, 4])
 def test_packing_changes_nothing(tmp_path, num_experts, weighted):
     documents = make_documents(weighted=weighted)
-    separate = make_trainer(
-        tmp_path, documents, model=make_model(num_experts), batch=13, arguments={"max_steps": 3}
-    )
+    separate = make_trainer(tmp_path, documents, model=make_model(num_experts), batch=13, arguments={"max_steps": 3})
     packed = make_trainer(
         tmp_path,
         pack(documents, [4, 1, 5, 3]),

@@ -61,7 +61,7 @@ class DataCollatorForPackedRows:
             loss_mask[row, :length] = feature.get("loss_mask", 1.0)
         labels[loss_mask == 0] = -100
         loss_mask[labels == -100] = 0
-        batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        batch: dict[str, np.ndarray] = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         if "loss_mask" in features[0]:
             batch["loss_mask"] = loss_mask
         return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -168,7 +168,8 @@ def _read_json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, 
 
 def _read_paragraphs(lines: Iterable[tuple[int, bytes]], text_column: str) -> Iterator[tuple[int, Any]]:
     """Runs of lines between blank ones, each numbered by its first line."""
-    start, paragraph = 0, []
+    start = 0
+    paragraph: list[bytes] = []
 
     def finish() -> tuple[int, Any]:
         try:

@@ -148,9 +148,9 @@ class _RejectedLines:
             self.path.unlink(missing_ok=True)
         self.num_lines = 0
         self.num_rejected = 0
-        self.listed = set()
-        self.reasons = Counter()
-        self.examples = {}
+        self.listed: set[tuple[str, int]] = set()
+        self.reasons: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
 
     def keep(self, row: dict[str, Any]) -> bool:
         """Whether a row of a stream is a document; looks at the limit every so many rows."""
@@ -304,7 +304,7 @@ def _read_rows(sources: list[str], text_column: str) -> Iterator[dict[str, Any]]
     for source in sources:
         if source in EMBEDDED_SOURCES:
             documents = load_embedded(EMBEDDED_SOURCES[source])
-            records = enumerate(({text_column: document["text"]} for document in documents), start=1)
+            records: Iterator[tuple[int, Any]] = enumerate(({text_column: d["text"]} for d in documents), start=1)
         else:
             records = read_file(Path(source), text_column=text_column)
         is_empty = True

@@ -205,7 +205,7 @@ def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
     Returns:
         `np.ndarray` of shape `(num_pieces,)`: rows, numbered from 0 without gaps.
     """
-    rows_with = [[] for _ in range(max_length + 1)]  # by space left
+    rows_with: list[list[int]] = [[] for _ in range(max_length + 1)]  # by space left
     spaces = 0
     num_rows = 0
     row_of = np.empty(len(lengths), dtype=np.int64)

@@ -39,7 +39,14 @@ def cpu_environment(**extra: str) -> dict[str, str]:
     """One thread a rank; DeepSpeed's CPU accelerator counts devices by LOCAL_SIZE."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return {**environment, "PATH": path, "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": "", **extra}
+    return {
+        **environment,
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+        **extra,
+    }
 
 
 def start(command: list[str], *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -27,10 +27,14 @@ class RotaryTableProbe(TrainerCallback):
         table, config = model.model.rotary_emb.pos_cis, model.config
         # MiniMind v1's own lines, written out.
         exponents = torch.arange(0, config.head_dim, 2)[: config.head_dim // 2].float() / config.head_dim
-        angles = torch.outer(torch.arange(config.max_position_embeddings), 1.0 / config.rope_parameters["rope_theta"] ** exponents)
+        angles = torch.outer(
+            torch.arange(config.max_position_embeddings), 1.0 / config.rope_parameters["rope_theta"] ** exponents
+        )
         expected = torch.polar(torch.ones_like(angles), angles.float())
         intact = table.dtype == torch.complex64 and torch.equal(table.cpu(), expected)
-        Path(args.output_dir, f"probe_rank{args.process_index}.json").write_text(json.dumps({"pos_cis_intact": intact}))
+        Path(args.output_dir, f"probe_rank{args.process_index}.json").write_text(
+            json.dumps({"pos_cis_intact": intact})
+        )
 
 
 class DoubledGradientTrainer(MaskedLossTrainer):

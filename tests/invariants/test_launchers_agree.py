@@ -18,7 +18,9 @@ from tests.invariants.launching import ROOT, Run, run_probe
 
 pytestmark = pytest.mark.distributed
 
-DEEPSPEED = {stage: ["--deepspeed", str(ROOT / "ds_configs" / f"{stage}.json")] for stage in ("zero1", "zero2", "zero3")}
+DEEPSPEED = {
+    stage: ["--deepspeed", str(ROOT / "ds_configs" / f"{stage}.json")] for stage in ("zero1", "zero2", "zero3")
+}
 LAUNCHES = {
     "DDP": ("torchrun", []),
     "accelerate DDP": ("accelerate:ddp", []),
@@ -39,7 +41,10 @@ def workspace(tmp_path_factory):
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet", "birds", "home", "far", "to"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 18))) for _ in range(16)]
     tokenizer = train_tokenizer(texts * 20, vocab_size=320)
-    for name, experts in (("dense", {}), ("moe", {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.5})):
+    for name, experts in (
+        ("dense", {}),
+        ("moe", {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}),
+    ):
         torch.manual_seed(0)
         config = MiniMindConfig(
             vocab_size=len(tokenizer),
