@@ -21,17 +21,16 @@ def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, v
     Held-out loss, in nats per token, of a model that knows only how often each token occurs in the training rows
     (plus one): what a language model has to beat. The first token of a document is not predicted.
     """
-    counts = np.ones(vocab_size)
-    counts += np.bincount(_predicted_tokens(train_rows), minlength=vocab_size)
-    return float(-np.log(counts / counts.sum())[_predicted_tokens(eval_rows)].mean())
+    train_tokens, eval_tokens = (np.delete(*_tokens_and_starts(rows)) for rows in (train_rows, eval_rows))
+    counts = 1 + np.bincount(train_tokens, minlength=vocab_size)
+    return float(-np.log(counts / counts.sum())[eval_tokens].mean())
 
 
-def _predicted_tokens(rows: datasets.Dataset) -> np.ndarray:
+def _tokens_and_starts(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens of packed rows, and where among them each document starts."""
     table = rows.with_format("arrow")[:]
-    tokens = table["input_ids"].combine_chunks().flatten().to_numpy()
-    lengths = table["seq_lengths"].combine_chunks().flatten().to_numpy()
-    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    return np.delete(tokens, first)
+    tokens, lengths = (table[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "seq_lengths"))
+    return tokens, np.cumsum(lengths, dtype=np.int64) - lengths
 
 
 def sample_continuations(
@@ -49,10 +48,13 @@ def sample_continuations(
     model must call this alike.
     """
     model.eval()
+    tokens, starts = _tokens_and_starts(eval_rows)
+    ends = np.append(starts[1:], len(tokens))
     samples = []
-    for row in eval_rows.select(range(min(num_samples, len(eval_rows)))):
-        length = max(2, min(prompt_tokens, row["seq_lengths"][0] // 2))
-        prompt = torch.tensor([row["input_ids"][:length]], device=model.device)
+    # From the first, the middle and the last of the set, which follows the order of its sources.
+    for number in np.linspace(0, len(starts) - 1, num_samples).astype(int):
+        length = max(2, min(prompt_tokens, (ends[number] - starts[number]) // 2))
+        prompt = torch.tensor(tokens[None, starts[number] : starts[number] + length], device=model.device).long()
         set_seed(seed)
         with torch.no_grad():
             output = model.generate(

@@ -1,0 +1,256 @@
+"""Every YAML, every row of the launcher table, and the mistakes that people make when they launch."""
+
+import json
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.tokenization import train_tokenizer
+from tests.invariants.launching import BIN, ROOT, cpu_environment, free_port, launcher_command, start
+
+
+RECIPE = str(ROOT / "recipes/pretrain.py")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    """A toy checkpoint to start from and a few sentences."""
+    path = tmp_path_factory.mktemp("recipes")
+    generator = random.Random(0)
+    words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet"]
+    texts = [" ".join(generator.choices(words, k=generator.randint(3, 12))) for _ in range(40)]
+    tokenizer = train_tokenizer(texts, vocab_size=320)
+    torch.manual_seed(0)
+    config = MiniMindConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128
+    )
+    MiniMindForCausalLM(config).save_pretrained(path / "toy")
+    tokenizer.save_pretrained(path / "toy")
+    (path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def toy_arguments(workspace: Path, output_dir: str) -> list[str]:
+    return [
+        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "train.jsonl")),
+        *("--max_length", "32", "--validation_fraction", "0.1", "--max_steps", "2", "--logging_steps", "1"),
+        *("--save_strategy", "no", "--bf16", "false", "--output_dir", str(workspace / output_dir)),
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/pretrain.yaml")), ids=lambda path: path.parent.name)
+def test_every_yaml_names_its_preset_and_parses(path, tmp_path):
+    model, _, training = parse_args(
+        ModelArguments,
+        DataArguments,
+        LMTrainingArguments,
+        argv=["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"],
+    )
+    assert model.model_preset == path.parent.name
+    assert training.learning_rate == float(yaml.safe_load(path.read_text())["learning_rate"])
+
+
+def test_every_preset_has_a_yaml():
+    assert {path.parent.name for path in (ROOT / "recipes").glob("*/pretrain.yaml")} == set(PRESETS)
+
+
+def test_minimind_large_is_run_as_people_run_it(tmp_path):
+    path = ROOT / "recipes/minimind-large/pretrain.yaml"
+    _, data, training = parse_args(
+        ModelArguments, DataArguments, LMTrainingArguments, argv=["--config", str(path), "--output_dir", str(tmp_path)]
+    )
+    assert training.bf16 and data.max_length == 1024
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (24, 32)
+    assert (training.learning_rate, training.max_grad_norm, training.num_train_epochs) == (2e-4, 1.0, 3)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_deepspeed_configs_leave_everything_to_the_trainer(path):
+    config = json.loads(path.read_text())
+    assert not config.keys() & {"optimizer", "scheduler"}
+    for key in (
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+    ):
+        assert config[key] == "auto"
+    assert config["bf16"]["enabled"] == config["fp16"]["enabled"] == "auto"
+    assert config["zero_optimization"]["stage"] == int(path.stem[4])
+
+
+def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
+    output = start([*launcher_command("python"), RECIPE, *toy_arguments(workspace, "plain")]).stdout
+    run = workspace / "plain"
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "trainer_state.json"):
+        assert (run / name).is_file(), output[-3000:]
+    assert (run / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    (final,) = [entry for entry in history if "eval_loss" in entry][-1:]
+    for words in (
+        "1 process(es) on CPU, float32",
+        "0 tokens lost",
+        f"Held-out loss      {final['eval_loss']:.4f}",
+        "a unigram model:",
+        f"Bits per byte      {final['eval_bits_per_byte']:.4f}",
+        f"--model_name_or_path {run} --output_dir {run}-continued",
+    ):
+        assert words in output
+    assert output.count("Sample ") == 3
+    # The command that continues, as printed.
+    command = next(line.split(maxsplit=3)[3] for line in output.splitlines() if line.startswith("To go on"))
+    assert "Held-out loss" in start(command.replace("python", sys.executable, 1).split()).stdout
+
+
+def test_the_recipe_refuses_a_used_directory(workspace):
+    (workspace / "used").mkdir()
+    (workspace / "used/file").touch()
+    result = start([*launcher_command("python"), RECIPE, *toy_arguments(workspace, "used")])
+    assert result.returncode != 0
+    assert "is not empty" in result.stdout
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "none"])
+def test_streaming_and_other_packings_run(workspace, packing):
+    arguments = [*toy_arguments(workspace, f"stream-{packing}"), "--packing", packing, "--streaming", "true"]
+    result = start([*launcher_command("python"), RECIPE, *arguments])
+    assert result.returncode == 0 and "Held-out loss" in result.stdout, result.stdout[-3000:]
+
+
+def test_a_checkpoint_is_resumed(workspace):
+    arguments = [*toy_arguments(workspace, "resumed"), "--save_strategy", "steps", "--save_steps", "1"]
+    first = start([*launcher_command("python"), RECIPE, *arguments, "--max_steps", "3"])
+    assert first.returncode == 0, first.stdout[-3000:]
+    again = [*arguments, "--max_steps", "4", "--resume_from_checkpoint", "auto"]
+    second = start([*launcher_command("python"), RECIPE, *again])
+    assert second.returncode == 0, second.stdout[-3000:]
+    history = json.loads((workspace / "resumed/trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4]
+
+
+# Launchers
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("GPUS=1 DEVICE=cuda", ["bin/python recipes/pretrain.py --config recipes/minimind2-small/pretrain.yaml"]),
+        ("GPUS=1 DEVICE=cpu", ["bin/python recipes/pretrain.py --config recipes/tiny/pretrain.yaml --use_cpu"]),
+        ("GPUS=4 DEVICE=cuda", ["bin/torchrun --standalone --nproc_per_node 4 recipes/pretrain.py"]),
+        ("GPUS=2 LAUNCHER=deepspeed DS=zero3", ["--include localhost:0,1", "--deepspeed ds_configs/zero3.json"]),
+        ("GPUS=2 LAUNCHER=deepspeed DEVICE=cpu", ["LOCAL_SIZE=2", "--master_port 29500"]),
+        ("GPUS=2 LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3", ["--include localhost:2,3"]),
+        ("GPUS=2 LAUNCHER=deepspeed MASTER_PORT=29511", ["--master_port 29511"]),
+        (
+            "GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2",
+            ["accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml", "--num_processes 2"],
+        ),
+    ],
+)
+def test_make_builds_the_command(words, expected):
+    command = ["make", "-n", "pretrain", f"VENV={sys.prefix}", *words.split()]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for part in expected:
+        assert part in " ".join(output.split()), output
+
+
+def test_make_refuses_an_unknown_launcher():
+    result = subprocess.run(["make", "-n", "LAUNCHER=mpi"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0 and "use torchrun, accelerate or deepspeed" in result.stderr
+
+
+def make(workspace: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    # An installed environment is taken as it is.
+    (Path(sys.prefix) / ".installed").touch()
+    arguments = f"ARGS={' '.join(toy_arguments(workspace, name))}"
+    return start(["make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, arguments])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
+def test_make_runs_two_processes(workspace, launcher):
+    words = [f"LAUNCHER={launcher}", f"MASTER_PORT={free_port()}"]
+    result = make(workspace, f"make-{launcher}", *words)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "2 process(es) on CPU" in result.stdout
+    assert "Held-out loss" in result.stdout
+
+
+def test_make_meets_a_port_in_use(workspace):
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        result = make(workspace, "port", "LAUNCHER=deepspeed", f"MASTER_PORT={port}")
+    assert result.returncode != 0
+    assert f"Port {port} is in use; choose another: make ... MASTER_PORT={port + 1}" in result.stdout
+
+
+@pytest.mark.distributed
+def test_two_launch_agents_on_one_host(workspace):
+    port = str(free_port())
+    agents = []
+    for rank in range(2):
+        rendezvous = ["--nnodes", "2", "--node_rank", str(rank), "--nproc_per_node", "1"]
+        address = ["--master_addr", "127.0.0.1", "--master_port", port]
+        command = [str(BIN / "torchrun"), *rendezvous, *address, RECIPE, *toy_arguments(workspace, "nodes")]
+        agents.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=cpu_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert "2 process(es) on CPU" in outputs[0]
+    assert "Held-out loss" in outputs[0] and "Held-out loss" not in outputs[1]
+
+
+@pytest.mark.distributed
+def test_fsdp_through_accelerate_is_refused_on_cpu(workspace):
+    result = start([*launcher_command("accelerate:fsdp2"), RECIPE, *toy_arguments(workspace, "fsdp")])
+    assert result.returncode != 0
+    assert "--fsdp_size N" in result.stdout
+
+
+@pytest.mark.distributed
+def test_deepspeed_says_which_devices_run(workspace):
+    """Beside --include the launcher ignores CUDA_VISIBLE_DEVICES, and says so; the recipe says what it runs on."""
+    command = [*launcher_command("deepspeed"), RECIPE, *toy_arguments(workspace, "devices")]
+    result = start([*command, "--deepspeed", "ds_configs/zero2.json"], CUDA_VISIBLE_DEVICES="1")
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "Detected VISIBLE_DEVICES=1 but ignoring it" in result.stdout
+    assert "2 process(es) on CPU" in result.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("block", "arguments", "message"),
+    [
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
+            [],
+            "has a `optimizer` block: it overrides --optim",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            ["--optim", "sgd"],
+            "replace --optim sgd by Adam",
+        ),
+    ],
+)
+def test_deepspeed_configs_that_change_the_optimizer_are_met(workspace, block, arguments, message):
+    config = json.loads((ROOT / "ds_configs/zero2.json").read_text()) | block
+    path = workspace / f"{next(iter(block))}.json"
+    path.write_text(json.dumps(config))
+    command = [*launcher_command("deepspeed"), RECIPE, *toy_arguments(workspace, path.stem), *arguments]
+    result = start([*command, "--deepspeed", str(path)])
+    assert message in result.stdout, result.stdout[-3000:]
+    assert (result.returncode == 0) == (not arguments)
