@@ -235,7 +235,7 @@ def test_deepspeed_says_which_devices_run(workspace):
     ("block", "arguments", "message"),
     [
         (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
             [],
             "has a `optimizer` block: it overrides --optim",
         ),
