@@ -22,10 +22,12 @@ ARGS ?=
 .DEFAULT_GOAL := pretrain
 
 # One launcher line each. On CPU, DeepSpeed counts devices by LOCAL_SIZE, and each process gets its share of the cores.
+# glibc gives large blocks back to the system after every step; keeping them makes a step about 1.3 times as fast.
 ifeq ($(DEVICE),cpu)
   CPU_ARGS := --use_cpu
+  ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
   ifneq ($(GPUS),1)
-    ENV := LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(nproc) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
+    ENV += LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(nproc) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
   endif
 endif
 # DeepSpeed ignores CUDA_VISIBLE_DEVICES beside --include, so that it has to become the include list.

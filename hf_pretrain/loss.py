@@ -59,11 +59,10 @@ def masked_cross_entropy(
     Returns:
         `torch.FloatTensor`: a scalar, in nats. Zero, with zero gradients, where all weights are zero.
     """
-    weights = prediction_weights(labels, loss_mask)[:, 1:].reshape(-1)
-    targets = labels[:, 1:].reshape(-1)
-    token_losses = F.cross_entropy(
-        logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets, ignore_index=IGNORE_INDEX, reduction="none"
-    )
+    # The labels are shifted, not the logits, which would be copied.
+    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1)).flatten()
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    token_losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
     total = (token_losses * weights).sum()
     if num_items_in_batch is None:
         num_items_in_batch = weights.sum()

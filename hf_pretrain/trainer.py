@@ -98,9 +98,12 @@ class FillingCollator:
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         fillers = torch.tensor([bool(feature.get(FILLER_COLUMN)) for feature in features])
         batch = self.collator([{k: v for k, v in f.items() if k != FILLER_COLUMN} for f in features])
-        if fillers.any():
-            if "labels" not in batch or len(batch["labels"]) != len(features):
-                raise ValueError("MaskedLossTrainer needs a collator that returns one row of `labels` a feature.")
+        if fillers.any() and "labels" in batch:
+            if len(batch["labels"]) != len(features):
+                raise ValueError(
+                    f"The collator made {len(batch['labels'])} rows of labels from {len(features)} features. "
+                    "MaskedLossTrainer needs one row a feature: pack rows before (data.packing), not in the collator."
+                )
             batch["labels"][fillers] = -100
         if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
             raise ValueError("loss_mask holds a negative weight; weights of predictions are zero or positive.")
@@ -252,10 +255,12 @@ class MaskedLossTrainer(Trainer):
 
     # Logs
 
-    def _inner_training_loop(self, *args, **kwargs):
-        self._last_log_time = time.perf_counter()
-        self._tokens_at_last_log = self.state.num_input_tokens_seen
-        return super()._inner_training_loop(*args, **kwargs)
+    def _init_training_state(self, *args, **kwargs):
+        progress = super()._init_training_state(*args, **kwargs)
+        self._logged_losses = self._new_tokens = None
+        self._steps_since_log = 0
+        self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen
+        return progress
 
     def _track_num_input_tokens(self, inputs):
         """Tokens are counted with the weights, once a step; reading them back waits for the next log or save."""

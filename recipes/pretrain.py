@@ -50,7 +50,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
         if data_args.streaming:
             train_documents = train_documents.shuffle(seed=training_args.seed, buffer_size=10_000)
         tokenizer = load_or_train_tokenizer(
-            model_args.tokenizer_name_or_path or model_args.model_name_or_path,
+            model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path,
             train_documents,
             vocab_size=model_args.vocab_size,
         )
