@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from .callbacks import TrainingProgressCallback
 from .loss import find_documents, prediction_weights
+from .modeling_minimind import MiniMindForCausalLM
 from .optimizers import complete_schedule_kwargs
 from .tokenization import token_byte_lengths
 
@@ -306,6 +307,36 @@ class MaskedLossTrainer(Trainer):
     def _evaluate(self, *args, **kwargs):
         with self._clock_stopped():
             return super()._evaluate(*args, **kwargs)
+
+    # Saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None):
+        """Saves float32 weights, also where DeepSpeed trains in bf16 and keeps the float32 ones in its optimizer."""
+        half_precision_model = self.model
+        weights = self._deepspeed_float32_weights()
+        if weights is not None and self.args.should_save:
+            self.model = type(half_precision_model)(half_precision_model.config)
+            self.model.load_state_dict(weights)
+            state_dict = None
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model = half_precision_model
+
+    def _deepspeed_float32_weights(self) -> dict[str, torch.Tensor] | None:
+        """The optimizer's copy of the weights on the CPU, gathered by all ranks; `None` where there is none."""
+        is_half_precision = isinstance(self.model, MiniMindForCausalLM) and self.model.dtype != torch.float32
+        if not self.is_deepspeed_enabled or not is_half_precision:
+            return None
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            weight = safe_get_full_fp32_param(parameter)
+            if weight is None:
+                return None
+            weights[name] = weight.cpu()
+        return weights
 
     # Evaluation
 

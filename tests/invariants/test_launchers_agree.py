@@ -135,11 +135,16 @@ def test_the_checks_notice_a_doubled_gradient(launch, way):
         assert_same_weights(run, reference)
 
 
-@pytest.mark.parametrize("way", ["DDP", "ZeRO-2"])
-def test_bf16_agrees_roughly(launch, way):
+@pytest.mark.parametrize("way", ["DDP", "ZeRO-2", "ZeRO-3"])
+def test_bf16_agrees_roughly_and_saves_float32(launch, way):
     launcher, arguments = LAUNCHES[way]
     reference = launch("dense", "python", ADAMW)
     run = launch("dense", launcher, [*ADAMW, *arguments, "--bf16", "true"])
+    assert run.pos_cis_intact == [True, True]
+    assert run.weights.keys() == reference.weights.keys()
+    for weight in run.weights.values():
+        # Not merely widened: the digits that bf16 cannot hold are there.
+        assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float())
     for step, expected in zip(run.steps, reference.steps, strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], rel=1e-2)
         assert step["loss"] != expected["loss"]
