@@ -123,6 +123,9 @@ def continue_command(output_dir: str) -> str:
         if not skip and name not in ("--output_dir", "--model_name_or_path", "--local_rank"):
             words.append(word)
         skip = name in ("--output_dir", "--model_name_or_path") and "=" not in word
-    return shlex.join(
-        ["python", *words, "--model_name_or_path", output_dir, "--output_dir", f"{output_dir.rstrip('/')}-continued"]
-    )
+    # As short as it can be typed: an environment below this directory by its relative path.
+    interpreter = Path(sys.executable)
+    if interpreter.is_relative_to(Path.cwd()):
+        interpreter = interpreter.relative_to(Path.cwd())
+    directories = ["--model_name_or_path", output_dir, "--output_dir", f"{output_dir.rstrip('/')}-continued"]
+    return shlex.join([str(interpreter), *words, *directories])

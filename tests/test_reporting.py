@@ -1,6 +1,7 @@
 """The figures and lines at the end of a run."""
 
 import math
+import sys
 
 import pytest
 from datasets import Dataset
@@ -26,11 +27,12 @@ def test_report_names_everything(monkeypatch):
         assert part in report
 
 
-def test_continue_command_replaces_directories(monkeypatch):
+def test_continue_command_replaces_directories(monkeypatch, tmp_path):
     words = ["recipes/pretrain.py", "--output_dir=out/a", "--config", "c.yaml", "--model_name_or_path", "out/0"]
     monkeypatch.setattr("sys.argv", words)
+    monkeypatch.chdir(tmp_path)
     assert continue_command("out/a/") == (
-        "python recipes/pretrain.py --config c.yaml --model_name_or_path out/a/ --output_dir out/a-continued"
+        f"{sys.executable} recipes/pretrain.py --config c.yaml --model_name_or_path out/a/ --output_dir out/a-continued"
     )
 
 
