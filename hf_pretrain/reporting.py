@@ -86,7 +86,11 @@ def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: f
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
-        points = [(entry["num_input_tokens_seen"] / 1e6, entry[key]) for entry in log_history if key in entry]
+        points = [
+            (entry["num_input_tokens_seen"] / 1e6, entry[key])
+            for entry in log_history
+            if {key, "num_input_tokens_seen"} <= entry.keys()
+        ]
         axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label, markersize=3, linewidth=1.2)
     if unigram is not None:
         axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")

@@ -41,9 +41,15 @@ class FilledDataset(Dataset):
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
+        self.sampler: FilledSampler | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def set_epoch(self, epoch: int):
+        # NOTE: after a resume on several ranks accelerate finds no way to the sampler below its own, but asks us.
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index < len(self.dataset):
@@ -125,6 +131,11 @@ class MaskedLossTrainer(Trainer):
         if any(isinstance(callback, ProgressCallback) for callback in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(TrainingProgressCallback)
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                "--train_sampling_strategy batch_rebalance makes batches of uneven size, which cannot be filled up with "
+                "rows of weight zero. Use random, sequential or group_by_length; packed rows are even anyway."
+            )
         self._is_evaluating = False
         # Since the last log: sums over micro-batches of this rank, on the device.
         self._logged_losses: torch.Tensor | None = None
@@ -160,6 +171,8 @@ class MaskedLossTrainer(Trainer):
     # Rows
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        if is_training and self.args.dataloader_drop_last:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
         multiple = batch_size * self.data_parallel_size
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
@@ -176,7 +189,8 @@ class MaskedLossTrainer(Trainer):
             if isinstance(sampler, RandomSampler):
                 seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
                 sampler = SeedableRandomSampler(dataset, data_seed=seed)
-            return FilledSampler(sampler if sampler is not None else range(len(dataset)), multiple=multiple)
+            filled.sampler = FilledSampler(sampler if sampler is not None else range(len(dataset)), multiple=multiple)
+            return filled.sampler
 
         filled = FilledDataset(dataset)
         return super()._get_dataloader(filled, description, batch_size, filled_sampler, is_training, **kwargs)
@@ -346,7 +360,8 @@ class MaskedLossTrainer(Trainer):
         if self._token_bytes is not None:
             weights = prediction_weights(labels, inputs.get("loss_mask")).double()
             num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
-        self._eval_sums += torch.stack([ce_sum.detach().double(), self._eval_weight.double(), num_bytes])
+        sums = torch.stack([ce_sum.detach().double(), self._eval_weight.double(), num_bytes])
+        self._eval_sums = sums if self._eval_sums is None else self._eval_sums + sums
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """
@@ -357,7 +372,7 @@ class MaskedLossTrainer(Trainer):
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
-        self._eval_sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        self._eval_sums: torch.Tensor | None = None
         self._is_evaluating = True
         try:
             output = super().evaluation_loop(
@@ -365,10 +380,9 @@ class MaskedLossTrainer(Trainer):
             )
         finally:
             self._is_evaluating = False
-        if f"{metric_key_prefix}_loss" not in output.metrics:
-            return output
-
         sums = self._eval_sums
+        if sums is None:  # No labels, or a loss of the caller's own.
+            return output
         if self.accelerator.num_processes > 1:
             sums = self.accelerator.reduce(sums, "sum")
         ce_sum, weight, num_bytes = sums.tolist()

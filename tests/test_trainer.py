@@ -248,6 +248,28 @@ def test_compute_metrics_sees_every_row_once(tmp_path):
     assert seen["shape"] == ((13, 20, 64), (13, 20))
 
 
+def test_a_loss_of_the_callers_own_stays(tmp_path):
+    def summed(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.float().square().sum() / 1000
+
+    trainer = make_trainer(tmp_path, make_documents(), batch=13, eval_batch=13, compute_loss_func=summed)
+    (step, *_) = train(trainer)
+    batch = trainer.data_collator(make_documents())
+    with torch.no_grad():
+        logits = make_model()(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    assert step["loss"] == pytest.approx(logits.square().sum().item() / 1000, rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_predict_without_labels(tmp_path):
+    def inputs_only(features):
+        batch = DataCollatorForPackedRows(pad_token_id=0, max_length=20)(features)
+        return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+
+    trainer = make_trainer(tmp_path, make_documents(), data_collator=inputs_only)
+    assert trainer.predict(make_documents()).predictions.shape == (13, 20, 64)
+
+
 def test_a_broken_model_fails_its_evaluation(tmp_path):
     model = make_model()
     with torch.no_grad():
