@@ -137,6 +137,7 @@ class MaskedLossTrainer(Trainer):
                 "rows of weight zero. Use random, sequential or group_by_length; packed rows are even anyway."
             )
         self._is_evaluating = False
+        self._eval_sums: torch.Tensor | None = None
         # Since the last log: sums over micro-batches of this rank, on the device.
         self._logged_losses: torch.Tensor | None = None
         self._new_tokens: torch.Tensor | None = None
@@ -372,7 +373,7 @@ class MaskedLossTrainer(Trainer):
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
-        self._eval_sums: torch.Tensor | None = None
+        self._eval_sums = None
         self._is_evaluating = True
         try:
             output = super().evaluation_loop(
