@@ -9,8 +9,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-GPUS ?= 1
-DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
+# The GPUs to use, by number: those of CUDA_VISIBLE_DEVICES, or all that there are.
+comma := ,
+PRESENT := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p')
+VISIBLE := $(or $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)),$(PRESENT))
+DEVICE ?= $(if $(PRESENT),cuda,cpu)
+GPUS ?= $(if $(filter cuda,$(DEVICE)),$(words $(VISIBLE)),1)
 LAUNCHER ?= torchrun
 DS ?= zero2
 ACCELERATE ?= ddp
@@ -30,8 +34,19 @@ ifeq ($(DEVICE),cpu)
     ENV += LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(nproc) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
   endif
 endif
-# DeepSpeed ignores CUDA_VISIBLE_DEVICES beside --include, so that it has to become the include list.
-DEVICES := $(or $(CUDA_VISIBLE_DEVICES),$(shell seq -s, 0 $$(( $(GPUS) - 1 ))))
+DEVICES := $(shell seq -s, 0 $$(( $(GPUS) - 1 )))
+ifneq ($(DEVICE),cpu)
+  ifneq ($(VISIBLE),)
+    ifneq ($(words $(wordlist 1,$(GPUS),$(VISIBLE))),$(GPUS))
+      $(error GPUS=$(GPUS), but this machine has $(words $(VISIBLE)) to offer: $(VISIBLE))
+    endif
+    # DeepSpeed ignores CUDA_VISIBLE_DEVICES beside --include: there it has to become the include list.
+    DEVICES := $(shell echo $(wordlist 1,$(GPUS),$(VISIBLE)) | tr ' ' ,)
+  endif
+  ifneq ($(LAUNCHER),deepspeed)
+    ENV := CUDA_VISIBLE_DEVICES=$(DEVICES)
+  endif
+endif
 ifeq ($(LAUNCHER),deepspeed)
   LAUNCH := $(BIN)/deepspeed --include localhost:$(DEVICES) --master_port $(MASTER_PORT)
   LAUNCH_ARGS := --deepspeed ds_configs/$(DS).json

@@ -15,12 +15,17 @@ from typing import Any, cast
 
 import torch
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser, PreTrainedTokenizerBase, TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.utils import logging
 
 from .configuration_minimind import PRESETS, MiniMindConfig
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer
+
+
+logger = logging.get_logger(__name__)
 
 
 def default_preset() -> str:
@@ -49,12 +54,7 @@ class ModelArguments:
         },
     )
     vocab_size: int = field(default=6400, metadata={"help": "Entries of a tokenizer that is trained here."})
-    attn_implementation: str = field(
-        default="auto", metadata={"help": "auto, eager, sdpa, flex_attention or flash_attention_2."}
-    )
-    fsdp_size: int = field(
-        default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
-    )
+    attn_implementation: str = field(default="auto", metadata={"help": "auto, eager, sdpa or flex_attention."})
 
     def __post_init__(self):
         if self.model_preset is not None and self.model_preset not in PRESETS:
@@ -62,33 +62,44 @@ class ModelArguments:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """`config_overrides` as a dictionary. Raises `ValueError` for an item that is not `name=value`."""
-        items = [item for item in (self.config_overrides or "").split(",") if item]
-        for item in items:
-            if "=" not in item:
-                raise ValueError(f"--config_overrides: {item!r} is not of the form name=value.")
-        return {name.strip(): yaml.safe_load(value) for name, value in (item.split("=", 1) for item in items)}
-
-    def load_model(self, tokenizer: PreTrainedTokenizerBase) -> MiniMindForCausalLM:
         """
-        The model that these arguments ask for, in float32, with the special tokens of `tokenizer`.
+        `config_overrides` as a dictionary: `name=value, name={key: value}`, the values in YAML. Raises `ValueError` for
+        what is not of that form, or not a field of the config.
+        """
+        try:
+            overrides = yaml.safe_load("{" + (self.config_overrides or "").replace("=", ": ") + "}")
+        except yaml.YAMLError:
+            overrides = {self.config_overrides: None}
+        known = {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys()
+        for name, value in overrides.items():
+            if value is None:
+                raise ValueError(f"--config_overrides: {name!r} is not of the form name=value.")
+            if name not in known:
+                raise ValueError(f"--config_overrides: {name!r} is not a field of MiniMindConfig.")
+        return overrides
+
+    def load_config(self, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
+        """The config that these arguments ask for, with the special tokens of `tokenizer`."""
+        try:
+            if self.model_name_or_path:
+                return MiniMindConfig.from_pretrained(self.model_name_or_path, **self.overrides)
+            fields = dict(PRESETS[self.model_preset or default_preset()])
+            fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+            if self.tokenizer_name_or_path is None:
+                fields["vocab_size"] = self.vocab_size
+            return MiniMindConfig(**fields | self.overrides)
+        except StrictDataclassError as error:
+            raise ValueError(f"--config_overrides {self.config_overrides}: {error}") from error
+
+    def load_model(self, tokenizer: PreTrainedTokenizerBase, *, fsdp_size: int = 1) -> MiniMindForCausalLM:
+        """
+        The model that these arguments ask for, in float32, sharded over `fsdp_size` processes.
 
         Raises:
-            `ValueError`: for an unknown config field, a tokenizer whose ids exceed the vocabulary, or a checkpoint
-                that this package did not write.
+            `ValueError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
+                vocabulary, or a checkpoint that this package did not write.
         """
-        for name in self.overrides:
-            if name not in {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys():
-                raise ValueError(f"--config_overrides: {name!r} is not a field of MiniMindConfig.")
-        if self.model_name_or_path:
-            config = MiniMindConfig.from_pretrained(self.model_name_or_path, **self.overrides)
-        else:
-            special_tokens = {
-                f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
-            }
-            config = MiniMindConfig(
-                **{**PRESETS[self.model_preset or default_preset()], **special_tokens, **self.overrides}
-            )
+        config = self.load_config(tokenizer)
         check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=self.tokenizer_name_or_path or "the trained one")
 
         attn_implementation = "sdpa" if self.attn_implementation == "auto" else self.attn_implementation
@@ -97,14 +108,14 @@ class ModelArguments:
             "attn_implementation": attn_implementation,
             "dtype": torch.float32,
         }
-        if self.fsdp_size > 1:
-            loading["distributed_config"] = DistributedConfig(fsdp_size=self.fsdp_size)
+        if fsdp_size > 1:
+            loading["distributed_config"] = DistributedConfig(fsdp_size=fsdp_size)
         if self.model_name_or_path:
             return MiniMindForCausalLM.from_pretrained(self.model_name_or_path, **loading)
         # Built whole on every rank, also under ZeRO-3: the first weights are then the same bits under every launcher.
         config._attn_implementation = attn_implementation
         model = MiniMindForCausalLM(config)
-        if self.fsdp_size > 1:
+        if fsdp_size > 1:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=model.state_dict(), **loading)
         return model
 
@@ -125,7 +136,9 @@ class DataArguments:
     validation_fraction: float = field(
         default=0.01, metadata={"help": "Share of the documents that is held out, chosen by a hash of their text."}
     )
-    num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize; all cores by default."})
+    num_proc: int | None = field(
+        default=None, metadata={"help": "Processes that tokenize; by default one, and up to 8 for many documents."}
+    )
     max_length: int = field(default=512, metadata={"help": "Tokens a row."})
     packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), wrapped, or none."})
     max_rejected_ratio: float = field(
@@ -137,7 +150,14 @@ class DataArguments:
 class LMTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with defaults that hold for language models of this size."""
 
+    config: str | None = field(
+        default=None,
+        metadata={"help": "A YAML file of all these flags; the command line wins. By default the preset's."},
+    )
     output_dir: str | None = field(default="out/pretrain", metadata={"help": "Where the run goes."})
+    fsdp_size: int = field(
+        default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
+    )
     # Unset means auto; declared as a plain bool so that a bare `--bf16` stays a flag.
     bf16: bool = field(
         default=cast(bool, None),
@@ -213,6 +233,15 @@ class LMTrainingArguments(TrainingArguments):
 
     def _check_launch(self):
         """Meets mistakes in the launch command before any process group is set up."""
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if self.fsdp_size not in (1, world_size):
+            raise ValueError(
+                f"--fsdp_size {self.fsdp_size} needs as many processes, and {world_size} run. Launch with "
+                f"torchrun --standalone --nproc_per_node {self.fsdp_size} {' '.join(sys.argv)}"
+            )
+        if self.fsdp_size > 1 and not self.save_only_model:
+            logger.warning("transformers cannot resume a model that it sharded: --fsdp_size saves models only.")
+            self.save_only_model = True
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count()
         if not self.use_cpu and 0 < num_gpus < local_world_size:
@@ -261,23 +290,22 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         argv (`list[str]`, *optional*): the words after the program's name; `sys.argv[1:]` by default.
 
     Raises:
-        `ValueError`: for an unknown YAML key or flag, naming the nearest known one, or a value of the wrong type.
+        `ValueError`: for an unknown YAML key or flag, naming the nearest known one.
+        `SystemExit`: for a value of the wrong type, as argparse has it.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
-    parser.add_argument("--config", help="A YAML file of all these; the command line wins.")
     known_keys = _known_keys(dataclass_types)
 
     known, _ = parser.parse_known_args(argv)
     config = known.config or _default_config(known, stage)
-    defaults = _yaml_to_argv(config, known_keys) if config else []
+    defaults = _yaml_to_argv(config, known_keys) + ["--config", config] if config else []
     namespace, rest = parser.parse_known_args(defaults + argv)
     unknown = [word for word in rest if word.startswith("--")]
     if rest:
         word = (unknown or rest)[0]
         nearest = difflib.get_close_matches(word.lstrip("-").split("=")[0], known_keys, n=1, cutoff=0)[0]
         raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
-    del namespace.config
     return parser.parse_dict(vars(namespace), allow_extra_keys=False)
 
 
@@ -285,5 +313,5 @@ def _default_config(known: Any, stage: str) -> str | None:
     """The YAML of the preset, from the repository that the running recipe belongs to."""
     if known.model_name_or_path:
         return None
-    path = Path(sys.argv[0]).resolve().parent / (known.model_preset or default_preset()) / f"{stage}.yaml"
+    path = Path(sys.argv[0]).parent / (known.model_preset or default_preset()) / f"{stage}.yaml"
     return str(path) if path.is_file() else None

@@ -34,7 +34,8 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
             raise ValueError(f"--resume_from_checkpoint {resume} is not a checkpoint: it has no trainer_state.json.")
     else:
         checkpoint = None
-        if output_dir.is_dir() and any(output_dir.iterdir()):
+        # A run that bad data stopped before it started leaves its list of them, and may be tried again.
+        if output_dir.is_dir() and any(path.name != "rejected.jsonl" for path in output_dir.iterdir()):
             raise ValueError(
                 f"--output_dir {output_dir} is not empty. Go on with `--resume_from_checkpoint auto`, choose another "
                 "directory, or delete this one."

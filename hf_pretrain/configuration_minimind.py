@@ -170,6 +170,8 @@ class MiniMindConfig(PreTrainedConfig):
                 names as ours, but another rotary layout, so that it would load without a word and be wrong) or newer
                 than this code.
         """
+        if "model_type" not in config_dict:
+            raise ValueError("No config.json with a `model_type` there: is the path that of a checkpoint directory?")
         version = config_dict.get("format_version")
         if version is None:
             raise ValueError(

@@ -352,7 +352,8 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["MiniMindDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
+    # NOTE: transformers' flash attention keeps packed documents apart only in a batch of one row.
+    _supports_flash_attn = False
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True

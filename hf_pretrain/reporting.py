@@ -1,6 +1,7 @@
 """What a run says at its end: the held-out figures beside a baseline, samples, the loss curve, the next command."""
 
 import importlib.util
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
+
+from .arguments import LMTrainingArguments
 
 
 logger = logging.get_logger(__name__)
@@ -101,35 +104,41 @@ def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: f
 
 
 def format_report(
+    args: LMTrainingArguments,
     *,
-    output_dir: str,
     metrics: dict[str, float],
     unigram: float | None,
     samples: list[tuple[str, str]],
 ) -> str:
     """The lines that a training recipe prints at its end."""
-    lines = ["", f"Checkpoint         {output_dir}"]
+    lines = ["", f"Checkpoint         {args.output_dir}"]
     if "eval_loss" in metrics:
         beside = f" (a unigram model: {unigram:.4f})" if unigram is not None else ""
         lines.append(f"Held-out loss      {metrics['eval_loss']:.4f} nats per token{beside}")
     if "eval_bits_per_byte" in metrics:
         lines.append(f"Bits per byte      {metrics['eval_bits_per_byte']:.4f}")
     lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
-    lines.append(f"To go on           {continue_command(output_dir)}")
+    lines.append(f"To go on           {continue_command(args)}")
     return "\n".join(lines)
 
 
-def continue_command(output_dir: str) -> str:
-    """The command that trains on from `output_dir`, with this run's other arguments, into a directory beside it."""
+def continue_command(args: LMTrainingArguments) -> str:
+    """The command that trains on from a run's end, with its other arguments, into a directory beside it."""
+    replaced = ("--output_dir", "--model_name_or_path", "--local_rank", "--config", "--resume_from_checkpoint")
     words, skip = [], False
     for word in sys.argv:
         name = word.split("=")[0]
-        if not skip and name not in ("--output_dir", "--model_name_or_path", "--local_rank"):
+        if not skip and name not in replaced:
             words.append(word)
-        skip = name in ("--output_dir", "--model_name_or_path") and "=" not in word
+        skip = name in replaced and "=" not in word
     # As short as it can be typed: an environment below this directory by its relative path.
     interpreter = Path(sys.executable)
     if interpreter.is_relative_to(Path.cwd()):
         interpreter = interpreter.relative_to(Path.cwd())
-    directories = ["--model_name_or_path", output_dir, "--output_dir", f"{output_dir.rstrip('/')}-continued"]
-    return shlex.join([str(interpreter), *words, *directories])
+    launch = [str(interpreter)]
+    if args.world_size > 1:
+        num_local = os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size))
+        launch = [str(interpreter.with_name("torchrun")), "--standalone", "--nproc_per_node", num_local]
+    config = ["--config", args.config] if args.config else []
+    continued = f"{args.output_dir.rstrip('/')}-continued"
+    return shlex.join([*launch, *words, *config, "--model_name_or_path", args.output_dir, "--output_dir", continued])

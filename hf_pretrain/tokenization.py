@@ -86,7 +86,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
         raise ValueError(
-            f"The directory {name_or_path} holds no tokenizer.json. Point --tokenizer_name_or_path at what "
+            f"The directory {name_or_path} holds no tokenizer.json. Point --tokenizer_name_or_path (or --model_name_or_path) at what "
             "recipes/tokenizer.py or `save_pretrained` wrote, or leave it out to train a tokenizer on the data."
         )
     try:
@@ -94,7 +94,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     except (OSError, ValueError) as error:
         where = "the directory" if is_path else "neither a directory here nor a tokenizer on the Hub:"
         raise ValueError(
-            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path, or "
+            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and --model_name_or_path, or "
             f"leave it out to train a tokenizer on the data. ({error})"
         ) from error
 

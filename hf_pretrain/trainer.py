@@ -17,10 +17,10 @@ from typing import Any
 
 import datasets
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
@@ -58,22 +58,28 @@ class FilledDataset(Dataset):
 
 
 class FilledSampler(Sampler[int]):
-    """The indices of another sampler, then as many past the end as fill up a multiple of `multiple`."""
+    """
+    The indices of another sampler, then as many past the end as fill up a multiple of `multiple`. A sampler that draws
+    is seeded for each epoch: the global generator may have been used differently on each rank.
+    """
 
-    def __init__(self, sampler: Any, *, multiple: int):
+    def __init__(self, sampler: Any, *, multiple: int, seed: int):
         self.sampler = sampler
         self.multiple = multiple
+        self.seed = seed
+        self.epoch = 0
 
     def __len__(self) -> int:
         return self.multiple * math.ceil(len(self.sampler) / self.multiple)
 
     def __iter__(self) -> Iterator[int]:
+        if isinstance(self.sampler, (RandomSampler, LengthGroupedSampler)):
+            self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         yield from self.sampler
         yield from range(len(self.sampler), len(self))
 
     def set_epoch(self, epoch: int):
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        self.epoch = epoch
 
 
 class FilledStream(IterableDataset):
@@ -131,11 +137,7 @@ class MaskedLossTrainer(Trainer):
         if any(isinstance(callback, ProgressCallback) for callback in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(TrainingProgressCallback)
-        if self.args.train_sampling_strategy == "batch_rebalance":
-            raise ValueError(
-                "--train_sampling_strategy batch_rebalance makes batches of uneven size, which cannot be filled up with "
-                "rows of weight zero. Use random, sequential or group_by_length; packed rows are even anyway."
-            )
+        self._check_arguments()
         self._is_evaluating = False
         self._eval_sums: torch.Tensor | None = None
         # Since the last log: sums over micro-batches of this rank, on the device.
@@ -146,6 +148,22 @@ class MaskedLossTrainer(Trainer):
         self._last_log_time: float | None = None
         if self.is_deepspeed_enabled:
             self._check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
+
+    def _check_arguments(self):
+        """Refuses what would train something else than it says."""
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                "--train_sampling_strategy batch_rebalance makes batches of uneven size, which cannot be filled up with "
+                "rows of weight zero. Use random, sequential or group_by_length; packed rows are even anyway."
+            )
+        if self.args.label_smoothing_factor:
+            # NOTE: Trainer shifts the labels for it only in models of its own list, and trains others to copy.
+            raise ValueError("--label_smoothing_factor is not supported by the masked loss; leave it at 0.")
+        if self.get_cp_size() * self.get_sp_size() > 1:
+            raise ValueError(
+                "Context and sequence parallelism cut rows apart, and the masked loss shifts labels inside a row: not "
+                "supported. Use data parallelism, ZeRO or --fsdp_size."
+            )
 
     def _check_deepspeed_config(self, config: dict[str, Any]):
         """Warns of blocks that override the recipe's flags; refuses an optimizer that offloading would replace."""
@@ -178,19 +196,20 @@ class MaskedLossTrainer(Trainer):
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
         if isinstance(dataset, (IterableDataset, datasets.IterableDataset)):
+            if multiple == batch_size and not is_training:
+                # One process evaluates a stream as it is: nothing would take the fillers from its predictions.
+                return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
             filled = FilledStream(dataset, multiple=multiple)
             return super()._get_dataloader(filled, description, batch_size, sampler_fn, is_training, **kwargs)
         if len(dataset) == 0:
             raise ValueError(f"The {description.lower()} dataset has no rows.")
 
         def filled_sampler(_):
-            # NOTE: made of the caller's dataset, since some samplers read its columns. torch's RandomSampler would
-            # draw from the global generator, which ranks may have used differently.
+            # Made of the caller's dataset, since some samplers read its columns.
             sampler = sampler_fn(dataset) if sampler_fn is not None else None
-            if isinstance(sampler, RandomSampler):
-                seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-                sampler = SeedableRandomSampler(dataset, data_seed=seed)
-            filled.sampler = FilledSampler(sampler if sampler is not None else range(len(dataset)), multiple=multiple)
+            seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+            rows = sampler if sampler is not None else range(len(dataset))
+            filled.sampler = FilledSampler(rows, multiple=multiple, seed=seed)
             return filled.sampler
 
         filled = FilledDataset(dataset)
@@ -245,21 +264,31 @@ class MaskedLossTrainer(Trainer):
         return super()._prepare_input(data)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.compute_loss_func is not None or self.label_smoother is not None or num_items_in_batch is None:
+        if self.compute_loss_func is not None or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
             outputs = model(**inputs, num_items_in_batch=1.0)
+            self._check_outputs(outputs)
             self._add_to_evaluation(outputs.ce_loss, inputs)
             loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
             return (loss, outputs) if return_outputs else loss
 
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_documents_in_batch=self._num_documents)
+        self._check_outputs(outputs)
         zero = torch.zeros_like(outputs.ce_loss)
         parts = torch.stack([outputs.ce_loss, outputs.aux_loss if outputs.aux_loss is not None else zero]).detach()
         self._logged_losses = parts if self._logged_losses is None else self._logged_losses + parts
         # Gradients are averaged over the ranks, so that each brings in its share this many times.
         loss = outputs.loss * self.data_parallel_size
         return (loss, outputs) if return_outputs else loss
+
+    @staticmethod
+    def _check_outputs(outputs: Any):
+        if "ce_loss" not in outputs:
+            raise ValueError(
+                f"{type(outputs).__name__} has no `ce_loss`: MaskedLossTrainer trains MiniMindForCausalLM (adapters "
+                "around it too). Use transformers' Trainer for other models, or pass compute_loss_func."
+            )
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         self.args.lr_scheduler_kwargs = complete_schedule_kwargs(
@@ -281,13 +310,13 @@ class MaskedLossTrainer(Trainer):
     def _track_num_input_tokens(self, inputs):
         """Tokens are counted with the weights, once a step; reading them back waits for the next log or save."""
 
-    def _maybe_log_save_evaluate(self, *args, **kwargs):
-        if (self.control.should_log or self.control.should_save) and self._new_tokens is not None:
+    def _read_token_count(self):
+        if self._new_tokens is not None:
             self.state.num_input_tokens_seen += round(self._new_tokens.item())
             self._new_tokens = None
-        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
+        self._read_token_count()
         if "loss" in logs and self._logged_losses is not None:
             losses = self._logged_losses
             if self.accelerator.num_processes > 1:
@@ -316,6 +345,7 @@ class MaskedLossTrainer(Trainer):
             self._last_log_time += time.perf_counter() - start
 
     def _save_checkpoint(self, *args, **kwargs):
+        self._read_token_count()
         with self._clock_stopped():
             super()._save_checkpoint(*args, **kwargs)
 

@@ -69,7 +69,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
     if eval_rows is None:
         training_args.eval_strategy = "no"
 
-    model = model_args.load_model(tokenizer)
+    model = model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size)
     trainer = MaskedLossTrainer(
         model=model,
         args=training_args,
@@ -90,7 +90,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
             unigram = unigram_loss(train_rows, eval_rows, vocab_size=len(tokenizer))
     if is_main:
         plot_loss_curve(trainer.state.log_history, output_dir / "loss_curve.png", unigram=unigram)
-        print(format_report(output_dir=str(output_dir), metrics=metrics, unigram=unigram, samples=samples))
+        print(format_report(training_args, metrics=metrics, unigram=unigram, samples=samples))
 
 
 if __name__ == "__main__":

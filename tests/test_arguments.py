@@ -59,6 +59,7 @@ def test_bare_bf16_flag(tmp_path):
         (["--deepspeed", "missing.json"], None, "missing.json: no such file"),
         (["--fp16"], None, "--fp16 on a CPU would silently train in float32"),
         (["--fsdp"], None, "--fsdp_size N"),
+        (["--fsdp_size", "2"], None, "needs as many processes, and 1 run.*--nproc_per_node 2"),
     ],
 )
 def test_mistakes_are_named(tmp_path, words, config, message):
@@ -107,9 +108,27 @@ def test_load_model_takes_preset_overrides_and_special_tokens(tokenizer):
     assert model.dtype == torch.float32
 
 
+def test_vocab_size_of_a_tokenizer_trained_here_is_the_models(tokenizer):
+    assert ModelArguments(model_preset="tiny", vocab_size=8000).load_config(tokenizer).vocab_size == 8000
+    kept = ModelArguments(model_preset="tiny", vocab_size=8000, tokenizer_name_or_path="somewhere")
+    assert kept.load_config(tokenizer).vocab_size == 6400
+
+
+def test_overrides_may_be_nested(tokenizer):
+    overrides = "num_hidden_layers=2, rope_parameters={rope_type: yarn, factor: 2.0, rope_theta: 10000.0}"
+    config = ModelArguments(model_preset="tiny", config_overrides=overrides).load_config(tokenizer)
+    assert config.num_hidden_layers == 2
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["factor"]) == ("yarn", 2.0)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [("width=3", "'width' is not a field"), ("num_hidden_layers", "not of the form"), ("vocab_size=100", "vocab")],
+    [
+        ("width=3", "'width' is not a field"),
+        ("num_hidden_layers", "not of the form"),
+        ("vocab_size=100", "vocab"),
+        ("hidden_size=wide", "hidden_size=wide: .*hidden_size"),
+    ],
 )
 def test_load_model_refuses(tokenizer, overrides, message):
     with pytest.raises(ValueError, match=message):

@@ -20,6 +20,7 @@ def make_checkpoint(output_dir, step: int):
 
 def test_starts_in_a_new_or_empty_directory(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path / "new")) is None
+    (tmp_path / "rejected.jsonl").touch()
     assert checkpoint_to_resume(arguments(tmp_path)) is None
 
 

@@ -171,7 +171,13 @@ def test_the_slurm_script_is_bash():
         ("GPUS=4 DEVICE=cuda", ["bin/torchrun --standalone --nproc_per_node 4 recipes/pretrain.py"]),
         ("GPUS=2 LAUNCHER=deepspeed DS=zero3", ["--include localhost:0,1", "--deepspeed ds_configs/zero3.json"]),
         ("GPUS=2 LAUNCHER=deepspeed DEVICE=cpu", ["LOCAL_SIZE=2", "--master_port 29500"]),
-        ("GPUS=2 LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3", ["--include localhost:2,3"]),
+        ("GPUS=2 DEVICE=cuda LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3,5", ["--include localhost:2,3 "]),
+        ("GPUS=2 DEVICE=cpu LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3", ["--include localhost:0,1 "]),
+        (
+            "DEVICE=cuda CUDA_VISIBLE_DEVICES=2,3",
+            ["CUDA_VISIBLE_DEVICES=2,3", "torchrun --standalone --nproc_per_node 2"],
+        ),
+        ("GPUS=1 DEVICE=cuda CUDA_VISIBLE_DEVICES=2,3", ["CUDA_VISIBLE_DEVICES=2 ", "bin/python recipes/pretrain.py"]),
         ("GPUS=2 LAUNCHER=deepspeed MASTER_PORT=29511", ["--master_port 29511"]),
         (
             "GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2",
@@ -184,6 +190,12 @@ def test_make_builds_the_command(words, expected):
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for part in expected:
         assert part in " ".join(output.split()), output
+
+
+def test_make_refuses_more_gpus_than_there_are():
+    command = ["make", "-n", "pretrain", "DEVICE=cuda", "GPUS=3", "CUDA_VISIBLE_DEVICES=0,1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0 and "GPUS=3, but this machine has 2 to offer: 0 1" in result.stderr
 
 
 def test_make_refuses_an_unknown_launcher():
@@ -235,6 +247,16 @@ def test_two_launch_agents_on_one_host(workspace):
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert "2 process(es) on CPU" in outputs[0]
     assert "Held-out loss" in outputs[0] and "Held-out loss" not in outputs[1]
+
+
+@pytest.mark.distributed
+def test_fsdp_size_saves_what_it_can(workspace):
+    arguments = [word for word in toy_arguments(workspace, "fsdp-size") if word not in ("--save_strategy", "no")]
+    result = start([*launcher_command("torchrun"), RECIPE, *arguments, "--fsdp_size", "2"])
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "--fsdp_size saves models only" in result.stdout
+    assert (workspace / "fsdp-size/checkpoint-2/model.safetensors").is_file()
+    assert MiniMindForCausalLM.from_pretrained(workspace / "fsdp-size").config.hidden_size == 32
 
 
 @pytest.mark.distributed

@@ -6,6 +6,7 @@ import sys
 import pytest
 from datasets import Dataset
 
+from hf_pretrain.arguments import LMTrainingArguments
 from hf_pretrain.reporting import continue_command, format_report, plot_loss_curve, unigram_loss
 
 
@@ -20,20 +21,25 @@ def test_unigram_loss_is_the_formula():
 
 def test_report_names_everything(monkeypatch):
     monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--max_steps", "3", "--output_dir", "out/a"])
-    report = format_report(
-        output_dir="out/a", metrics={"eval_loss": 4.0, "eval_bits_per_byte": 1.5}, unigram=7.0, samples=[("a", "b")]
-    )
-    for part in ("out/a", "4.0000", "7.0000", "1.5000", "'a' -> 'b'", continue_command("out/a")):
+    args = LMTrainingArguments(output_dir="out/a")
+    metrics = {"eval_loss": 4.0, "eval_bits_per_byte": 1.5}
+    report = format_report(args, metrics=metrics, unigram=7.0, samples=[("a", "b")])
+    for part in ("out/a", "4.0000", "7.0000", "1.5000", "'a' -> 'b'", continue_command(args)):
         assert part in report
 
 
 def test_continue_command_replaces_directories(monkeypatch, tmp_path):
-    words = ["recipes/pretrain.py", "--output_dir=out/a", "--config", "c.yaml", "--model_name_or_path", "out/0"]
+    words = ["recipes/pretrain.py", "--output_dir=out/a", "--model_name_or_path", "out/0", "--max_steps", "3"]
     monkeypatch.setattr("sys.argv", words)
     monkeypatch.chdir(tmp_path)
-    assert continue_command("out/a/") == (
-        f"{sys.executable} recipes/pretrain.py --config c.yaml --model_name_or_path out/a/ --output_dir out/a-continued"
+    # The YAML that was read without being named has to be named now, when there is a checkpoint to start from.
+    args = LMTrainingArguments(output_dir="out/a/", config="recipes/tiny/pretrain.yaml")
+    assert continue_command(args) == (
+        f"{sys.executable} recipes/pretrain.py --max_steps 3 --config recipes/tiny/pretrain.yaml "
+        "--model_name_or_path out/a/ --output_dir out/a-continued"
     )
+    monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
+    assert "torchrun --standalone --nproc_per_node 2 recipes/pretrain.py" in continue_command(args)
 
 
 def test_loss_curve_is_a_picture(tmp_path):

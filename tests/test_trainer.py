@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from torch.utils.data import IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.arguments import LMTrainingArguments
@@ -276,6 +278,48 @@ def test_a_broken_model_fails_its_evaluation(tmp_path):
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="eval_loss is nan"):
         make_trainer(tmp_path, make_documents(), model=model).evaluate()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"label_smoothing_factor": 0.1}, {"train_sampling_strategy": "batch_rebalance"}]
+)
+def test_what_would_train_something_else_is_refused(tmp_path, arguments):
+    with pytest.raises(ValueError, match=f"--{next(iter(arguments))}"):
+        make_trainer(tmp_path, make_documents(), arguments=arguments)
+
+
+def test_other_models_are_refused(tmp_path):
+    config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(ValueError, match="has no `ce_loss`"):
+        make_trainer(tmp_path, make_documents(), model=LlamaForCausalLM(config)).train()
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_order_depends_on_seed_and_epoch_alone(tmp_path, strategy):
+    rows = Dataset.from_list([{"input_ids": [1, 10 + n, 2], "seq_lengths": [3], "length": n % 5} for n in range(16)])
+
+    def order(epoch: int) -> list[int]:
+        torch.rand(epoch + 7 * len(seen))  # other uses of the global generator, as dropout is one
+        trainer = make_trainer(tmp_path, rows, batch=4, arguments={"train_sampling_strategy": strategy})
+        loader = trainer.get_train_dataloader()
+        loader.set_epoch(epoch)
+        seen.append(epoch)
+        return [label for batch in loader for label in batch["labels"][:, 1].tolist()]
+
+    seen: list[int] = []
+    first, second = order(0), order(1)
+    assert sorted(first) == sorted(second) == list(range(10, 26))
+    assert first != second
+    torch.manual_seed(99)
+    assert (order(0), order(1)) == (first, second)
+
+
+def test_tokens_are_counted_up_to_each_evaluation(tmp_path):
+    arguments = {"max_steps": 7, "logging_steps": 5, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(tmp_path, make_documents(), batch=13, arguments=arguments)
+    trainer.train()
+    for entry in trainer.state.log_history:
+        assert entry["num_input_tokens_seen"] == entry["step"] * sum(LENGTHS)
 
 
 def test_negative_weights_are_refused(tmp_path):

@@ -270,7 +270,12 @@ def _load_hub_rows(name: str, text_column: str, streaming: bool, num_proc: int |
     path, _, config = rest.partition(":")
     try:
         records = datasets.load_dataset(
-            path, config or None, revision=revision or None, split="train", streaming=streaming, num_proc=num_proc
+            path,
+            config or None,
+            revision=revision or None,
+            split="train",
+            streaming=streaming,
+            num_proc=None if streaming else num_proc,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
