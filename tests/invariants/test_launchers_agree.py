@@ -164,6 +164,12 @@ def test_a_resume_on_two_ranks_goes_on_in_the_same_order(launch, workspace):
     assert_same_weights(resumed, whole)
 
 
+def test_streams_agree(launch):
+    """Three passes over a stream that no global batch divides."""
+    streamed = [*ADAMW, "--streaming", "true"]
+    assert_same_steps(launch("moe", "torchrun", streamed), launch("moe", "python", streamed))
+
+
 @pytest.mark.parametrize("config", ["zero2_offload", "zero3_offload"])
 def test_offloaded_optimizers_agree(launch, config):
     run = launch("dense", "deepspeed", [*ADAMW, "--deepspeed", str(ROOT / "ds_configs" / f"{config}.json")])
