@@ -11,20 +11,20 @@ Evaluation is one ratio of sums over the whole set.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import datasets
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from .callbacks import TrainingProgressCallback
+from .data.filling import FILLER_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
 from .loss import find_documents, prediction_weights
 from .modeling_minimind import MiniMindForCausalLM
 from .optimizers import complete_schedule_kwargs
@@ -32,95 +32,6 @@ from .tokenization import token_byte_lengths
 
 
 logger = logging.get_logger(__name__)
-
-FILLER_COLUMN = "is_filler"
-
-
-class FilledDataset(Dataset):
-    """Map-style rows of which any index past the end is a filler: the first row, marked to be given no weight."""
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-        self.sampler: FilledSampler | None = None
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def set_epoch(self, epoch: int):
-        # NOTE: after a resume on several ranks accelerate finds no way to the sampler below its own, but asks us.
-        if self.sampler is not None:
-            self.sampler.set_epoch(epoch)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index < len(self.dataset):
-            return self.dataset[index]
-        return {**self.dataset[0], FILLER_COLUMN: True}
-
-
-class FilledSampler(Sampler[int]):
-    """
-    The indices of another sampler, then as many past the end as fill up a multiple of `multiple`. A sampler that draws
-    is seeded for each epoch: the global generator may have been used differently on each rank.
-    """
-
-    def __init__(self, sampler: Any, *, multiple: int, seed: int):
-        self.sampler = sampler
-        self.multiple = multiple
-        self.seed = seed
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return self.multiple * math.ceil(len(self.sampler) / self.multiple)
-
-    def __iter__(self) -> Iterator[int]:
-        if isinstance(self.sampler, (RandomSampler, LengthGroupedSampler)):
-            self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        yield from self.sampler
-        yield from range(len(self.sampler), len(self))
-
-    def set_epoch(self, epoch: int):
-        self.epoch = epoch
-
-
-class FilledStream(IterableDataset):
-    """The same for a stream: after its last row come fillers, up to a multiple of `multiple`."""
-
-    def __init__(self, dataset: Any, *, multiple: int):
-        self.dataset = dataset
-        self.multiple = multiple
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        num_rows, row = 0, {}
-        for row in self.dataset:
-            num_rows += 1
-            yield row
-        for _ in range(-num_rows % self.multiple):
-            yield {**row, FILLER_COLUMN: True}
-
-    def set_epoch(self, epoch: int):
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-
-class FillingCollator:
-    """Collates as another collator does, then takes the weight from filler rows and checks `loss_mask`."""
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]):
-        self.collator = collator
-
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        fillers = torch.tensor([bool(feature.get(FILLER_COLUMN)) for feature in features])
-        batch = self.collator([{k: v for k, v in f.items() if k != FILLER_COLUMN} for f in features])
-        if fillers.any() and "labels" in batch:
-            if len(batch["labels"]) != len(features):
-                raise ValueError(
-                    f"The collator made {len(batch['labels'])} rows of labels from {len(features)} features. "
-                    "MaskedLossTrainer needs one row a feature: pack rows before (data.packing), not in the collator."
-                )
-            batch["labels"][fillers] = -100
-        if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
-            raise ValueError("loss_mask holds a negative weight; weights of predictions are zero or positive.")
-        return batch
 
 
 class MaskedLossTrainer(Trainer):
@@ -133,7 +44,6 @@ class MaskedLossTrainer(Trainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.data_collator = FillingCollator(self.data_collator)
         if any(isinstance(callback, ProgressCallback) for callback in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(TrainingProgressCallback)
@@ -190,19 +100,27 @@ class MaskedLossTrainer(Trainer):
     # Rows
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        if is_training and self.args.dataloader_drop_last:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+        """Trainer's loader over rows that are filled up to whole global batches."""
         multiple = batch_size * self.data_parallel_size
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
+        collator = self.data_collator
+        self.data_collator = FillingCollator(collator)
+        try:
+            if not (is_training and self.args.dataloader_drop_last):
+                dataset, sampler_fn = self._fill(dataset, sampler_fn, multiple=multiple, is_training=is_training)
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+        finally:
+            self.data_collator = collator
+
+    def _fill(self, dataset, sampler_fn, *, multiple: int, is_training: bool):
         if isinstance(dataset, (IterableDataset, datasets.IterableDataset)):
-            if multiple == batch_size and not is_training:
-                # One process evaluates a stream as it is: nothing would take the fillers from its predictions.
-                return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
-            filled = FilledStream(dataset, multiple=multiple)
-            return super()._get_dataloader(filled, description, batch_size, sampler_fn, is_training, **kwargs)
+            # One process evaluates a stream as it is: nothing would take the fillers from its predictions.
+            if is_training or self.data_parallel_size > 1:
+                dataset = FilledStream(dataset, multiple=multiple)
+            return dataset, None
         if len(dataset) == 0:
-            raise ValueError(f"The {description.lower()} dataset has no rows.")
+            raise ValueError("The dataset has no rows.")
 
         def filled_sampler(_):
             # Made of the caller's dataset, since some samplers read its columns.
@@ -213,7 +131,7 @@ class MaskedLossTrainer(Trainer):
             return filled.sampler
 
         filled = FilledDataset(dataset)
-        return super()._get_dataloader(filled, description, batch_size, filled_sampler, is_training, **kwargs)
+        return filled, filled_sampler
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
@@ -258,10 +176,10 @@ class MaskedLossTrainer(Trainer):
 
     def _prepare_input(self, data):
         # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. Weights of a loss keep theirs.
-        if isinstance(data, dict) and "loss_mask" in data:
-            rest = super()._prepare_input({k: v for k, v in data.items() if k != "loss_mask"})
-            return {**rest, "loss_mask": data["loss_mask"].to(self.args.device)}
-        return super()._prepare_input(data)
+        prepared = super()._prepare_input(data)
+        if isinstance(data, Mapping) and "loss_mask" in data:
+            prepared["loss_mask"] = data["loss_mask"].to(self.args.device)
+        return prepared
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None or num_items_in_batch is None:

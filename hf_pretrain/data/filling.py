@@ -1,0 +1,102 @@
+"""
+Rows of weight zero that fill up the last global batch: accelerate would repeat the first rows instead, and every rank
+needs as many batches as the others.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+
+FILLER_COLUMN = "is_filler"
+
+
+class FilledDataset(Dataset):
+    """Map-style rows of which any index past the end is a filler: the first row, marked to be given no weight."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+        self.sampler: FilledSampler | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int):
+        # NOTE: after a resume on several ranks accelerate finds no way to the sampler below its own, but asks us.
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < len(self.dataset):
+            return self.dataset[index]
+        return {**self.dataset[0], FILLER_COLUMN: True}
+
+
+class FilledSampler(Sampler[int]):
+    """
+    The indices of another sampler, then as many past the end as fill up a multiple of `multiple`. A sampler that draws
+    is seeded for each epoch: the global generator may have been used differently on each rank.
+    """
+
+    def __init__(self, sampler: Any, *, multiple: int, seed: int):
+        self.sampler = sampler
+        self.multiple = multiple
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.multiple * math.ceil(len(self.sampler) / self.multiple)
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.sampler, (RandomSampler, LengthGroupedSampler)):
+            self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        yield from self.sampler
+        yield from range(len(self.sampler), len(self))
+
+    def set_epoch(self, epoch: int):
+        self.epoch = epoch
+
+
+class FilledStream(IterableDataset):
+    """The same for a stream: after its last row come fillers, up to a multiple of `multiple`."""
+
+    def __init__(self, dataset: Any, *, multiple: int):
+        self.dataset = dataset
+        self.multiple = multiple
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        num_rows, row = 0, {}
+        for row in self.dataset:
+            num_rows += 1
+            yield row
+        for _ in range(-num_rows % self.multiple):
+            yield {**row, FILLER_COLUMN: True}
+
+    def set_epoch(self, epoch: int):
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class FillingCollator:
+    """Collates as another collator does, then takes the weight from filler rows and checks `loss_mask`."""
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]):
+        self.collator = collator
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        fillers = torch.tensor([bool(feature.get(FILLER_COLUMN)) for feature in features])
+        batch = self.collator([{k: v for k, v in f.items() if k != FILLER_COLUMN} for f in features])
+        if fillers.any() and "labels" in batch:
+            if len(batch["labels"]) != len(features):
+                raise ValueError(
+                    f"The collator made {len(batch['labels'])} rows of labels from {len(features)} features. "
+                    "MaskedLossTrainer needs one row a feature: pack rows before (data.packing), not in the collator."
+                )
+            batch["labels"][fillers] = -100
+        if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
+            raise ValueError("loss_mask holds a negative weight; weights of predictions are zero or positive.")
+        return batch
