@@ -46,6 +46,8 @@ class MiniMindConfig(PreTrainedConfig):
         router_aux_loss_coef (`float`, defaults to 0.01): weight of the router loss in `loss`.
         router_aux_loss_level (`str`, defaults to `"sequence"`): `"sequence"`, a router loss for each document,
             averaged; or `"batch"`, one over all tokens of a forward pass (depends on how rows are batched).
+        upstream_generation (`str`, *optional*): `"v1"`, `"v2"` or `"v3"`, the MiniMind release that the weights came
+            from. They can be written in its form again.
         format_version (`int`): layout of the checkpoint. A config file without it was not written by this package.
     """
 
@@ -116,6 +118,7 @@ class MiniMindConfig(PreTrainedConfig):
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
+    upstream_generation: str | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any):

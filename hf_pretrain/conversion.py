@@ -1,0 +1,485 @@
+"""
+Checkpoints in: three MiniMind generations, and the architectures of transformers that MiniMind's scripts export.
+
+A [`Form`] says how a program names and lays out the weights, `_read_fields` and `_write_fields` how its config.json
+says the same things. Reading builds an empty model from what the shapes tell, writes *its* tensors out in the file's
+form, and compares names and shapes: so whatever a file lacks or has too much is met before any value is taken.
+
+    tensors in some form -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
+
+The generations of https://github.com/jingyaogong/minimind: v1 turns neighbouring channels by a complex `pos_cis`, as we
+do; v2 and v3 turn the channels `(i, i + head_dim / 2)`, as Llama does, which is a permutation of the rows of the query
+and key projections (and of v3's query and key norms).
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from .configuration_minimind import MiniMindConfig
+from .modeling_minimind import MiniMindForCausalLM
+
+
+logger = logging.get_logger(__name__)
+
+
+def to_half_split(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Moves the rows `(2i, 2i + 1)` of each head to `(i, i + head_dim / 2)`. Shape `(num_heads * head_dim, ...)`."""
+    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_interleaved(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of [`to_half_split`]."""
+    return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+@dataclass(frozen=True)
+class Form:
+    """
+    How one program names and lays out the weights.
+
+    Args:
+        is_generation (`bool`): a MiniMind release, as opposed to an architecture of transformers.
+        has_qk_norm, has_experts (`bool`, *optional*): what the form cannot be without, or (`False`) with.
+        half_split (`bool`): which channels of a head turn together.
+        lists_shared_experts (`bool`): shared experts are a list, not one MLP of their summed width.
+        renames: pairs of a part of our name and what stands there instead.
+    """
+
+    is_generation: bool = False
+    has_qk_norm: bool = False
+    has_experts: bool | None = None
+    half_split: bool = True
+    lists_shared_experts: bool = False
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def name(self, name: str) -> str:
+        """What this form calls our tensor `name`."""
+        for ours, theirs in self.renames:
+            name = name.replace(ours, theirs)
+        return name
+
+    def split(self, name: str, tensor: torch.Tensor, config: MiniMindConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, with their names, that one of ours is in this form."""
+        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
+            yield self.name(name), to_half_split(tensor, config.head_dim)
+        elif name.endswith("experts.gate_up_proj"):
+            for expert, gate_and_up in enumerate(tensor):
+                for part, weight in zip(("gate_proj", "up_proj"), gate_and_up.chunk(2), strict=True):
+                    yield self.name(name.replace("gate_up_proj", f"{expert}.{part}.weight")), weight
+        elif name.endswith("experts.down_proj"):
+            for expert, weight in enumerate(tensor):
+                yield self.name(name.replace("down_proj", f"{expert}.down_proj.weight")), weight
+        elif self.lists_shared_experts and "shared_experts." in name:
+            widths = tensor.chunk(config.num_shared_experts, dim=int("down_proj" in name))
+            for expert, weight in enumerate(widths):
+                yield self.name(name.replace("shared_experts.", f"shared_experts.{expert}.")), weight
+        else:
+            yield self.name(name), tensor
+
+    def join(self, name: str, parts: list[torch.Tensor], config: MiniMindConfig) -> torch.Tensor:
+        """Our tensor `name` from its parts, in the order in which [`split`] gives them."""
+        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
+            return to_interleaved(parts[0], config.head_dim)
+        if name.endswith("experts.gate_up_proj"):
+            return torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
+        if name.endswith("experts.down_proj"):
+            return torch.stack(parts)
+        return torch.cat(parts, dim=int("down_proj" in name)) if len(parts) > 1 else parts[0]
+
+
+_V1_NAMES = (
+    ("model.embed_tokens", "tok_embeddings"),
+    ("model.", ""),
+    ("lm_head", "output"),
+    ("self_attn.", "attention."),
+    *((f"{letter}_proj", f"w{letter}") for letter in "qkvo"),
+    ("input_layernorm", "attention_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("mlp.", "feed_forward."),
+    ("gate_proj", "w1"),
+    ("down_proj", "w2"),
+    ("up_proj", "w3"),
+)
+FORMS = {
+    "v1": Form(is_generation=True, half_split=False, renames=_V1_NAMES),
+    "v2": Form(is_generation=True, lists_shared_experts=True),
+    "v3": Form(is_generation=True, has_qk_norm=True),
+    "llama": Form(has_experts=False),
+    "qwen3": Form(has_experts=False, has_qk_norm=True),
+    "qwen3_moe": Form(has_experts=True, has_qk_norm=True),
+    "ernie4_5_moe": Form(has_experts=True, half_split=False),
+}
+# Rotary tables and masks that some versions saved: computed, never read.
+_BUFFERS = re.compile(r"(pos_cis|freqs_cos|freqs_sin|rotary_emb\.inv_freq|attention\.mask)$")
+# YaRN as v3 (and v2 from 2025-12) computes it; upstream's code has these values, its config.json need not.
+V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def is_ours(path: str | Path) -> bool:
+    """Whether `path` is a directory that this package wrote."""
+    config = Path(path) / "config.json"
+    return config.is_file() and "format_version" in json.loads(config.read_text(encoding="utf-8"))
+
+
+def load_upstream(
+    path: str | Path, *, config: Mapping[str, Any] | str | Path | None = None, dtype: torch.dtype | None = None
+) -> MiniMindForCausalLM:
+    """
+    Loads weights of any MiniMind generation, or of an architecture of transformers that MiniMind's scripts export.
+
+    Args:
+        path (`str` or `Path`): a `.pth` file; a directory with `config.json` and `model.safetensors` (or shards),
+            `pytorch_model.bin` or exactly one `.pth`; or a Hub id. Of the generations v1, v2 and v3, of `llama`,
+            `qwen3`, `qwen3_moe` and `ernie4_5_moe`, or of this package.
+        config (`dict` or path of a JSON file, *optional*): fields of that form's own config.json, by its own names or
+            ours, that add to those in the directory or beside the file and win over them.
+        dtype (`torch.dtype`, *optional*): of the model; by default that of the file.
+
+    Returns:
+        [`MiniMindForCausalLM`] in eval mode, with the same logits and the same router loss.
+
+    Raises:
+        `ValueError`: where nothing fits: a tensor is missing, unexpected, of another shape or not finite; a size
+            cannot be inferred or contradicts the config; a pickle holds more than tensors (nothing of it is run).
+    """
+    path = _resolve(path)
+    if is_ours(path):
+        if config:
+            raise ValueError(f"{path} was written by hf_pretrain and says all about itself: leave the config out.")
+        return MiniMindForCausalLM.from_pretrained(path, dtype=dtype or "auto").eval()
+    raw = _read_config(path)
+    if isinstance(config, str | Path):
+        config = _read_json(Path(config))
+    raw |= config or {}
+    tensors = _clean(_read_tensors(path), path)
+
+    form = _recognise(tensors, raw, path)
+    given = _read_fields(raw, form, has_experts=any(".experts." in name for name in tensors))
+    inferred = _infer_sizes(tensors, form, given)
+    minimind_config = MiniMindConfig(**given | inferred)
+    # A head that the file leaves out is the embedding.
+    tensors.setdefault(FORMS[form].name("lm_head.weight"), tensors[FORMS[form].name("model.embed_tokens.weight")])
+    state_dict = _join(tensors, form, minimind_config, path)
+
+    dtypes = {tensor.dtype for tensor in state_dict.values()}
+    file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
+    model.load_state_dict(state_dict, strict=True)
+    model.config.dtype = model.dtype
+    sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
+    logger.warning(f"{path}: {describe_form(form)}, {file_dtype}. From the shapes: {sizes}.")
+    return model
+
+
+def describe_form(form: str) -> str:
+    """What messages call a form."""
+    return f"MiniMind {form}" if FORMS[form].is_generation else form
+
+
+def _resolve(path: str | Path) -> Path:
+    """A local path, downloaded if it is a Hub id."""
+    if Path(path).exists():
+        return Path(path)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
+        patterns = ["*.json", "*.jinja", "*.safetensors", "*.bin", "*.pth"]
+        try:
+            return Path(snapshot_download(str(path), allow_patterns=patterns))
+        except OSError as error:
+            raise ValueError(
+                f"{path} is neither a file or directory here nor a model that the Hub gives: {error}"
+            ) from error
+    raise ValueError(f"{path}: no such file or directory.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a JSON file that can be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return content
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The fields of the config.json in or beside `path`; with transformers' defaults for its own architectures."""
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    if not config.is_file():
+        return {}
+    raw = _read_json(config)
+    if raw.get("model_type") in FORMS:
+        raw = AutoConfig.from_pretrained(config.parent).to_dict()
+    return {name: value for name, value in raw.items() if value is not None}
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file, or of the first of a directory's: safetensors, shards, pytorch_model.bin, one `.pth`."""
+    if path.is_file():
+        return _read_file(path)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            return _read_file(path / name)
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+            if not shards or any(Path(shard).name != shard for shard in shards):
+                raise ValueError(f"{index} must name files beside it, and names {shards or 'none'}.")
+            missing = [shard for shard in shards if not (path / shard).is_file()]
+            if missing:
+                raise ValueError(f"{path} lacks the shard(s) {', '.join(missing)} that {index.name} names.")
+            return {key: value for shard in shards for key, value in _read_file(path / shard).items()}
+    candidates = sorted(path.glob("*.pth"))
+    if len(candidates) == 1:
+        return _read_file(candidates[0])
+    found = f"several .pth files ({', '.join(file.name for file in candidates)}): name one" if candidates else "none"
+    raise ValueError(f"{path} should hold model.safetensors, pytorch_model.bin or one .pth; it holds {found}.")
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors and was refused before anything of it ran. Ask for a file with a plain "
+            f"state dict, best as safetensors. ({str(error).splitlines()[0]})"
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is not a file of weights, or is damaged: {error}") from error
+    # MiniMind's own resume files keep the state dict beside the optimizer's.
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"]
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path} holds no state dict: a dictionary of names and tensors is expected.")
+    return content
+
+
+def _clean(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """Without the prefixes of `torch.compile` and DDP, and without computed buffers; every value checked."""
+    cleaned = {}
+    for name, tensor in tensors.items():
+        name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)
+        if _BUFFERS.search(name):
+            continue
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise ValueError(f"{path}: {name} is of {tensor.dtype}; only float weights can be converted.")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
+        cleaned[name] = tensor
+    return cleaned
+
+
+def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
+    """The form of the weights, by their names; which architecture of transformers, by its config."""
+    if "tok_embeddings.weight" in tensors:
+        return "v1"
+    if "model.embed_tokens.weight" not in tensors:
+        raise ValueError(
+            f"{path}: no generation of MiniMind has these names: {', '.join(list(tensors)[:4])}... (v1 has "
+            "tok_embeddings.weight, v2 and v3 have model.embed_tokens.weight)."
+        )
+    model_type = raw.get("model_type", "minimind")
+    if model_type in FORMS:
+        return model_type
+    if model_type != "minimind":
+        raise ValueError(f"{path}: model_type={model_type!r} is not one of minimind, {', '.join(list(FORMS)[3:])}.")
+    return "v3" if any(name.endswith("q_norm.weight") for name in tensors) else "v2"
+
+
+def _read_fields(raw: dict[str, Any], form: str, *, has_experts: bool) -> dict[str, Any]:
+    """
+    Our config fields from those of `form`, as far as they are given; constants of the form's code besides.
+
+    The router loss of v3, Qwen3-MoE and Ernie4.5-MoE lacks our division by top-k; the latter two average over layers
+    where MiniMind sums.
+    """
+    aliases = MiniMindConfig.attribute_map if form == "v1" else {}
+    raw = {aliases.get(name, name): value for name, value in raw.items()}
+    if form == "ernie4_5_moe":
+        names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+        raw = {names.get(name, name): value for name, value in raw.items()}
+        raw["norm_topk_prob"] = raw["moe_norm_min"] < 1
+    raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
+    if raw.get("use_moe", has_experts) != has_experts:
+        raise ValueError(f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts.")
+    if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise ValueError("Sliding windows, and layers without experts among layers with, have no place in MiniMind.")
+    if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("MiniMind turns whole heads: partial_rotary_factor must be 1.")
+
+    given = {
+        name: raw[name]
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "intermediate_size", "hidden_act", "initializer_range", "dropout", "tie_word_embeddings"),
+            *("bos_token_id", "eos_token_id", "pad_token_id"),
+        )
+        if raw.get(name) is not None
+    }
+    given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if FORMS[form].has_qk_norm else 1e-5)
+    given["rope_parameters"] = _read_rope(raw, form)
+    # v1's max_seq_len is the length of its training rows; its table has 32,768 positions.
+    given["max_position_embeddings"] = 32768 if form == "v1" else raw.get("max_position_embeddings", 32768)
+    if FORMS[form].is_generation:
+        given["upstream_generation"] = form
+    if has_experts:
+        given |= _read_router_fields(raw, form)
+    return given
+
+
+def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
+    if "num_experts_per_tok" not in raw:
+        raise ValueError(
+            "How many experts a token is sent to cannot be seen in the weights: give the config.json, or "
+            "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
+        )
+    top_k = raw["num_experts_per_tok"]
+    given = {"num_experts_per_tok": top_k}
+    if raw["num_experts"] is not None:
+        given["num_experts"] = raw["num_experts"]
+    if form in ("v1", "v2"):
+        if raw.get("scoring_func", "softmax") != "softmax":
+            raise ValueError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
+        if raw.get("intermediate_size") is not None:
+            given["moe_intermediate_size"] = raw["intermediate_size"]
+        return given | {
+            "norm_topk_prob": top_k > 1 and raw.get("norm_topk_prob", True),
+            "router_aux_loss_coef": raw.get("aux_loss_alpha", 0.1),
+            "router_aux_loss_level": "sequence" if raw.get("seq_aux", True) else "batch",
+        }
+    if "moe_intermediate_size" in raw:
+        given["moe_intermediate_size"] = raw["moe_intermediate_size"]
+    layers = 1 if form == "v3" else raw["num_hidden_layers"]
+    return given | {
+        "norm_topk_prob": raw.get("norm_topk_prob", True),
+        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 5e-4) * top_k / layers,
+        "router_aux_loss_level": "batch",
+    }
+
+
+def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
+    rope = dict(raw.get("rope_parameters") or {})
+    if "rope_theta" in raw:
+        rope["rope_theta"] = raw["rope_theta"]
+    if form == "v1" and "rope_theta" not in rope:
+        raise ValueError(
+            "Nothing says the base of v1's rotary table: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
+            "MiniMind-V1 of 2024, whose config.json lacks it)."
+        )
+    if raw.get("inference_rope_scaling"):
+        scaling = raw.get("rope_scaling") or (V3_YARN if form == "v3" else {})
+        if form == "v2" and "attention_factor" not in scaling:
+            raise ValueError(
+                "inference_rope_scaling=true in v2 meant several formulas, and this config.json does not say which. "
+                "Set it to false, as these models are trained, or give rope_scaling with its attention_factor."
+            )
+        rope |= {name: scaling.get(name, default) for name, default in V3_YARN.items()}
+        rope |= {"rope_type": "yarn", "attention_factor": scaling.get("attention_factor", 1.0)}
+    return {"rope_type": "default", "rope_theta": 1e6} | rope
+
+
+def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that the shapes tell; a `ValueError` where a shape is missing or `given` contradicts."""
+
+    def shape(name: str) -> torch.Size:
+        name = FORMS[form].name(name)
+        if name not in tensors:
+            raise ValueError(f"The weights lack {name}, which every MiniMind {form} has.")
+        return tensors[name].shape
+
+    attention = "model.layers.0.self_attn."
+    layers = {int(match[1]) for match in (re.search(r"\blayers\.(\d+)\.", name) for name in tensors) if match}
+    vocab_size, hidden_size = shape("model.embed_tokens.weight")
+    q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
+    if f"{attention}q_norm.weight" in tensors:
+        head_dim = tensors[f"{attention}q_norm.weight"].shape[0]
+    elif "head_dim" in given:
+        head_dim = given["head_dim"]
+    elif "num_attention_heads" in given:
+        head_dim = q_rows // given["num_attention_heads"]
+    else:
+        raise ValueError(
+            "The number of heads cannot be seen in the weights: give the config.json, or num_attention_heads "
+            "(MiniMind2 has 8, MiniMind-V1 of 2024 has 16)."
+        )
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": max(layers) + 1,
+        "num_attention_heads": q_rows // head_dim,
+        "num_key_value_heads": k_rows // head_dim,
+        "head_dim": head_dim,
+        "qk_norm": FORMS[form].has_qk_norm,
+    }
+    mlp = "model.layers.0.mlp."
+    experts = {int(match[1]) for match in (re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name) for name in tensors) if match}
+    if experts:
+        width = shape(f"{mlp}experts.0.gate_proj.weight")[0]
+        shared = [t.shape[0] for n, t in tensors.items() if re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", n)]
+        sizes |= {
+            "num_experts": len(experts),
+            "moe_intermediate_size": width,
+            "num_shared_experts": sum(shared) // width,
+        }
+    else:
+        sizes["intermediate_size"] = shape(f"{mlp}gate_proj.weight")[0]
+    head = tensors.get(FORMS[form].name("lm_head.weight"))
+    is_same = head is None or head.equal(tensors[FORMS[form].name("model.embed_tokens.weight")])
+    # Two equal matrices may be two by intention; one cannot be two.
+    sizes["tie_word_embeddings"] = is_same and given.get("tie_word_embeddings", True)
+
+    for name, size in sizes.items():
+        if given.get(name, size) != size:
+            raise ValueError(f"The config says {name}={given[name]}, the weights say {size}.")
+    return sizes
+
+
+def _join(tensors: dict[str, torch.Tensor], form: str, config: MiniMindConfig, path: Path) -> dict[str, torch.Tensor]:
+    """Our state dict from `tensors`, once names and shapes are exactly those that `config` needs in `form`."""
+    with torch.device("meta"):
+        empty = MiniMindForCausalLM(config).state_dict()
+    parts = {ours: dict(FORMS[form].split(ours, tensor, config)) for ours, tensor in empty.items()}
+    expected = {name: tensor.shape for split in parts.values() for name, tensor in split.items()}
+    if form == "ernie4_5_moe":
+        tensors = _without_correction_biases(tensors, path)
+
+    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    shapes = [
+        f"{name} is {tuple(tensors[name].shape)} and should be {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if names
+    ]
+    if problems:
+        raise ValueError(f"{path} does not fit {describe_form(form)} of the sizes found. Tensors {'; '.join(problems)}.")
+    return {
+        ours: FORMS[form].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()
+    }
+
+
+def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    biases = {name for name in tensors if name.endswith("moe_statics.e_score_correction_bias")}
+    used = [name for name in biases if tensors[name].any()]
+    if used:
+        raise ValueError(f"{path}: {used[0]} is not zero; MiniMind's routers choose by their scores alone.")
+    return {name: tensor for name, tensor in tensors.items() if name not in biases}
+
+
+__all__ = ["FORMS", "V3_YARN", "Form", "describe_form", "is_ours", "load_upstream", "to_half_split", "to_interleaved"]

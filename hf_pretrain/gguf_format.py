@@ -1,0 +1,189 @@
+"""
+GGUF files for llama.cpp and Ollama, through the `gguf` package (`hf_pretrain[gguf]`).
+
+Tensor names come from the package's own tables, keys and layouts follow llama.cpp's `convert_hf_to_gguf.py`. llama.cpp
+turns neighbouring channels in its `llama` and `ernie4_5-moe` graphs, as MiniMind v1 does, and the two halves of a head
+in `qwen3` and `qwen3moe`.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from .configuration_minimind import MiniMindConfig
+from .conversion import to_half_split
+from .modeling_minimind import MiniMindForCausalLM
+
+
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "ernie4_5_moe": "ernie4_5-moe"}
+FILE_NAME = "model.gguf"
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("GGUF needs the gguf package: pip install 'hf_pretrain[gguf]'.") from None
+    return gguf
+
+
+def gguf_form(config: MiniMindConfig) -> str:
+    """The architecture of transformers (a key of `ARCHITECTURES`) that the GGUF file is one of."""
+    if config.num_experts:
+        return "qwen3_moe" if config.qk_norm else "ernie4_5_moe"
+    return "qwen3" if config.qk_norm else "llama"
+
+
+def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Raises `ValueError` for what llama.cpp has no key for, besides what the architecture itself cannot hold."""
+    _gguf()
+    problem = None
+    if config.num_experts and not config.norm_topk_prob:
+        problem = "llama.cpp always normalises the top-k probabilities, and this model does not (norm_topk_prob=False)"
+    elif config.rope_parameters["rope_type"] != "default":
+        problem = f"scaled rotary positions ({config.rope_parameters['rope_type']}) are not written"
+    elif config.hidden_act != "silu":
+        problem = f"llama.cpp's graphs have the activation silu, this model has {config.hidden_act}"
+    if problem is not None:
+        raise ValueError(f"No GGUF: {problem}. Forms that hold it: minimind, {gguf_form(config)}.")
+    if tokenizer is not None:
+        pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
+        if tokenizer.backend_tokenizer.normalizer is not None or "use_regex=True" not in repr(pre_tokenizer):
+            raise ValueError(
+                f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {pre_tokenizer} after the "
+                f"normalizer {tokenizer.backend_tokenizer.normalizer}. Use a byte-level BPE such as "
+                "recipes/tokenizer.py trains."
+            )
+
+
+def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by GGUF names and in GGUF layout, float32 on the CPU; a tied head is left out."""
+    config = model.config
+    gguf = _gguf()
+    form = gguf_form(config)
+    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[form]], config.num_hidden_layers)
+    for ours, tensor in model.state_dict().items():
+        if ours == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        tensor = tensor.detach().cpu().float()
+        if form.startswith("qwen3") and re.search(r"\.[qk]_(proj|norm)\.", ours):
+            tensor = to_half_split(tensor, config.head_dim)
+        parts = {ours: tensor}
+        if ours.endswith("gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            parts = {ours.replace("gate_up_proj", "gate_proj"): gate, ours.replace("gate_up_proj", "up_proj"): up}
+        for name, part in parts.items():
+            yield f"{names.get_name(name.removesuffix('.weight'))}.weight", part.contiguous()
+
+
+def write_gguf(
+    model: MiniMindForCausalLM,
+    output_dir: Path,
+    *,
+    tokenizer: PreTrainedTokenizerFast | None,
+    tensor_type: str,
+) -> Path:
+    """
+    Writes `model.gguf`.
+
+    Args:
+        tensor_type (`str`): `F32`, `F16`, `BF16` or `Q8_0`, for matrices. Norms and routers stay float32, as in
+            llama.cpp; rows that Q8_0's blocks of 32 do not divide are F16.
+    """
+    gguf = _gguf()
+    writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_form(model.config)])
+    is_float = tensor_type == "F32"
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if is_float else f"MOSTLY_{tensor_type}"])
+    _add_config(writer, model.config)
+    if tokenizer is not None:
+        _add_tokenizer(writer, tokenizer, model.config.vocab_size)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+    for name, tensor in gguf_tensors(model):
+        quantized = gguf.GGMLQuantizationType[tensor_type]
+        if tensor.dim() == 1 or "ffn_gate_inp" in name:
+            quantized = gguf.GGMLQuantizationType.F32
+        elif tensor_type == "Q8_0" and tensor.shape[-1] % 32 != 0:
+            quantized = gguf.GGMLQuantizationType.F16
+        writer.add_tensor(name, gguf.quantize(tensor.numpy(), quantized), raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return output_dir / FILE_NAME
+
+
+def _add_config(writer: Any, config: MiniMindConfig):
+    writer.add_name("MiniMind")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if not config.num_experts:
+        return
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if gguf_form(config) == "ernie4_5_moe":
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        writer.add_interleave_moe_layer_step(1)
+        writer.add_leading_dense_block_count(0)
+
+
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
+    gguf = _gguf()
+    pieces = {index: piece for piece, index in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    tokens, types = [], []
+    for index in range(vocab_size):
+        tokens.append(pieces.get(index, f"[PAD{index}]"))
+        if index not in pieces:
+            types.append(gguf.TokenType.UNUSED)
+        elif index in added:
+            types.append(gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED)
+        else:
+            types.append(gguf.TokenType.NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        merges = gguf.SpecialVocab(directory, load_merges=True).merges
+    writer.add_token_merges(merges)
+    for kind in ("bos", "eos", "pad", "unk"):
+        index = getattr(tokenizer, f"{kind}_token_id")
+        if index is not None:
+            getattr(writer, f"add_{kind}_token_id")(index)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, dequantized to float32."""
+    gguf = _gguf()
+    return {
+        tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).float()
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+__all__ = ["FILE_NAME", "check_gguf", "gguf_form", "gguf_tensors", "read_gguf_tensors", "write_gguf"]
