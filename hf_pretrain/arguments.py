@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from .configuration_minimind import PRESETS, MiniMindConfig
+from .conversion import is_ours, load_upstream
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer
 
@@ -93,13 +94,20 @@ class ModelArguments:
 
     def load_model(self, tokenizer: PreTrainedTokenizerBase, *, fsdp_size: int = 1) -> MiniMindForCausalLM:
         """
-        The model that these arguments ask for, in float32, sharded over `fsdp_size` processes.
+        The model that these arguments ask for, in float32, sharded over `fsdp_size` processes. Weights that MiniMind
+        itself wrote are converted on the way ([`~conversion.load_upstream`]).
 
         Raises:
             `ValueError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
-                vocabulary, or a checkpoint that this package did not write.
+                vocabulary, or a checkpoint that cannot be converted.
         """
-        config = self.load_config(tokenizer)
+        upstream = None
+        if self.model_name_or_path and not is_ours(self.model_name_or_path):
+            logger.warning(f"{self.model_name_or_path} was not written by hf_pretrain: converting it.")
+            upstream = load_upstream(self.model_name_or_path, config=self.overrides)
+            config = MiniMindConfig.from_dict(upstream.config.to_dict() | self.overrides)
+        else:
+            config = self.load_config(tokenizer)
         check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=self.tokenizer_name_or_path or "the trained one")
 
         attn_implementation = "sdpa" if self.attn_implementation == "auto" else self.attn_implementation
@@ -110,6 +118,8 @@ class ModelArguments:
         }
         if fsdp_size > 1:
             loading["distributed_config"] = DistributedConfig(fsdp_size=fsdp_size)
+        if upstream is not None:
+            return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
         if self.model_name_or_path:
             return MiniMindForCausalLM.from_pretrained(self.model_name_or_path, **loading)
         # Built whole on every rank, also under ZeRO-3: the first weights are then the same bits under every launcher.

@@ -128,9 +128,13 @@ V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast"
 
 
 def is_ours(path: str | Path) -> bool:
-    """Whether `path` is a directory that this package wrote."""
-    config = Path(path) / "config.json"
-    return config.is_file() and "format_version" in json.loads(config.read_text(encoding="utf-8"))
+    """Whether `path` is a directory or a Hub id with a checkpoint that this package wrote."""
+    if Path(path).is_file():
+        return False
+    try:
+        return "format_version" in MiniMindConfig.get_config_dict(path)[0]
+    except OSError:
+        return False
 
 
 def load_upstream(
@@ -314,7 +318,9 @@ def _read_fields(raw: dict[str, Any], form: str, *, has_experts: bool) -> dict[s
         raw["norm_topk_prob"] = raw["moe_norm_min"] < 1
     raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
     if raw.get("use_moe", has_experts) != has_experts:
-        raise ValueError(f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts.")
+        raise ValueError(
+            f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
+        )
     if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
         raise ValueError("Sliding windows, and layers without experts among layers with, have no place in MiniMind.")
     if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
@@ -425,10 +431,14 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
         "qk_norm": FORMS[form].has_qk_norm,
     }
     mlp = "model.layers.0.mlp."
-    experts = {int(match[1]) for match in (re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name) for name in tensors) if match}
+    experts = {
+        int(match[1]) for match in (re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name) for name in tensors) if match
+    }
     if experts:
         width = shape(f"{mlp}experts.0.gate_proj.weight")[0]
-        shared = [t.shape[0] for n, t in tensors.items() if re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", n)]
+        shared = [
+            t.shape[0] for n, t in tensors.items() if re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", n)
+        ]
         sizes |= {
             "num_experts": len(experts),
             "moe_intermediate_size": width,
@@ -468,10 +478,10 @@ def _join(tensors: dict[str, torch.Tensor], form: str, config: MiniMindConfig, p
         if names
     ]
     if problems:
-        raise ValueError(f"{path} does not fit {describe_form(form)} of the sizes found. Tensors {'; '.join(problems)}.")
-    return {
-        ours: FORMS[form].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()
-    }
+        raise ValueError(
+            f"{path} does not fit {describe_form(form)} of the sizes found. Tensors {'; '.join(problems)}."
+        )
+    return {ours: FORMS[form].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}
 
 
 def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:

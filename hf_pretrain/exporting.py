@@ -66,16 +66,25 @@ def misfit(config: MiniMindConfig, form: str) -> str | None:
 def check_fits(config: MiniMindConfig, form: str) -> None:
     """Raises `ValueError` where `form` cannot hold the model, saying which part does not fit and which forms would."""
     part = misfit(config, form)
-    if part is not None:
-        others = ["minimind", *(other for other in FORMS if misfit(config, other) is None)]
-        raise ValueError(f"{describe_form(form)} has no place for {part}. Forms that hold this model: {', '.join(others)}.")
+    if part is None:
+        return
+    fitting = [other for other in FORMS if misfit(config, other) is None]
+    generations = [other for other in fitting if FORMS[other].is_generation]
+    others = ["minimind", *(other for other in fitting if other not in generations)]
+    if generations:
+        others.append(f"upstream ({', '.join(generations)})")
+    raise ValueError(
+        f"{describe_form(form)} has no place for {part}. Forms that hold this model: {', '.join(others)}."
+    )
 
 
 def default_generation(config: MiniMindConfig) -> str:
     """The generation that `--format upstream` writes: the one the weights came from, or the newest that fits."""
     if config.upstream_generation is not None and misfit(config, config.upstream_generation) is None:
         return config.upstream_generation
-    return next((form for form in ("v3", "v2", "v1") if misfit(config, form) is None), "v3" if config.qk_norm else "v2")
+    return next(
+        (form for form in ("v3", "v2", "v1") if misfit(config, form) is None), "v3" if config.qk_norm else "v2"
+    )
 
 
 def to_state_dict(model: MiniMindForCausalLM, form: str) -> dict[str, torch.Tensor]:
@@ -127,7 +136,9 @@ def _write_stock_fields(config: MiniMindConfig, form: str) -> dict[str, Any]:
     if form in ("llama", "qwen3"):
         return fields
     fields["moe_intermediate_size"] = config.moe_intermediate_size
-    fields["router_aux_loss_coef"] = config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
+    fields["router_aux_loss_coef"] = (
+        config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
+    )
     if form == "qwen3_moe":
         return fields | {
             "num_experts": config.num_experts,
@@ -263,7 +274,8 @@ def export(
     check_fits(model.config, target)
 
     reference = copy.deepcopy(model).float().eval()
-    converted = _cast(copy.deepcopy(model), DTYPES.get(dtype, torch.float32))
+    # GGUF rounds tensor by tensor, and leaves norms and routers as they are.
+    converted = _cast(copy.deepcopy(model), torch.float32 if form == "gguf" else DTYPES[dtype])
     if tokenizer is not None:
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name="given")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -318,9 +330,7 @@ def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> Exp
         differences = [(written[key] - tensor).abs().max().item() for key, tensor in expected.items()]
         return ExportReport(name, dtype, max_weight_difference=max(differences))
     config = AutoConfig.for_model(form, **_write_stock_fields(reference.config, form))
-    stock = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, config=config, dtype=torch.float32
-    )
+    stock = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=torch.float32)
     return _compare(reference, stock, name, dtype)
 
 

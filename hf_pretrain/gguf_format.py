@@ -112,7 +112,10 @@ def write_gguf(
             quantized = gguf.GGMLQuantizationType.F32
         elif tensor_type == "Q8_0" and tensor.shape[-1] % 32 != 0:
             quantized = gguf.GGMLQuantizationType.F16
-        writer.add_tensor(name, gguf.quantize(tensor.numpy(), quantized), raw_dtype=quantized)
+        values = gguf.quantize(tensor.numpy(), quantized)
+        if quantized == gguf.GGMLQuantizationType.F16 and not np.isfinite(values).all():
+            raise ValueError(f"{name} holds values too large for float16; use bfloat16 or float32.")
+        writer.add_tensor(name, values, raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,7 +1,5 @@
 import copy
-import json
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, MiniMindModel
-
-
-GOLDEN = Path(__file__).parent / "fixtures" / "golden"
+from hf_pretrain import MiniMindForCausalLM, MiniMindModel
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, rel: float = 1e-5):
@@ -74,78 +69,6 @@ def test_logits_are_those_of_llama_and_qwen3(qk_norm, head_dim, build_model, inp
     assert_near(model(input_ids).logits, other(input_ids).logits)
     other.load_state_dict(model.state_dict())
     assert not torch.allclose(model(input_ids).logits, other(input_ids).logits, rtol=0.1)
-
-
-V1_NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "output": "lm_head",
-    "norm": "model.norm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-
-
-def from_v1(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """MiniMind v1's names to ours, its experts stacked."""
-    renamed, experts = {}, {}
-    for name, value in weights.items():
-        name = name.removesuffix(".weight")
-        prefix, inner = "", name
-        if name.startswith("layers."):
-            _, layer, inner = name.split(".", 2)
-            prefix = f"model.layers.{layer}."
-        inner = V1_NAMES.get(inner, inner).replace("feed_forward", "mlp")
-        for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
-            inner = inner.replace(old, new)
-        if ".experts." in inner:
-            _, _, expert, projection = inner.split(".")
-            experts.setdefault(prefix, {})[projection, int(expert)] = value
-        else:
-            renamed[f"{prefix}{inner}.weight"] = value
-    for prefix, parts in experts.items():
-        numbers = range(len(parts) // 3)
-        gate_up = [torch.cat([parts["gate_proj", e], parts["up_proj", e]]) for e in numbers]
-        renamed[f"{prefix}mlp.experts.gate_up_proj"] = torch.stack(gate_up)
-        renamed[f"{prefix}mlp.experts.down_proj"] = torch.stack([parts["down_proj", e] for e in numbers])
-    return renamed
-
-
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["A_dense", "A_moe"])
-def test_recorded_values_of_minimind_v1(name, attn_implementation):
-    v1 = json.loads((GOLDEN / name / "config.json").read_text())
-    expected = load_file(GOLDEN / name / "expected.safetensors")
-    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "norm_eps", "norm_topk_prob")
-    config = MiniMindConfig(
-        **{key: v1[key] for key in names},
-        rope_theta=v1["rope_theta"],
-        num_experts=v1["n_routed_experts"] if v1["use_moe"] else 0,
-        num_experts_per_tok=v1["num_experts_per_tok"],
-        num_shared_experts=int(v1["n_shared_experts"]) if v1["use_moe"] else 0,
-        router_aux_loss_coef=v1["aux_loss_alpha"],
-        attn_implementation=attn_implementation,
-    )
-    model = MiniMindForCausalLM(config).eval()
-    model.load_state_dict(from_v1(torch.load(GOLDEN / name / "weights.pth", weights_only=True)))
-    ids = expected["input_ids"]
-    assert_near(model(ids).logits, expected["logits"])
-
-    outputs = model.train()(ids, labels=ids, loss_mask=expected["loss_mask"])
-    assert_near(outputs.logits, expected["train_logits"])
-    torch.testing.assert_close(outputs.ce_loss, expected["masked_loss"], rtol=1e-5, atol=0)
-    if config.num_experts:
-        torch.testing.assert_close(outputs.aux_loss * 0.1, expected["aux_loss"], rtol=1e-5, atol=0)
-    outputs.loss.backward()
-    grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(grad_norm, expected["grad_norm"].reshape(()), rtol=1e-5, atol=0)
-
-    prompt = expected["greedy"][:, :12]
-    generated = model.eval().generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
-    assert torch.equal(generated, expected["greedy"])
 
 
 def test_cached_is_uncached(model, input_ids):

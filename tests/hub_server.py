@@ -1,0 +1,436 @@
+"""
+A Hub on the loopback interface: the part of the Hub's HTTP API with which `huggingface_hub` creates model repos, pushes
+folders to them and reads them back.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import yaml
+
+
+USER = "user"
+LFS_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".png"}
+LFS_SIZE = 10_000_000
+DATE = "2024-01-01T00:00:00.000Z"
+GITATTRIBUTES = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in sorted(LFS_SUFFIXES)).encode()
+
+
+class Request(NamedTuple):
+    """A request as it arrived: the path with its query and percent signs, header names in lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Response(NamedTuple):
+    body: bytes = b""
+    status: int = 200
+    headers: dict[str, str] = {}
+
+
+class HubError(Exception):
+    """An answer that refuses the request; `headers` are sent along."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, **headers: str):
+        super().__init__(message)
+        self.status = status
+        self.headers = headers | {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+
+
+def is_lfs(path: str, size: int) -> bool:
+    return size > 0 and (size > LFS_SIZE or PurePosixPath(path).suffix in LFS_SUFFIXES)
+
+
+def git_oid(kind: str, content: bytes) -> str:
+    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).hexdigest()
+
+
+def describe_file(path: str, content: bytes) -> dict[str, Any]:
+    """The entry of a file in a tree."""
+    if not is_lfs(path, len(content)):
+        return {"type": "file", "path": path, "size": len(content), "oid": git_oid("blob", content)}
+    sha256 = hashlib.sha256(content).hexdigest()
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
+    lfs = {"oid": sha256, "sha256": sha256, "size": len(content), "pointerSize": len(pointer)}
+    return {"type": "file", "path": path, "size": len(content), "oid": git_oid("blob", pointer), "lfs": lfs}
+
+
+def is_ignored(path: str, gitignore: str) -> bool:
+    patterns = [line.strip().strip("/") for line in gitignore.splitlines() if line.strip() and line[0] != "#"]
+    names = [path, *PurePosixPath(path).parts, *map(str, PurePosixPath(path).parents)]
+    return any(fnmatch(name, pattern) for name in names for pattern in patterns)
+
+
+@dataclass
+class Repo:
+    """
+    A model repo with one branch, `main`.
+
+    Args:
+        private (`bool`): Whether it takes the token to read it.
+        commits (`list[tuple[str, str]]`): Sha and message of each commit, oldest first.
+        snapshots (`dict[str, dict[str, bytes]]`): The files at each commit.
+        objects (`dict[str, bytes]`): The LFS objects that were uploaded, by sha256.
+    """
+
+    private: bool
+    commits: list[tuple[str, str]] = field(default_factory=list)
+    snapshots: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def sha(self) -> str:
+        return self.commits[-1][0]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files at the head, by path."""
+        return self.snapshots[self.sha]
+
+    def resolve(self, revision: str) -> str:
+        sha = self.sha if revision == "main" else revision
+        if sha not in self.snapshots:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return sha
+
+    def commit(self, message: str, files: dict[str, bytes]) -> str:
+        sha = hashlib.sha1(repr((self.commits, message, sorted(files))).encode()).hexdigest()
+        self.commits.append((sha, message))
+        self.snapshots[sha] = files
+        return sha
+
+
+ROUTES: list[tuple[re.Pattern[str], Callable[..., Any]]] = []
+
+
+def route(pattern: str) -> Callable:
+    """Registers a method for the requests whose method and unquoted path match `pattern`."""
+    groups = {"repo": r"(?P<repo_id>[^/]+/[^/]+)", "rev": r"(?P<revision>[^/]+)", "path": r"(?P<path>.+)"}
+
+    def register(function: Callable) -> Callable:
+        ROUTES.append((re.compile(pattern.format(**groups), re.DOTALL), function))
+        return function
+
+    return register
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: "_Server"
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def handle_request(self):
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            chunks = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            body = b"".join(chunks)
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        response = self.server.hub.answer(Request(self.command, self.path, headers, body))
+        self.send_response(response.status)
+        # No connection outlives the server.
+        for name, value in {
+            "Content-Length": str(len(response.body)),
+            "Connection": "close",
+            **response.headers,
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.body)
+
+    do_HEAD = do_GET = do_POST = do_PUT = do_DELETE = handle_request
+
+    def log_message(self, *args):
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
+    hub: "HubServer"
+
+
+class HubServer:
+    """
+    A context manager that serves model repos at `endpoint`, to clients of this process and of others.
+
+    Other processes need `HF_ENDPOINT`, `HF_HUB_OFFLINE=0`, and to push LFS files `HF_HUB_DISABLE_XET=1`. There are no
+    branches or pull requests, and LFS objects are uploaded in one part.
+
+    Args:
+        token (`str`): The only token that is accepted. Its owner, `user`, may write to every repo.
+
+    Attributes:
+        endpoint (`str`): The URL to set as `HF_ENDPOINT`.
+        repos (`dict[str, Repo]`): The repos by id.
+        requests (`list[Request]`): Every request received.
+        fail (`Callable[[str, str], int | None]`, *optional*):
+            Called with the method and the path of each request; the status that it returns is answered instead.
+    """
+
+    def __init__(self, token: str):
+        self.token = token
+        self.repos: dict[str, Repo] = {}
+        self.requests: list[Request] = []
+        self.fail: Callable[[str, str], int | None] | None = None
+        self._lock = threading.Lock()
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.hub = self
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "HubServer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *args):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def bytes_received(self) -> bytes:
+        """
+        All that was received but for the Authorization headers: request lines, headers and bodies as they came, then
+        the paths without their percent signs, the texts without their JSON escapes, the files without their base64.
+        """
+        parts = []
+        for method, path, headers, body in self.requests:
+            lines = [f"{name}: {value}" for name, value in headers.items() if name != "authorization"]
+            parts += ["\n".join([f"{method} {path}", *lines, unquote(path)]).encode(), body]
+            if "json" in headers.get("content-type", ""):
+                parts += [text for line in body.splitlines() for text in _decoded_texts(json.loads(line))]
+        return b"\n".join(parts)
+
+    def answer(self, request: Request) -> Response:
+        self.requests.append(request)
+        try:
+            if self.fail is not None and (status := self.fail(request.method, request.path)) is not None:
+                # Without the header, the client sleeps ever longer between its attempts.
+                raise HubError(status, "Told to fail", **{"Retry-After": "0"})
+            if request.headers.get("authorization") not in (None, f"Bearer {self.token}"):
+                raise HubError(401, "Invalid credentials in Authorization header")
+            target = f"{request.method} {unquote(urlsplit(request.path).path)}"
+            for pattern, function in ROUTES:
+                if match := pattern.fullmatch(target):
+                    with self._lock:
+                        result = function(self, request, **match.groupdict())
+                    return result if isinstance(result, Response) else _json_response(result)
+            raise HubError(404, f"No such route: {target}")
+        except HubError as error:
+            return _json_response({"error": str(error)}, error.status, error.headers)
+
+    def _open(self, request: Request, repo_id: str, write: bool = False) -> Repo:
+        repo = self.repos.get(repo_id)
+        if write or (repo is not None and repo.private):
+            self._require_token(request, "RepoNotFound")
+        if repo is None:
+            raise HubError(404, "Repository not found", "RepoNotFound")
+        return repo
+
+    def _require_token(self, request: Request, code: str | None = None):
+        if "authorization" not in request.headers:
+            raise HubError(401, "Invalid username or password.", code)
+
+    @route("GET /api/whoami-v2")
+    def _whoami(self, request: Request) -> dict[str, Any]:
+        self._require_token(request)
+        auth = {"type": "access_token", "accessToken": {"displayName": "token", "role": "write"}}
+        return {"type": "user", "id": USER, "name": USER, "fullname": USER, "orgs": [], "auth": auth}
+
+    @route("POST /api/validate-yaml")
+    def _validate_yaml(self, request: Request) -> Any:
+        header = re.match(r"---\r?\n(.*?)\r?\n---", json.loads(request.body)["content"], re.DOTALL)
+        try:
+            yaml.safe_load(header[1] if header else "")
+        except yaml.YAMLError as error:
+            return _json_response({"errors": [{"message": str(error)}], "warnings": []}, 400)
+        return {"errors": [], "warnings": []}
+
+    @route("POST /api/repos/create")
+    def _create_repo(self, request: Request) -> Any:
+        self._require_token(request)
+        payload = json.loads(request.body)
+        repo_id = f"{payload.get('organization') or USER}/{payload['name']}"
+        answer = {"url": f"{self.endpoint}/{repo_id}", "name": repo_id, "id": repo_id}
+        if repo_id in self.repos:
+            message = "You already created this model repo"
+            return _json_response(answer | {"error": message}, 409, {"X-Error-Message": message})
+        self.repos[repo_id] = Repo(private=payload.get("visibility") == "private")
+        self.repos[repo_id].commit("initial commit", {".gitattributes": GITATTRIBUTES})
+        return answer
+
+    @route("POST /api/models/{repo}/preupload/{rev}")
+    def _preupload(self, request: Request, repo_id: str, revision: str) -> dict[str, Any]:
+        repo = self._open(request, repo_id, write=True)
+        files = repo.snapshots[repo.resolve(revision)]
+        payload = json.loads(request.body)
+        gitignore = payload.get("gitIgnore") or files.get(".gitignore", b"").decode()
+        answers = []
+        for file in payload["files"]:
+            path = file["path"]
+            answer = {"path": path, "uploadMode": "lfs" if is_lfs(path, file["size"]) else "regular"}
+            if path in files:
+                entry = describe_file(path, files[path])
+                answer["oid"] = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
+            answers.append(answer | {"shouldIgnore": is_ignored(path, gitignore)})
+        return {"files": answers}
+
+    @route("POST /{repo}.git/info/lfs/objects/batch")
+    def _lfs_batch(self, request: Request, repo_id: str) -> dict[str, Any]:
+        repo = self._open(request, repo_id, write=True)
+        url = f"{self.endpoint}/{repo_id}.git/info/lfs/objects"
+        objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(request.body)["objects"]]
+        for item in objects:
+            if item["oid"] not in repo.objects:
+                item["actions"] = {"upload": {"href": f"{url}/{item['oid']}"}, "verify": {"href": f"{url}/verify"}}
+        return {"transfer": "basic", "objects": objects}
+
+    @route("PUT /{repo}.git/info/lfs/objects/(?P<oid>[0-9a-f]{{64}})")
+    def _lfs_upload(self, request: Request, repo_id: str, oid: str) -> Response:
+        # The client sends no token here, as the URLs of the real Hub are signed.
+        if hashlib.sha256(request.body).hexdigest() != oid:
+            raise HubError(400, "The content does not have the expected sha256")
+        self.repos[repo_id].objects[oid] = request.body
+        return Response(headers={"ETag": f'"{oid}"'})
+
+    @route("POST /{repo}.git/info/lfs/objects/verify")
+    def _lfs_verify(self, request: Request, repo_id: str) -> dict[str, Any]:
+        payload = json.loads(request.body)
+        content = self._open(request, repo_id, write=True).objects.get(payload["oid"])
+        if content is None or len(content) != payload["size"]:
+            raise HubError(404, "The object was not uploaded")
+        return {}
+
+    @route("POST /api/models/{repo}/commit/{rev}")
+    def _commit(self, request: Request, repo_id: str, revision: str) -> dict[str, Any]:
+        repo = self._open(request, repo_id, write=True)
+        if revision != "main" or "create_pr" in request.path:
+            raise HubError(400, "Only commits to main are served")
+        header, *operations = map(json.loads, request.body.splitlines())
+        if header["value"].get("parentCommit", repo.sha) != repo.sha:
+            raise HubError(412, "The head is not the parent commit")
+        files = dict(repo.files)
+        for operation in operations:
+            kind, value = operation["key"], operation["value"]
+            path = value["path"]
+            if kind == "file":
+                files[path] = base64.b64decode(value["content"])
+            elif kind == "lfsFile":
+                if value["oid"] not in repo.objects:
+                    raise HubError(400, f"The LFS object of {path} was not uploaded")
+                files[path] = repo.objects[value["oid"]]
+            else:
+                gone = [name for name in files if name == path or name.startswith(path.rstrip("/") + "/")]
+                if not gone:
+                    raise HubError(404, "A file with this name doesn't exist", "EntryNotFound")
+                for name in gone:
+                    del files[name]
+        message = "\n\n".join(filter(None, [header["value"]["summary"], header["value"].get("description")]))
+        sha = repo.commit(message, files)
+        return {"success": True, "commitOid": sha, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{sha}"}
+
+    @route("GET /api/models/{repo}(/revision/{rev})?")
+    def _model_info(self, request: Request, repo_id: str, revision: str | None) -> dict[str, Any]:
+        repo = self._open(request, repo_id)
+        sha = repo.resolve(revision or "main")
+        entries = [describe_file(path, content) for path, content in sorted(repo.snapshots[sha].items())]
+        siblings = [{"rfilename": entry["path"]} for entry in entries]
+        if "blobs" in parse_qs(urlsplit(request.path).query):
+            details = [{"size": entry["size"], "blobId": entry["oid"], "lfs": entry.get("lfs")} for entry in entries]
+            siblings = [sibling | detail for sibling, detail in zip(siblings, details, strict=True)]
+        info = {"id": repo_id, "modelId": repo_id, "author": repo_id.split("/")[0], "sha": sha, "siblings": siblings}
+        flags = {"private": repo.private, "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []}
+        return {**info, **flags, "createdAt": DATE, "lastModified": DATE}
+
+    @route("GET /api/models/{repo}/tree/{rev}(/{path})?")
+    def _tree(self, request: Request, repo_id: str, revision: str, path: str | None) -> list[dict[str, Any]]:
+        repo = self._open(request, repo_id)
+        tree = _tree_entries(repo.snapshots[repo.resolve(revision)])
+        if path is not None and tree.get(path, {}).get("type") != "directory":
+            raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound")
+        recursive = parse_qs(urlsplit(request.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
+        root = PurePosixPath(path or "")
+        parents = {name: PurePosixPath(name).parents for name in tree}
+        return [tree[name] for name in tree if (root in parents[name] if recursive else root == parents[name][0])]
+
+    @route("POST /api/models/{repo}/paths-info/{rev}")
+    def _paths_info(self, request: Request, repo_id: str, revision: str) -> list[dict[str, Any]]:
+        repo = self._open(request, repo_id)
+        tree = _tree_entries(repo.snapshots[repo.resolve(revision)])
+        return [tree[path] for path in parse_qs(request.body.decode()).get("paths", []) if path in tree]
+
+    @route("GET /api/models/{repo}/refs")
+    def _refs(self, request: Request, repo_id: str) -> dict[str, Any]:
+        branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": self._open(request, repo_id).sha}
+        return {"branches": [branch], "converts": [], "tags": [], "pullRequests": []}
+
+    @route("GET /api/models/{repo}/commits/{rev}")
+    def _commits(self, request: Request, repo_id: str, revision: str) -> list[dict[str, Any]]:
+        repo = self._open(request, repo_id)
+        end = list(repo.snapshots).index(repo.resolve(revision)) + 1
+        common = {"date": DATE, "authors": [{"user": USER}]}
+        return [
+            {"id": sha, "title": message.partition("\n")[0], "message": message.partition("\n\n")[2], **common}
+            for sha, message in reversed(repo.commits[:end])
+        ]
+
+    @route("(GET|HEAD) /{repo}/resolve/{rev}/{path}")
+    def _resolve(self, request: Request, repo_id: str, revision: str, path: str) -> Response:
+        repo = self._open(request, repo_id)
+        sha = repo.resolve(revision)
+        content = repo.snapshots[sha].get(path)
+        if content is None:
+            raise HubError(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": sha})
+        entry = describe_file(path, content)
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{entry["oid"]}"', "Accept-Ranges": "bytes"}
+        headers["Content-Disposition"] = f"inline; filename*=UTF-8''{quote(path)}"
+        if "lfs" in entry:
+            headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(len(content))}
+        if bounds := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", "")):
+            start, end = int(bounds[1]), min(int(bounds[2] or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+            return Response(content[start : end + 1], 206, headers)
+        return Response(content, 200, headers)
+
+
+def _json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content).encode(), status, {"Content-Type": "application/json", **(headers or {})})
+
+
+def _decoded_texts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, str):
+        yield value.encode()
+    elif isinstance(value, list):
+        for item in value:
+            yield from _decoded_texts(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _decoded_texts(item)
+            if key == "sample" or (key == "content" and value.get("encoding") == "base64"):
+                yield base64.b64decode(item)
+
+
+def _tree_entries(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    """The entries of all files, and of the directories that they are in, by path."""
+    entries = {path: describe_file(path, content) for path, content in files.items()}
+    for path in files:
+        for parent in map(str, list(PurePosixPath(path).parents)[:-1]):
+            entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": git_oid("tree", parent.encode())}
+    return dict(sorted(entries.items()))

@@ -1,0 +1,380 @@
+"""Seven recorded models of three generations, read in; and everything that must be refused rather than guessed."""
+
+import json
+import math
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.arguments import ModelArguments
+from hf_pretrain.conversion import load_upstream, to_half_split, to_interleaved
+from hf_pretrain.tokenization import load_tokenizer
+from tests.test_modeling_minimind import assert_near
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+GOLDEN = FIXTURES / "golden"
+NAMES = sorted(path.name for path in GOLDEN.iterdir())
+
+
+def weights_of(name: str) -> dict[str, torch.Tensor]:
+    return torch.load(GOLDEN / name / "weights.pth", weights_only=True)
+
+
+def config_of(name: str) -> dict:
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def test_all_seven_are_here():
+    assert NAMES == ["A_dense", "A_moe", "B_dense", "B_moe", "C_dense", "C_moe", "C_moe_top1"]
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_values(name, attn_implementation):
+    expected = load_file(GOLDEN / name / "expected.safetensors")
+    model = load_upstream(GOLDEN / name)
+    model.set_attn_implementation(attn_implementation)
+    ids = expected["input_ids"]
+    assert_near(model(ids).logits, expected["logits"])
+
+    outputs = model.train()(ids, labels=ids, loss_mask=expected["loss_mask"])
+    assert_near(outputs.logits, expected["train_logits"])
+    torch.testing.assert_close(outputs.ce_loss, expected["masked_loss"], rtol=1e-5, atol=0)
+    assert ("moe" in name) == (expected["aux_loss"] > 0)
+    router_loss = outputs.loss - outputs.ce_loss
+    if "moe" in name:
+        router_loss = outputs.aux_loss * model.config.router_aux_loss_coef
+    torch.testing.assert_close(router_loss, expected["aux_loss"].reshape(()), rtol=1e-5, atol=0)
+    outputs.loss.backward()
+    grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(grad_norm, expected["grad_norm"].reshape(()), rtol=1e-5, atol=0)
+
+    prompt = expected["greedy"][:, :12]
+    generated = model.eval().generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated, expected["greedy"])
+
+
+def test_the_permutation_and_its_inverse():
+    rows = torch.arange(16.0).reshape(16, 1).repeat(1, 3)
+    assert to_half_split(rows, 8)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+    assert torch.equal(to_interleaved(to_half_split(rows, 8), 8), rows)
+
+
+@pytest.fixture
+def expected_logits():
+    def logits(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        expected = load_file(GOLDEN / name / "expected.safetensors")
+        return expected["input_ids"], expected["logits"]
+
+    return logits
+
+
+def save_shards(weights: dict[str, torch.Tensor], path: Path, *, suffix: str):
+    name = "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin"
+    save = save_file if suffix == "safetensors" else torch.save
+    keys = sorted(weights)
+    shards = {"part-1." + suffix: keys[::2], "part-2." + suffix: keys[1::2]}
+    for shard, names in shards.items():
+        save({key: weights[key].clone() for key in names}, path / shard)
+    weight_map = {key: shard for shard, names in shards.items() for key in names}
+    (path / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", ["A_moe", "B_moe", "C_moe_top1"])
+@pytest.mark.parametrize(
+    "kind", ["safetensors", "safetensors-shards", "bin", "bin-shards", "pth-beside", "ddp", "resume"]
+)
+def test_every_kind_of_file(name, kind, tmp_path, expected_logits):
+    shutil.copy(GOLDEN / name / "config.json", tmp_path)
+    weights, path = weights_of(name), tmp_path
+    if kind == "safetensors":
+        # A tied head is left out by `save_pretrained`.
+        head = "output.weight" if name.startswith("A") else "lm_head.weight"
+        save_file({key: value for key, value in weights.items() if key != head}, tmp_path / "model.safetensors")
+    elif kind.endswith("shards"):
+        save_shards(weights, tmp_path, suffix=kind.split("-")[0])
+    elif kind == "bin":
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    elif kind == "pth-beside":
+        path = tmp_path / "full_sft_32.pth"
+        torch.save(weights, path)
+        torch.save({}, tmp_path / "another.pth")
+    elif kind == "ddp":
+        torch.save({f"module._orig_mod.{key}": value for key, value in weights.items()}, tmp_path / "x.pth")
+    else:
+        torch.save({"model": weights, "optimizer": {"step": 3}, "epoch": 1}, tmp_path / "x_resume.pth")
+    ids, logits = expected_logits(name)
+    assert_near(load_upstream(path)(ids).logits, logits)
+
+
+def test_a_bare_file_of_v3_needs_no_config(tmp_path, expected_logits):
+    shutil.copy(GOLDEN / "C_dense/weights.pth", tmp_path / "full_sft_32.pth")
+    model = load_upstream(tmp_path / "full_sft_32.pth")
+    ids, logits = expected_logits("C_dense")
+    assert_near(model(ids).logits, logits)
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
+
+
+def test_a_bare_file_asks_for_what_cannot_be_seen(tmp_path, expected_logits):
+    for name, missing, given in (
+        ("A_dense", "rope_theta", {"rope_theta": 1e6, "n_heads": 4}),
+        ("B_dense", "num_attention_heads", {"num_attention_heads": 4}),
+        ("C_moe", "num_experts_per_tok", {"num_experts_per_tok": 2}),
+    ):
+        path = tmp_path / f"{name}.pth"
+        shutil.copy(GOLDEN / name / "weights.pth", path)
+        with pytest.raises(ValueError, match=missing):
+            load_upstream(path)
+        ids, logits = expected_logits(name)
+        assert_near(load_upstream(path, config=given)(ids).logits, logits)
+    with pytest.raises(ValueError, match="number of heads"):
+        load_upstream(tmp_path / "A_dense.pth", config={"rope_theta": 1e6})
+
+
+def test_the_config_may_be_a_file_and_wins(tmp_path):
+    shutil.copytree(GOLDEN / "B_moe", tmp_path / "B_moe")
+    (tmp_path / "mine.json").write_text(json.dumps({"aux_loss_alpha": 0.25, "norm_topk_prob": False}))
+    config = load_upstream(tmp_path / "B_moe", config=tmp_path / "mine.json").config
+    assert (config.router_aux_loss_coef, config.norm_topk_prob) == (0.25, False)
+    with pytest.raises(ValueError, match="mine.yaml is not a JSON file"):
+        load_upstream(tmp_path / "B_moe", config=tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "name, change, fields",
+    [
+        ("A_moe", {}, (0.1, "sequence", True)),
+        ("A_moe", {"seq_aux": False}, (0.1, "batch", True)),
+        ("A_moe", {"num_experts_per_tok": 1}, (0.1, "sequence", False)),
+        ("B_moe", {"num_experts_per_tok": 1, "aux_loss_alpha": 0.3}, (0.3, "sequence", False)),
+        ("C_moe", {}, (0.001, "batch", True)),
+        ("C_moe", {"num_experts_per_tok": 3}, (0.0015, "batch", True)),
+        ("C_moe_top1", {}, (0.0005, "batch", True)),
+    ],
+)
+def test_router_fields(name, change, fields):
+    config = load_upstream(GOLDEN / name, config=change).config
+    assert config.router_aux_loss_coef == pytest.approx(fields[0], rel=1e-12)
+    assert (config.router_aux_loss_level, config.norm_topk_prob) == fields[1:]
+
+
+@pytest.mark.parametrize("num_shared", [1, 2, 3])
+def test_a_list_of_shared_experts_is_one_wide_one(num_shared, tmp_path):
+    """Against the sum of the experts' outputs, written out."""
+    weights = weights_of("B_moe")
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        for expert in range(num_shared):
+            for part in ("gate", "up", "down"):
+                key = f"model.layers.{layer}.mlp.shared_experts.{expert}.{part}_proj.weight"
+                shape = weights[key.replace(f"experts.{expert}", "experts.0")].shape
+                weights[key] = 0.1 * torch.randn(shape, generator=generator)
+    torch.save(weights, tmp_path / "x.pth")
+    (tmp_path / "config.json").write_text(json.dumps(config_of("B_moe") | {"n_shared_experts": num_shared}))
+    model = load_upstream(tmp_path)
+    assert model.config.num_shared_experts == num_shared
+    states = torch.randn(5, 32, generator=generator)
+    expected = torch.zeros(5, 32)
+    for expert in range(num_shared):
+        gate, up, down = (
+            weights[f"model.layers.1.mlp.shared_experts.{expert}.{part}_proj.weight"]
+            for part in ("gate", "up", "down")
+        )
+        expected += (torch.nn.functional.silu(states @ gate.T) * (states @ up.T)) @ down.T
+    assert_near(model.model.layers[1].mlp.shared_experts(states), expected, rel=1e-6)
+
+
+def test_v3_yarn_is_its_formula():
+    """The table that v3 computes under inference_rope_scaling, written out."""
+    model = load_upstream(
+        GOLDEN / "C_dense", config={"inference_rope_scaling": True, "max_position_embeddings": 32768}
+    )
+    dim, base, original, factor = 8, 1e6, 2048, 16
+    frequencies = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+
+    def boundary(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(math.floor(boundary(32)), 0), min(math.ceil(boundary(1)), dim // 2 - 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = frequencies * (1 - ramp + ramp / factor)
+    angles = torch.outer(torch.arange(32768).float(), frequencies)
+    torch.testing.assert_close(model.model.rotary_emb.pos_cis, torch.polar(torch.ones_like(angles), angles))
+    with pytest.raises(ValueError, match="several formulas"):
+        load_upstream(GOLDEN / "B_dense", config={"inference_rope_scaling": True})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_files_keep_their_values(dtype, tmp_path):
+    weights = {key: value.to(dtype) for key, value in weights_of("B_moe").items()}
+    torch.save(weights, tmp_path / "x.pth")
+    shutil.copy(GOLDEN / "B_moe/config.json", tmp_path)
+    model = load_upstream(tmp_path)
+    assert model.dtype == dtype == model.config.dtype
+    name = "mlp.shared_experts.{}down_proj.weight"
+    assert torch.equal(
+        model.model.layers[0].get_parameter(name.format("")), weights["model.layers.0." + name.format("0.")]
+    )
+    wide = load_upstream(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(a.float(), b) for a, b in zip(model.parameters(), wide.parameters(), strict=True))
+    assert model.model.rotary_emb.pos_cis.dtype == torch.complex64
+
+
+class Payload:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_with_more_than_tensors_is_refused_and_nothing_runs(tmp_path):
+    shutil.copy(GOLDEN / "C_dense/config.json", tmp_path)
+    with open(tmp_path / "x.pth", "wb") as file:
+        pickle.dump({"model.embed_tokens.weight": Payload(tmp_path / "ran")}, file)
+    with pytest.raises(ValueError, match="more than tensors"):
+        load_upstream(tmp_path)
+    torch.save({"a": torch.ones(1), "b": Payload(tmp_path / "ran")}, tmp_path / "x.pth")
+    with pytest.raises(ValueError, match="more than tensors"):
+        load_upstream(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def drop(key):
+    return lambda weights: weights.pop(key)
+
+
+def put(key, value):
+    return lambda weights: weights.__setitem__(key, value)
+
+
+EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (drop(NORM), "1 missing: model.layers.1.input_layernorm.weight"),
+        (drop("model.norm.weight"), "1 missing: model.norm.weight"),
+        (drop("model.layers.0.mlp.experts.3.up_proj.weight"), "1 missing: model.layers.0.mlp.experts.3.up_proj.weight"),
+        (drop("model.layers.0.self_attn.q_proj.weight"), "lack model.layers.0.self_attn.q_proj.weight"),
+        (put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)), "1 unexpected: model.layers.1.self_attn.q_proj.bias"),
+        (put("model.layers.1.mlp.lora.A.weight", torch.zeros(2, 32)), "1 unexpected: model.layers.1.mlp.lora.A.weight"),
+        (put("model.layers.3.input_layernorm.weight", torch.ones(32)), "num_hidden_layers=2, the weights say 4"),
+        (put(NORM, torch.ones(16)), r"input_layernorm.weight is \(16,\) and should be \(32,\)"),
+        (put(NORM, torch.full((32,), math.inf)), "not finite"),
+        (put(NORM, torch.ones(32, dtype=torch.int8)), "torch.int8"),
+        (put("lm_head.weight", torch.zeros(160, 32)), "tie_word_embeddings=True, the weights say False"),
+        (drop(EMBED), "no generation of MiniMind"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(change, message, tmp_path):
+    weights = weights_of("C_moe")
+    change(weights)
+    torch.save(weights, tmp_path / "x.pth")
+    shutil.copy(GOLDEN / "C_moe/config.json", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_upstream(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, config, message",
+    [
+        ("A_dense", {"n_layers": 3}, "num_hidden_layers=3, the weights say 2"),
+        ("B_dense", {"num_key_value_heads": 4}, "num_key_value_heads=4, the weights say 2"),
+        ("B_dense", {"hidden_size": 64}, "hidden_size=64, the weights say 32"),
+        ("C_dense", {"head_dim": 16}, "head_dim=16, the weights say 8"),
+        ("C_dense", {"use_moe": True}, "use_moe=True, but the weights have no experts"),
+        ("B_moe", {"use_moe": False}, "use_moe=False, but the weights have experts"),
+        ("B_moe", {"scoring_func": "sigmoid"}, "sigmoid"),
+        ("B_dense", {"model_type": "gemma"}, "model_type='gemma'"),
+    ],
+)
+def test_a_config_that_contradicts_is_refused(name, config, message):
+    with pytest.raises(ValueError, match=message):
+        load_upstream(GOLDEN / name, config=config)
+
+
+def test_directories_and_paths_that_say_too_little(tmp_path):
+    with pytest.raises(ValueError, match="no such file or directory"):
+        load_upstream(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="it holds none"):
+        load_upstream(tmp_path)
+    for name in ("a.pth", "b.pth"):
+        torch.save({}, tmp_path / name)
+    with pytest.raises(ValueError, match="several .pth files .a.pth, b.pth.: name one"):
+        load_upstream(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a tensor in sight")
+    with pytest.raises(ValueError, match="damaged"):
+        load_upstream(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "gone.safetensors"])
+def test_shard_names_stay_in_the_directory(shard, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBED: shard}}))
+    with pytest.raises(ValueError, match="files beside it|lacks the shard"):
+        load_upstream(tmp_path)
+
+
+def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):
+    """By transformers' own class, as MiniMind's scripts/convert_model.py goes."""
+    raw, weights = config_of("C_moe"), weights_of("C_moe")
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+    names += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{name: raw[name] for name in names}))
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = [
+            [weights.pop(f"{prefix}.{e}.{part}_proj.weight") for e in range(4)] for part in ("gate", "up", "down")
+        ]
+        weights[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], dim=1)
+        weights[f"{prefix}.down_proj"] = torch.stack(parts[2])
+    model.load_state_dict(weights, strict=True)
+    model.save_pretrained(tmp_path)
+    ids, logits = expected_logits("C_moe")
+    loaded = load_upstream(tmp_path)
+    assert_near(loaded(ids).logits, logits)
+    # That script leaves Qwen3-MoE's default; the same loss in its own formula and in ours, see test_exporting.
+    assert loaded.config.router_aux_loss_coef == pytest.approx(0.001 * 2 / 2)
+
+
+def test_training_starts_from_upstream_weights(tmp_path, expected_logits):
+    arguments = ModelArguments(model_name_or_path=str(GOLDEN / "B_dense"), config_overrides="dropout=0.1")
+    tokenizer = load_tokenizer(FIXTURES / "tokenizers/v1")
+    with pytest.raises(ValueError, match="vocab_size is 160"):
+        arguments.load_model(tokenizer)
+    small = load_tokenizer(FIXTURES / "tokenizers/v1")
+    small.backend_tokenizer.model = type(small.backend_tokenizer.model)(vocab={"a": 3}, merges=[])
+    model = arguments.load_model(small)
+    assert isinstance(model, MiniMindForCausalLM) and model.dtype == torch.float32
+    assert model.config.dropout == 0.1
+    ids, logits = expected_logits("B_dense")
+    assert_near(model.eval()(ids).logits, logits)
+    assert model.model.rotary_emb.pos_cis.is_complex()
+
+
+def test_our_own_checkpoints_load_too(build_model, input_ids, tmp_path):
+    model = build_model(num_experts=4, num_shared_experts=1)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_upstream(tmp_path)(input_ids).logits, model(input_ids).logits)
+    with pytest.raises(ValueError, match="leave the config out"):
+        load_upstream(tmp_path, config={"num_attention_heads": 2})
+
+
+def test_nine_ids_of_the_published_tokenizers_mean_the_same():
+    v1, v3 = (load_tokenizer(FIXTURES / "tokenizers" / name) for name in ("v1", "v3"))
+    assert len(v1) == len(v3) == 6400
+    newer = v3.get_vocab()
+    same_piece = {index for piece, index in v1.get_vocab().items() if newer.get(piece) == index}
+    roles = ("pad_token_id", "bos_token_id", "eos_token_id")
+    same_role = {getattr(v1, role) for role in roles if getattr(v1, role) == getattr(v3, role)}
+    assert len(same_piece | same_role) == 9

@@ -1,0 +1,357 @@
+"""Every form, read back by the program that it is for; what does not fit is refused by name."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.conversion import FORMS, load_upstream
+from hf_pretrain.exporting import DTYPES, EXPORT_FORMS, check_fits, export, misfit, to_stock_model
+from hf_pretrain.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
+from hf_pretrain.loss import find_documents, router_loss
+from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
+from tests.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
+from tests.test_modeling_minimind import assert_near
+
+
+# Which forms hold which recorded model. Dense models have no MoE form and the other way round; v1 and v2 lack the q/k
+# norms that Qwen3 cannot be without, v3 has those that Llama and Ernie4.5 have no place for.
+CELLS = {
+    "A_dense": ("minimind", "upstream", "llama", "gguf"),
+    "A_moe": ("minimind", "upstream", "ernie4_5_moe", "gguf"),
+    "B_dense": ("minimind", "upstream", "llama", "gguf"),
+    "B_moe": ("minimind", "upstream", "ernie4_5_moe", "gguf"),
+    "C_dense": ("minimind", "upstream", "qwen3", "gguf"),
+    "C_moe": ("minimind", "upstream", "qwen3_moe", "gguf"),
+    "C_moe_top1": ("minimind", "upstream", "qwen3_moe", "gguf"),
+}
+STOCK = ("llama", "qwen3", "qwen3_moe", "ernie4_5_moe")
+
+
+def recorded(name: str) -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / name / "expected.safetensors")
+
+
+@pytest.mark.parametrize("form", EXPORT_FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_form_of_every_generation(name, form, tmp_path):
+    model = load_upstream(GOLDEN / name)
+    if form not in CELLS[name]:
+        with pytest.raises(ValueError, match="has no place for .* Forms that hold this model: minimind"):
+            export(model, tmp_path / "out", form)
+        assert not (tmp_path / "out").exists()
+        return
+    report = export(model, tmp_path / "out", form)
+    if form == "gguf" and name in ("A_moe", "B_moe"):
+        assert report.max_weight_difference == 0
+        return
+    assert report.relative_difference <= 1e-5
+
+    expected = recorded(name)
+    if form in STOCK:
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert type(written).__module__.startswith("transformers.models.")
+        assert_near(written(expected["input_ids"]).logits, expected["logits"])
+        prompt = expected["greedy"][:, :12]
+        generated = written.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert torch.equal(generated, expected["greedy"])
+    if form == "upstream":
+        back = torch.load(tmp_path / "out/minimind.pth", weights_only=True)
+        weights = weights_of(name)
+        assert back.keys() == weights.keys()
+        assert all(torch.equal(back[key], weights[key]) for key in weights)
+    if form != "gguf":
+        again = load_upstream(tmp_path / "out")
+        assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+        assert again.config.router_aux_loss_coef == pytest.approx(model.config.router_aux_loss_coef, rel=1e-12)
+        fields = ("norm_topk_prob", "num_experts_per_tok", "rope_parameters", "rms_norm_eps", "tie_word_embeddings")
+        assert [getattr(again.config, field) for field in fields] == [getattr(model.config, field) for field in fields]
+
+
+@pytest.mark.parametrize("name, generation", [("A_moe", "v2"), ("B_dense", "v1"), ("B_moe", "v1")])
+def test_v1_and_v2_are_each_other_s_permutation(name, generation, tmp_path):
+    model = load_upstream(GOLDEN / name)
+    export(model, tmp_path / "other", "upstream", generation=generation)
+    other = load_upstream(tmp_path / "other")
+    assert other.config.upstream_generation == generation
+    expected = recorded(name)
+    assert_near(other(expected["input_ids"]).logits, expected["logits"])
+    export(other, tmp_path / "back", "upstream", generation=model.config.upstream_generation)
+    back, weights = torch.load(tmp_path / "back/minimind.pth", weights_only=True), weights_of(name)
+    assert all(torch.equal(back[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["A_dense", "B_moe", "C_moe"])
+def test_half_precision_comes_back_bit_for_bit(name, dtype, tmp_path):
+    model = load_upstream(GOLDEN / name, dtype=dtype)
+    for form in CELLS[name][:-1]:
+        export(model, tmp_path / form, form)
+        again = load_upstream(tmp_path / form)
+        assert again.dtype == dtype
+        assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+GENERATIONS = {
+    "v1": {},
+    "v1-moe": {"num_experts": 4, "num_shared_experts": 1},
+    "v2-moe": {"num_experts": 4, "num_shared_experts": 2},
+    "no-shared": {"num_experts": 4},
+    "top1": {"num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": False, "num_shared_experts": 1},
+    "v3": {"qk_norm": True, "head_dim": 12},
+    "v3-moe": {"qk_norm": True, "num_experts": 4, "num_experts_per_tok": 3},
+    "v3-unnormalised": {"qk_norm": True, "num_experts": 4, "norm_topk_prob": False},
+    "untied": {"tie_word_embeddings": False},
+    "untied-moe": {"tie_word_embeddings": False, "num_experts": 4, "num_shared_experts": 1},
+    "yarn": {
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_what_fits_is_exact_and_comes_back(name, build_model, input_ids, tmp_path):
+    """Norms away from one, so that a permutation forgotten on them shows."""
+    model = build_model(**GENERATIONS[name])
+    for key, parameter in model.named_parameters():
+        if "norm" in key:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    fitting = [form for form in FORMS if misfit(model.config, form) is None]
+    assert any(not FORMS[form].is_generation for form in fitting)
+    for form in fitting:
+        generation = form if FORMS[form].is_generation else None
+        report = export(model, tmp_path / form, "upstream" if generation else form, generation=generation)
+        assert report.relative_difference <= 1e-5
+        again = load_upstream(tmp_path / form)
+        assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+        assert_near(again(input_ids).logits, model(input_ids).logits, rel=1e-6)
+
+
+def test_the_config_of_a_stock_form_is_complete(build_model, tmp_path):
+    overrides = {"num_experts": 4, "qk_norm": True, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
+    model = build_model(
+        **overrides, rms_norm_eps=1e-6, vocab_size=320, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
+    )
+    tokenizer = train_tokenizer(["a few words", "and some more"], vocab_size=320)
+    export(model, tmp_path / "out", "qwen3_moe", tokenizer=tokenizer, dtype="bfloat16")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    # 0.3 in our formula (a sum over two layers, divided by top-2) is 0.3 * 2 / 2 in theirs.
+    expected = {"router_aux_loss_coef": 0.3, "dtype": torch.bfloat16, "tie_word_embeddings": True, "head_dim": 8}
+    expected |= {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+    }
+    assert {name: getattr(config, name) for name in expected} == pytest.approx(expected)
+    assert config.rope_parameters == {"rope_theta": 5e5, "rope_type": "default"}
+    assert (config.num_experts, config.num_experts_per_tok, config.norm_topk_prob) == (4, 2, True)
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (1, 2, 0)
+    chat = [{"role": "user", "content": "hello"}]
+    expected_text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    written = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert written.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == expected_text
+    assert (tmp_path / "out/chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize("form", ["qwen3_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("num_layers, top_k", [(1, 1), (1, 3), (3, 2)])
+def test_the_router_loss_means_the_same_in_their_formula(form, num_layers, top_k, build_model, input_ids):
+    """Coefficient times loss, ours over all tokens and theirs: for one layer, and for layers that route alike."""
+    overrides = {"num_hidden_layers": num_layers, "num_experts": 4, "num_experts_per_tok": top_k}
+    shared = {"qk_norm": True} if form == "qwen3_moe" else {"num_shared_experts": 1}
+    model = build_model(**overrides, **shared, router_aux_loss_coef=0.2, router_aux_loss_level="batch")
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.experts.down_proj)
+        if layer.mlp.shared_experts is not None:
+            torch.nn.init.zeros_(layer.mlp.shared_experts.down_proj.weight)
+        layer.mlp.gate.weight.data.copy_(model.model.layers[0].mlp.gate.weight)
+    stock = to_stock_model(model, form)
+    ours = model(input_ids, output_router_logits=True)
+    theirs = stock(input_ids, output_router_logits=True)
+    torch.testing.assert_close(
+        model.config.router_aux_loss_coef * ours.aux_loss, stock.config.router_aux_loss_coef * theirs.aux_loss
+    )
+    documents = find_documents(input_ids.shape)
+    assert ours.aux_loss == router_loss(ours.router_logits, top_k, documents, level="batch")
+
+
+@pytest.mark.parametrize(
+    "overrides, form, message",
+    [
+        ({"qk_norm": True}, "llama", "llama has no place for q/k norms. .*: minimind, qwen3, upstream .v3.\\.$"),
+        ({}, "qwen3", "attention without q/k norms. .*: minimind, llama, upstream .v1, v2.\\.$"),
+        ({"num_experts": 4}, "llama", "experts. .*: minimind, ernie4_5_moe, upstream .v1, v2.\\.$"),
+        (
+            {"num_experts": 4, "num_shared_experts": 2},
+            "v1",
+            "several shared experts. .*ernie4_5_moe, upstream .v2.\\.$",
+        ),
+        (
+            {"num_experts": 4, "num_shared_experts": 1, "qk_norm": True},
+            "qwen3_moe",
+            "shared experts. .*: minimind\\.$",
+        ),
+        ({"tie_word_embeddings": False}, "v2", "output head apart from the embedding. .*: minimind, llama\\.$"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 1},
+            "v2",
+            "normalised top-1 routing. .*: minimind, ernie4_5_moe\\.$",
+        ),
+        ({"head_dim": 16}, "v1", "heads of another width .*: minimind, llama\\.$"),
+        ({"hidden_act": "gelu"}, "v1", "activation gelu. .*: minimind, llama, upstream .v2.\\.$"),
+    ],
+)
+def test_misfits_name_the_part_and_the_forms_that_hold_it(overrides, form, message):
+    with pytest.raises(ValueError, match=message):
+        check_fits(MiniMindConfig(hidden_size=32, num_attention_heads=4, **overrides), form)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form, dtype", [("minimind", "float16"), ("llama", "bfloat16"), ("upstream", "float16")])
+def test_dtype_states_its_loss(form, dtype, build_model, tmp_path):
+    model = build_model()
+    report = export(model, tmp_path / "out", form, dtype=dtype)
+    rounded = build_model().to(DTYPES[dtype]).float()
+    ids = torch.randint(160, (8, 64), generator=torch.Generator().manual_seed(0))
+    expected = (rounded(ids).logits - model(ids).logits).abs().max().item()
+    assert expected > 1e-3
+    assert report.max_difference == pytest.approx(expected, rel=0.05)
+    assert f"{report.max_difference:.2e}" in str(report)
+    assert load_upstream(tmp_path / "out").dtype == DTYPES[dtype]
+
+
+def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
+    model = build_model()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/kept").touch()
+    with pytest.raises(ValueError, match="not an empty directory"):
+        export(model, tmp_path / "full", "llama")
+    with pytest.raises(ValueError, match="'ollama' is unknown; use one of minimind, upstream"):
+        export(model, tmp_path / "out", "ollama")
+    with pytest.raises(ValueError, match="q8_0 is not one that llama is written in"):
+        export(model, tmp_path / "out", "llama", dtype="q8_0")
+    model.model.norm.weight.data[0] = 1e5
+    with pytest.raises(ValueError, match="model.norm.weight holds values too large for torch.float16"):
+        export(model, tmp_path / "out", "llama", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+TEXT = "The river 河流 walks, 12345 steps <|im_start|>user\n你好  world<|im_end|><think>'s"
+
+
+@pytest.fixture(scope="module")
+def with_vocabulary():
+    """A model of each GGUF architecture, as large as the published tokenizers."""
+
+    def build(**overrides) -> MiniMindForCausalLM:
+        torch.manual_seed(0)
+        config = MiniMindConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+            **overrides,
+        )  # fmt: skip
+        return MiniMindForCausalLM(config).eval()
+
+    return build
+
+
+@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours"])
+def test_gguf_carries_the_tokenizer(tokenizer_name, with_vocabulary, tmp_path):
+    if tokenizer_name == "ours":
+        tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
+    else:
+        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name)
+    export(with_vocabulary(), tmp_path / "out", "gguf", tokenizer=tokenizer)
+    read = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file=FILE_NAME)
+    assert read(TEXT, add_special_tokens=False).input_ids == tokenizer(TEXT).input_ids
+    chat = [{"role": "user", "content": "hello"}]
+    assert read.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
+    reader = gguf.GGUFReader(tmp_path / "out" / FILE_NAME)
+    assert reader.fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == 6400
+    ids = [reader.fields[f"tokenizer.ggml.{kind}_token_id"].contents() for kind in ("bos", "eos", "padding")]
+    assert ids == [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    types = reader.fields["tokenizer.ggml.token_type"].contents()
+    assert types[1] == gguf.TokenType.CONTROL and types[tokenizer("a").input_ids[0]] == gguf.TokenType.NORMAL
+    assert (types[-1] == gguf.TokenType.UNUSED) == (tokenizer_name == "ours")
+
+
+ARCHITECTURES = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "qwen3moe": {"qk_norm": True, "num_experts": 4},
+    "ernie4_5-moe": {"num_experts": 4, "num_shared_experts": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
+    model = with_vocabulary(**ARCHITECTURES[architecture])
+    report = export(model, tmp_path / "out", "gguf", dtype=dtype)
+    reader = gguf.GGUFReader(tmp_path / "out" / FILE_NAME)
+    assert reader.fields["general.architecture"].contents() == architecture
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    matrix = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}[dtype]
+    assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == matrix
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    assert "output.weight" not in types
+    if architecture == "ernie4_5-moe":
+        assert (report.max_weight_difference > 0) == (dtype != "float32")
+    elif dtype == "float32":
+        assert report.relative_difference <= 1e-5
+    else:
+        assert 1e-4 < report.relative_difference < 0.1
+    for name, tensor in read_gguf_tensors(tmp_path / "out" / FILE_NAME).items():
+        expected = dict(gguf_tensors(model))[name]
+        # Half a step: of the mantissa, or of a block of 32 (whose scale is rounded to float16 besides).
+        step = {"F32": 0.0, "F16": 2.0**-11, "BF16": 2.0**-8}.get(types[name])
+        bound = expected.abs() * step if step is not None else None
+        if types[name] == "Q8_0":
+            blocks = expected.reshape(-1, 32).abs().amax(dim=1, keepdim=True) / 127
+            bound = (blocks * 0.57).expand(-1, 32).reshape(expected.shape)
+        assert ((tensor - expected).abs() <= bound + 1e-7).all(), name
+
+
+def test_rows_that_q8_does_not_divide_are_f16(build_model, tmp_path):
+    export(build_model(intermediate_size=72), tmp_path / "out", "gguf", dtype="q8_0")
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / FILE_NAME).tensors}
+    assert types["blk.0.ffn_down.weight"] == "F16" and types["blk.0.ffn_up.weight"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": False}, "always normalises .*ernie4_5_moe"),
+        ({"hidden_act": "gelu"}, "this model has gelu"),
+        (GENERATIONS["yarn"], "yarn"),
+        ({"num_experts": 4, "qk_norm": True, "num_shared_experts": 1}, "shared experts"),
+    ],
+)
+def test_gguf_refuses_what_llama_cpp_would_compute_differently(overrides, message, build_model, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export(build_model(**overrides), tmp_path / "out", "gguf")
+
+
+def test_gguf_of_ernie_has_its_keys(build_model, tmp_path):
+    model = build_model(num_experts=4, num_shared_experts=2, moe_intermediate_size=48)
+    export(model, tmp_path / "out", "gguf")
+    fields = gguf.GGUFReader(tmp_path / "out" / FILE_NAME).fields
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 2, "expert_feed_forward_length": 48}
+    keys |= {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 0, "interleave_moe_layer_step": 1}
+    assert {key: fields[f"ernie4_5-moe.{key}"].contents() for key in keys} == keys
+    tensors = read_gguf_tensors(tmp_path / "out" / FILE_NAME)
+    experts = model.model.layers[1].mlp.experts
+    assert np.array_equal(tensors["blk.1.ffn_up_exps.weight"], experts.gate_up_proj[:, 48:].detach())
+    assert torch.equal(tensors["blk.1.attn_q.weight"], model.model.layers[1].self_attn.q_proj.weight)
