@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,24 @@ logger = logging.get_logger(__name__)
 def default_preset() -> str:
     """The preset that this machine can train in a sitting."""
     return "minimind2-small" if torch.cuda.is_available() else "tiny"
+
+
+def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> dict[str, Any]:
+    """
+    Config fields as they are typed: `name=value, name={key: value}`, the values in YAML. Raises `ValueError`, naming
+    `flag`, for what is not of that form, or neither a field of the config nor `also_known`.
+    """
+    try:
+        fields = yaml.safe_load("{" + text.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        fields = {text: None}
+    known = {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys()
+    for name, value in fields.items():
+        if value is None:
+            raise ValueError(f"{flag}: {name!r} is not of the form name=value.")
+        if name not in known and name not in also_known:
+            raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig.")
+    return fields
 
 
 @dataclass
@@ -63,21 +82,8 @@ class ModelArguments:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """
-        `config_overrides` as a dictionary: `name=value, name={key: value}`, the values in YAML. Raises `ValueError` for
-        what is not of that form, or not a field of the config.
-        """
-        try:
-            overrides = yaml.safe_load("{" + (self.config_overrides or "").replace("=", ": ") + "}")
-        except yaml.YAMLError:
-            overrides = {self.config_overrides: None}
-        known = {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys()
-        for name, value in overrides.items():
-            if value is None:
-                raise ValueError(f"--config_overrides: {name!r} is not of the form name=value.")
-            if name not in known:
-                raise ValueError(f"--config_overrides: {name!r} is not a field of MiniMindConfig.")
-        return overrides
+        """`config_overrides` as a dictionary; raises `ValueError` as [`parse_fields`] does."""
+        return parse_fields(self.config_overrides or "", flag="--config_overrides")
 
     def load_config(self, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
         """The config that these arguments ask for, with the special tokens of `tokenizer`."""
@@ -168,6 +174,14 @@ class LMTrainingArguments(TrainingArguments):
     fsdp_size: int = field(
         default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
     )
+    resume_from_hub: str | None = field(
+        default=None,
+        metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
+    )
+    hub_license: str = field(default="apache-2.0", metadata={"help": "Licence of what is pushed, in its model card."})
+    hub_language: list[str] | None = field(
+        default=None, metadata={"help": "Languages of the data, as ISO codes, in the model card."}
+    )
     # Unset means auto; declared as a plain bool so that a bare `--bf16` stays a flag.
     bf16: bool = field(
         default=cast(bool, None),
@@ -193,6 +207,8 @@ class LMTrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter is used."})
 
     def __post_init__(self):
+        self._hide_token()
+        self.launcher = _launcher()
         if self.accelerator_config is None:
             # Every rank reads a stream itself; the trainer fills up its last batch.
             self.accelerator_config = {"dispatch_batches": False}
@@ -241,6 +257,18 @@ class LMTrainingArguments(TrainingArguments):
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
         return f"{self.world_size} process(es) on {devices}, {precision}"
 
+    def _hide_token(self):
+        """Moves a token out of what a run logs and writes, to where the Hub's client looks for it."""
+        if not self.hub_token:
+            return
+        os.environ["HF_TOKEN"] = self.hub_token
+        sys.argv = [word.replace(self.hub_token, "<token>") for word in sys.argv]
+        self.hub_token = None
+        logger.warning(
+            "--hub_token stands in the process list of this machine and in the logs of some launchers: log in with "
+            "`hf auth login` or set HF_TOKEN instead."
+        )
+
     def _check_launch(self):
         """Meets mistakes in the launch command before any process group is set up."""
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -262,6 +290,15 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
+
+
+def _launcher() -> str:
+    """The program that started this process, by the variables that it leaves."""
+    if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
+        return "accelerate launch"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
 
 
 def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:

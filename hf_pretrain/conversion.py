@@ -121,6 +121,11 @@ FORMS = {
     "qwen3_moe": Form(has_experts=True, has_qk_norm=True),
     "ernie4_5_moe": Form(has_experts=True, half_split=False),
 }
+# Names in MiniMind's own configs for what ours says otherwise.
+UPSTREAM_FIELDS = frozenset(
+    ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
+    + ("inference_rope_scaling", "rope_scaling")
+)
 # Rotary tables and masks that some versions saved: computed, never read.
 _BUFFERS = re.compile(r"(pos_cis|freqs_cos|freqs_sin|rotary_emb\.inv_freq|attention\.mask)$")
 # YaRN as v3 (and v2 from 2025-12) computes it; upstream's code has these values, its config.json need not.
@@ -492,4 +497,14 @@ def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> 
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 
-__all__ = ["FORMS", "V3_YARN", "Form", "describe_form", "is_ours", "load_upstream", "to_half_split", "to_interleaved"]
+__all__ = [
+    "FORMS",
+    "UPSTREAM_FIELDS",
+    "V3_YARN",
+    "Form",
+    "describe_form",
+    "is_ours",
+    "load_upstream",
+    "to_half_split",
+    "to_interleaved",
+]

@@ -109,6 +109,7 @@ def format_report(
     metrics: dict[str, float],
     unigram: float | None,
     samples: list[tuple[str, str]],
+    push_report: str | None = None,
 ) -> str:
     """The lines that a training recipe prints at its end."""
     lines = ["", f"Checkpoint         {args.output_dir}"]
@@ -119,12 +120,17 @@ def format_report(
         lines.append(f"Bits per byte      {metrics['eval_bits_per_byte']:.4f}")
     lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
     lines.append(f"To go on           {continue_command(args)}")
+    if push_report is not None:
+        lines.append(f"Hub                {push_report}")
     return "\n".join(lines)
 
 
 def continue_command(args: LMTrainingArguments) -> str:
     """The command that trains on from a run's end, with its other arguments, into a directory beside it."""
-    replaced = ("--output_dir", "--model_name_or_path", "--local_rank", "--config", "--resume_from_checkpoint")
+    replaced = (
+        *("--output_dir", "--model_name_or_path", "--local_rank", "--config"),
+        *("--resume_from_checkpoint", "--resume_from_hub", "--hub_token"),
+    )
     words, skip = [], False
     for word in sys.argv:
         name = word.split("=")[0]

@@ -99,6 +99,17 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
         ) from error
 
 
+def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer beside weights: in their directory, in that of a file of them, or on the Hub; `None` without one."""
+    directory = Path(path).parent if Path(path).is_file() else Path(path)
+    if directory.is_dir() and not (directory / "tokenizer.json").is_file():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), use_fast=True)
+    except (OSError, ValueError):
+        return None
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name: str) -> None:
     """
     Makes sure that a model can embed every id that a tokenizer gives.

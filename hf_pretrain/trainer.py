@@ -18,13 +18,14 @@ from typing import Any
 import datasets
 import torch
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from .callbacks import TrainingProgressCallback
 from .data.filling import FILLER_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
+from .hub import HubPushMixin
 from .loss import find_documents, prediction_weights
 from .modeling_minimind import MiniMindForCausalLM
 from .optimizers import complete_schedule_kwargs
@@ -34,7 +35,7 @@ from .tokenization import token_byte_lengths
 logger = logging.get_logger(__name__)
 
 
-class MaskedLossTrainer(Trainer):
+class MaskedLossTrainer(HubPushMixin):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
     -100 and for a float `loss_mask` beside them. It logs `ce_loss`, `aux_loss` and `tokens_per_second` besides, and

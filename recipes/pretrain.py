@@ -22,11 +22,14 @@ from hf_pretrain.checkpointing import checkpoint_to_resume
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.hub import pull_checkpoint
+from hf_pretrain.model_card import CURVE_NAME, RunFacts
 from hf_pretrain.reporting import format_report, plot_loss_curve, sample_continuations, unigram_loss
 from hf_pretrain.tokenization import load_or_train_tokenizer
 
 
 def main(model_args: ModelArguments, data_args: DataArguments, training_args: LMTrainingArguments):
+    pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
     output_dir = Path(training_args.output_dir)
@@ -77,6 +80,12 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
+        run_facts=RunFacts(
+            stage="pretraining",
+            datasets=data_args.dataset_name,
+            data=[f"Training: {packing_report}"] if packing_report is not None else ["Training: streamed"],
+            base_model=model_args.model_name_or_path,
+        ),
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
@@ -88,9 +97,17 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
         samples = sample_continuations(trainer.model, tokenizer, eval_rows)
         if not data_args.streaming:
             unigram = unigram_loss(train_rows, eval_rows, vocab_size=len(tokenizer))
+    trainer.run_facts.unigram_loss = unigram
     if is_main:
-        plot_loss_curve(trainer.state.log_history, output_dir / "loss_curve.png", unigram=unigram)
-        print(format_report(training_args, metrics=metrics, unigram=unigram, samples=samples))
+        plot_loss_curve(trainer.state.log_history, output_dir / CURVE_NAME, unigram=unigram)
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
+    if is_main:
+        print(
+            format_report(
+                training_args, metrics=metrics, unigram=unigram, samples=samples, push_report=trainer.push_report
+            )
+        )
 
 
 if __name__ == "__main__":

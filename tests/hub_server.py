@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
@@ -39,6 +39,10 @@ class Response(NamedTuple):
     body: bytes = b""
     status: int = 200
     headers: dict[str, str] = {}
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content).encode(), status, {"Content-Type": "application/json", **(headers or {})})
 
 
 class HubError(Exception):
@@ -68,10 +72,32 @@ def describe_file(path: str, content: bytes) -> dict[str, Any]:
     return {"type": "file", "path": path, "size": len(content), "oid": git_oid("blob", pointer), "lfs": lfs}
 
 
+def describe_tree(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    """The entries of all files, and of the directories that they are in, by path."""
+    entries = {path: describe_file(path, content) for path, content in files.items()}
+    for path in files:
+        for parent in map(str, list(PurePosixPath(path).parents)[:-1]):
+            entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": git_oid("tree", parent.encode())}
+    return dict(sorted(entries.items()))
+
+
 def is_ignored(path: str, gitignore: str) -> bool:
     patterns = [line.strip().strip("/") for line in gitignore.splitlines() if line.strip() and line[0] != "#"]
     names = [path, *PurePosixPath(path).parts, *map(str, PurePosixPath(path).parents)]
     return any(fnmatch(name, pattern) for name in names for pattern in patterns)
+
+
+def decoded_texts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, str):
+        yield value.encode()
+    elif isinstance(value, list):
+        for item in value:
+            yield from decoded_texts(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from decoded_texts(item)
+            if key == "sample" or (key == "content" and value.get("encoding") == "base64"):
+                yield base64.b64decode(item)
 
 
 @dataclass
@@ -100,14 +126,16 @@ class Repo:
         """The files at the head, by path."""
         return self.snapshots[self.sha]
 
-    def resolve(self, revision: str) -> str:
+    def resolve(self, revision: str) -> tuple[str, dict[str, bytes]]:
+        """The sha of a revision, and its files."""
         sha = self.sha if revision == "main" else revision
         if sha not in self.snapshots:
             raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return sha
+        return sha, self.snapshots[sha]
 
     def commit(self, message: str, files: dict[str, bytes]) -> str:
-        sha = hashlib.sha1(repr((self.commits, message, sorted(files))).encode()).hexdigest()
+        oids = {path: git_oid("blob", content) for path, content in files.items()}
+        sha = hashlib.sha1(repr((self.commits, message, oids)).encode()).hexdigest()
         self.commits.append((sha, message))
         self.snapshots[sha] = files
         return sha
@@ -133,24 +161,14 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def handle_request(self):
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            chunks = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                chunks.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            body = b"".join(chunks)
-        else:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name.lower(): value for name, value in self.headers.items()}
         response = self.server.hub.answer(Request(self.command, self.path, headers, body))
         self.send_response(response.status)
+        self.send_header("Content-Length", str(len(response.body)))
         # No connection outlives the server.
-        for name, value in {
-            "Content-Length": str(len(response.body)),
-            "Connection": "close",
-            **response.headers,
-        }.items():
+        self.send_header("Connection", "close")
+        for name, value in response.headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -215,7 +233,7 @@ class HubServer:
             lines = [f"{name}: {value}" for name, value in headers.items() if name != "authorization"]
             parts += ["\n".join([f"{method} {path}", *lines, unquote(path)]).encode(), body]
             if "json" in headers.get("content-type", ""):
-                parts += [text for line in body.splitlines() for text in _decoded_texts(json.loads(line))]
+                parts += [text for line in body.splitlines() for text in decoded_texts(json.loads(line))]
         return b"\n".join(parts)
 
     def answer(self, request: Request) -> Response:
@@ -231,10 +249,10 @@ class HubServer:
                 if match := pattern.fullmatch(target):
                     with self._lock:
                         result = function(self, request, **match.groupdict())
-                    return result if isinstance(result, Response) else _json_response(result)
+                    return result if isinstance(result, Response) else json_response(result)
             raise HubError(404, f"No such route: {target}")
         except HubError as error:
-            return _json_response({"error": str(error)}, error.status, error.headers)
+            return json_response({"error": str(error)}, error.status, error.headers)
 
     def _open(self, request: Request, repo_id: str, write: bool = False) -> Repo:
         repo = self.repos.get(repo_id)
@@ -251,8 +269,8 @@ class HubServer:
     @route("GET /api/whoami-v2")
     def _whoami(self, request: Request) -> dict[str, Any]:
         self._require_token(request)
-        auth = {"type": "access_token", "accessToken": {"displayName": "token", "role": "write"}}
-        return {"type": "user", "id": USER, "name": USER, "fullname": USER, "orgs": [], "auth": auth}
+        auth = {"accessToken": {"displayName": "token", "role": "write"}}
+        return {"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": auth}
 
     @route("POST /api/validate-yaml")
     def _validate_yaml(self, request: Request) -> Any:
@@ -260,7 +278,7 @@ class HubServer:
         try:
             yaml.safe_load(header[1] if header else "")
         except yaml.YAMLError as error:
-            return _json_response({"errors": [{"message": str(error)}], "warnings": []}, 400)
+            return json_response({"errors": [{"message": str(error)}], "warnings": []}, 400)
         return {"errors": [], "warnings": []}
 
     @route("POST /api/repos/create")
@@ -271,15 +289,14 @@ class HubServer:
         answer = {"url": f"{self.endpoint}/{repo_id}", "name": repo_id, "id": repo_id}
         if repo_id in self.repos:
             message = "You already created this model repo"
-            return _json_response(answer | {"error": message}, 409, {"X-Error-Message": message})
+            return json_response(answer | {"error": message}, 409, {"X-Error-Message": message})
         self.repos[repo_id] = Repo(private=payload.get("visibility") == "private")
         self.repos[repo_id].commit("initial commit", {".gitattributes": GITATTRIBUTES})
         return answer
 
     @route("POST /api/models/{repo}/preupload/{rev}")
     def _preupload(self, request: Request, repo_id: str, revision: str) -> dict[str, Any]:
-        repo = self._open(request, repo_id, write=True)
-        files = repo.snapshots[repo.resolve(revision)]
+        _, files = self._open(request, repo_id, write=True).resolve(revision)
         payload = json.loads(request.body)
         gitignore = payload.get("gitIgnore") or files.get(".gitignore", b"").decode()
         answers = []
@@ -321,7 +338,7 @@ class HubServer:
     @route("POST /api/models/{repo}/commit/{rev}")
     def _commit(self, request: Request, repo_id: str, revision: str) -> dict[str, Any]:
         repo = self._open(request, repo_id, write=True)
-        if revision != "main" or "create_pr" in request.path:
+        if revision != "main" or "create_pr=" in request.path:
             raise HubError(400, "Only commits to main are served")
         header, *operations = map(json.loads, request.body.splitlines())
         if header["value"].get("parentCommit", repo.sha) != repo.sha:
@@ -349,31 +366,26 @@ class HubServer:
     @route("GET /api/models/{repo}(/revision/{rev})?")
     def _model_info(self, request: Request, repo_id: str, revision: str | None) -> dict[str, Any]:
         repo = self._open(request, repo_id)
-        sha = repo.resolve(revision or "main")
-        entries = [describe_file(path, content) for path, content in sorted(repo.snapshots[sha].items())]
+        sha, files = repo.resolve(revision or "main")
+        entries = [describe_file(path, content) for path, content in sorted(files.items())]
         siblings = [{"rfilename": entry["path"]} for entry in entries]
-        if "blobs" in parse_qs(urlsplit(request.path).query):
-            details = [{"size": entry["size"], "blobId": entry["oid"], "lfs": entry.get("lfs")} for entry in entries]
-            siblings = [sibling | detail for sibling, detail in zip(siblings, details, strict=True)]
-        info = {"id": repo_id, "modelId": repo_id, "author": repo_id.split("/")[0], "sha": sha, "siblings": siblings}
-        flags = {"private": repo.private, "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []}
-        return {**info, **flags, "createdAt": DATE, "lastModified": DATE}
+        if "blobs=" in request.path:
+            for sibling, entry in zip(siblings, entries, strict=True):
+                sibling |= {"size": entry["size"], "blobId": entry["oid"], "lfs": entry.get("lfs")}
+        info = {"id": repo_id, "sha": sha, "private": repo.private, "gated": False, "tags": [], "siblings": siblings}
+        return {**info, "author": repo_id.split("/")[0], "createdAt": DATE, "lastModified": DATE}
 
     @route("GET /api/models/{repo}/tree/{rev}(/{path})?")
     def _tree(self, request: Request, repo_id: str, revision: str, path: str | None) -> list[dict[str, Any]]:
-        repo = self._open(request, repo_id)
-        tree = _tree_entries(repo.snapshots[repo.resolve(revision)])
+        tree = describe_tree(self._open(request, repo_id).resolve(revision)[1])
         if path is not None and tree.get(path, {}).get("type") != "directory":
             raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound")
-        recursive = parse_qs(urlsplit(request.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
-        root = PurePosixPath(path or "")
-        parents = {name: PurePosixPath(name).parents for name in tree}
-        return [tree[name] for name in tree if (root in parents[name] if recursive else root == parents[name][0])]
+        depth = None if re.search("recursive=(true|1)", request.path, re.IGNORECASE) else 1
+        return [tree[name] for name in tree if PurePosixPath(path or "") in PurePosixPath(name).parents[:depth]]
 
     @route("POST /api/models/{repo}/paths-info/{rev}")
     def _paths_info(self, request: Request, repo_id: str, revision: str) -> list[dict[str, Any]]:
-        repo = self._open(request, repo_id)
-        tree = _tree_entries(repo.snapshots[repo.resolve(revision)])
+        tree = describe_tree(self._open(request, repo_id).resolve(revision)[1])
         return [tree[path] for path in parse_qs(request.body.decode()).get("paths", []) if path in tree]
 
     @route("GET /api/models/{repo}/refs")
@@ -384,7 +396,7 @@ class HubServer:
     @route("GET /api/models/{repo}/commits/{rev}")
     def _commits(self, request: Request, repo_id: str, revision: str) -> list[dict[str, Any]]:
         repo = self._open(request, repo_id)
-        end = list(repo.snapshots).index(repo.resolve(revision)) + 1
+        end = list(repo.snapshots).index(repo.resolve(revision)[0]) + 1
         common = {"date": DATE, "authors": [{"user": USER}]}
         return [
             {"id": sha, "title": message.partition("\n")[0], "message": message.partition("\n\n")[2], **common}
@@ -393,14 +405,12 @@ class HubServer:
 
     @route("(GET|HEAD) /{repo}/resolve/{rev}/{path}")
     def _resolve(self, request: Request, repo_id: str, revision: str, path: str) -> Response:
-        repo = self._open(request, repo_id)
-        sha = repo.resolve(revision)
-        content = repo.snapshots[sha].get(path)
-        if content is None:
+        sha, files = self._open(request, repo_id).resolve(revision)
+        if path not in files:
             raise HubError(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": sha})
+        content = files[path]
         entry = describe_file(path, content)
         headers = {"X-Repo-Commit": sha, "ETag": f'"{entry["oid"]}"', "Accept-Ranges": "bytes"}
-        headers["Content-Disposition"] = f"inline; filename*=UTF-8''{quote(path)}"
         if "lfs" in entry:
             headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(len(content))}
         if bounds := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", "")):
@@ -408,29 +418,3 @@ class HubServer:
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             return Response(content[start : end + 1], 206, headers)
         return Response(content, 200, headers)
-
-
-def _json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(content).encode(), status, {"Content-Type": "application/json", **(headers or {})})
-
-
-def _decoded_texts(value: Any) -> Iterator[bytes]:
-    if isinstance(value, str):
-        yield value.encode()
-    elif isinstance(value, list):
-        for item in value:
-            yield from _decoded_texts(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _decoded_texts(item)
-            if key == "sample" or (key == "content" and value.get("encoding") == "base64"):
-                yield base64.b64decode(item)
-
-
-def _tree_entries(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
-    """The entries of all files, and of the directories that they are in, by path."""
-    entries = {path: describe_file(path, content) for path, content in files.items()}
-    for path in files:
-        for parent in map(str, list(PurePosixPath(path).parents)[:-1]):
-            entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": git_oid("tree", parent.encode())}
-    return dict(sorted(entries.items()))

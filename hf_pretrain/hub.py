@@ -1,0 +1,306 @@
+"""
+The Hub: what a run pushes, how it goes on from what was pushed, and what never leaves the machine.
+
+[`HubPushMixin`] gives any `Trainer` the meaning of `--push_to_hub`, `--hub_model_id`, `--hub_strategy` and
+`--hub_private_repo`:
+
+| `--hub_strategy` | what is pushed |
+|---|---|
+| `end` | the model at the end |
+| `every_save` (default) | the model at each checkpoint, and at the end |
+| `checkpoint` | the same, and the newest checkpoint whole as `last-checkpoint/` |
+| `all_checkpoints` | the same, and every checkpoint whole as `checkpoint-N/` |
+
+Each push is one commit, made beside the training from hard links, so that rotation cannot take the files away. A push
+that fails is reported and loses nothing.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import HubStrategy, get_last_checkpoint
+from transformers.utils import logging
+
+from .arguments import LMTrainingArguments
+from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
+
+
+logger = logging.get_logger(__name__)
+
+# Of the files of a run, these and no others: rejected lines, logs and optimizers stay here.
+PUBLISHED = ["*.safetensors", "*.json", "*.jinja", "*.py", "merges.txt", "*.model", CARD_NAME, CURVE_NAME]
+# Trainer pickles its arguments into this file. A checkpoint of another program may have it.
+_NEVER = "training_args.bin"
+_CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAINER_STATE_NAME))
+
+
+def create_repository(repo_id: str, *, private: bool | None = None) -> str:
+    """The full id of a model repository on the Hub, created if need be; `ValueError` with the reason if refused."""
+    try:
+        return HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id
+    except Exception as error:  # Whatever the network and the server come up with.
+        raise ValueError(
+            f"The Hub does not give the repository {repo_id}: {_describe(error)}. Log in with `hf auth login` or set "
+            "HF_TOKEN (with write permission)."
+        ) from error
+
+
+def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload") -> str:
+    """
+    Pushes the published files of a directory in one commit, and returns the URL of the repository.
+
+    Raises:
+        `ValueError`: if the push fails, with the reason and the command that tries again.
+    """
+    api = HfApi()
+    try:
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=message,
+            allow_patterns=[*PUBLISHED, "*.gguf", "*.pth"],
+            ignore_patterns="*/*",
+        )
+    except Exception as error:  # Whatever the network and the server come up with.
+        raise ValueError(
+            f"The push to {repo_id} failed: {_describe(error)}. The files are in {folder}; push them with "
+            f"`hf upload {repo_id} {folder}`."
+        ) from error
+    return f"{api.endpoint}/{repo_id}"
+
+
+def pull_checkpoint(args: LMTrainingArguments) -> None:
+    """
+    Makes `--resume_from_hub ID` a local checkpoint: downloads the newest one that was pushed into `output_dir`, and
+    points `resume_from_checkpoint` at it. A local checkpoint that is as new is taken instead.
+
+    Raises:
+        `ValueError`: if the repository cannot be read or holds no checkpoint.
+    """
+    repo_id = args.resume_from_hub
+    if repo_id is None:
+        return
+    output_dir = Path(args.output_dir)
+    with args.main_process_first(desc="downloading the checkpoint"):
+        try:
+            folder, step = _newest_pushed(repo_id, args.hub_revision)
+            local = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+            if local is None or int(local.rpartition("-")[2]) < step:
+                local = str(output_dir / f"checkpoint-{step}")
+                _download(repo_id, folder, Path(local), args.hub_revision)
+        except OSError as error:
+            raise ValueError(f"--resume_from_hub {repo_id}: {_describe(error)}") from error
+    logger.warning(f"Resuming from {local} ({repo_id} has step {step}).")
+    args.resume_from_checkpoint = local
+
+
+def _newest_pushed(repo_id: str, revision: str | None) -> tuple[str, int]:
+    """Folder and step of the newest checkpoint in a repository."""
+    found = []
+    for path in HfApi().list_repo_files(repo_id, revision=revision):
+        match = _CHECKPOINT.fullmatch(path)
+        if match:
+            state = Path(hf_hub_download(repo_id, path, revision=revision))
+            found.append((json.loads(state.read_text(encoding="utf-8"))["global_step"], match[1]))
+    if not found:
+        raise ValueError(
+            f"--resume_from_hub {repo_id}: the repository holds no checkpoint; it was not pushed with --hub_strategy "
+            f"checkpoint. Train on from its weights with --model_name_or_path {repo_id}."
+        )
+    step, folder = max(found)
+    return folder, step
+
+
+def _download(repo_id: str, folder: str, target: Path, revision: str | None):
+    """Downloads beside `target` and renames, so that a download that breaks off leaves no half checkpoint."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".hub-", dir=target.parent) as scratch:
+        snapshot_download(repo_id, allow_patterns=f"{folder}/*", revision=revision, local_dir=scratch)
+        os.rename(Path(scratch) / folder, target)
+
+
+def _describe(error: BaseException) -> str:
+    """One line of an error, without the token in it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    token = get_token()
+    return text.replace(token, "<token>") if token else text
+
+
+def _link(source: str | Path, target: str | Path):
+    """A hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+class HubPushMixin(Trainer):
+    """
+    Trainer's pushing, without what it pickles, and with its errors reported instead of raised or lost.
+
+    Args:
+        run_facts ([`~model_card.RunFacts`], *optional*): what the model card says of the data.
+    """
+
+    def __init__(self, *args, run_facts: RunFacts | None = None, **kwargs):
+        self.run_facts = run_facts or RunFacts()
+        self._pushes: list[Future] = []
+        # Of the pushes during the run, and of the one at its end.
+        self._push_errors: list[str] = []
+        self._final_error: str | None = None
+        super().__init__(*args, **kwargs)
+
+    @cached_property
+    def _hub(self) -> HfApi:
+        return HfApi(token=self.args.hub_token)
+
+    @property
+    def push_report(self) -> str | None:
+        """How the last push went, for the end of a run; `None` where nothing was to be pushed."""
+        if not self.args.push_to_hub:
+            return None
+        if self._final_error is not None:
+            return (
+                f"FAILED: {self._final_error}. The run is complete in {self.args.output_dir}; push it with `hf upload "
+                f"{self.hub_model_id} {self.args.output_dir} --exclude 'checkpoint-*' '*.jsonl' 'runs/*'`."
+            )
+        earlier = len(self._push_errors)
+        failed = f" ({earlier} pushes during the run failed: {self._push_errors[-1]})" if earlier else ""
+        return f"{self._hub.endpoint}/{self.hub_model_id}{failed}"
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Creates the repository before training starts; raises `ValueError` where the Hub refuses."""
+        if self.is_world_process_zero():
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            private = self.args.hub_private_repo if private is None else private
+            try:
+                self.hub_model_id = self._hub.create_repo(name, token=token, private=private, exist_ok=True).repo_id
+            except Exception as error:  # Whatever the network and the server come up with.
+                raise ValueError(
+                    f"--push_to_hub: the Hub at {self._hub.endpoint} does not give the repository {name}: "
+                    f"{_describe(error)}. Nothing was trained yet. Log in with `hf auth login` or set HF_TOKEN (with "
+                    "write permission), or leave --push_to_hub out."
+                ) from error
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves; pushing is `push_to_hub`'s."""
+        super().save_model(output_dir, _internal_call=True)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Weights, config, code and tokenizer. Trainer would pickle its arguments beside them."""
+        if not self.args.should_save and not self.is_distributed_loading_by_transformers:
+            return
+        output_dir = output_dir or self.args.output_dir
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model.save_pretrained(output_dir, state_dict=state_dict, is_main_process=self.args.should_save)
+        if self.args.should_save and self.processing_class is not None:
+            self.processing_class.save_pretrained(output_dir)
+
+    def create_model_card(self, **kwargs: Any) -> None:
+        """Writes the card of what was measured so far to `output_dir`; Trainer's own where the arguments are plain."""
+        if not isinstance(self.args, LMTrainingArguments):
+            super().create_model_card(**kwargs)
+            return
+        if not self.is_world_process_zero():
+            return
+        card = format_run_card(
+            self.accelerator.unwrap_model(self.model),
+            self.args,
+            self.state,
+            self.run_facts,
+            repo_id=self.hub_model_id or Path(self.args.output_dir).name,
+            sharding=self._describe_sharding(),
+            has_curve=Path(self.args.output_dir, CURVE_NAME).is_file(),
+        )
+        Path(self.args.output_dir, CARD_NAME).write_text(card, encoding="utf-8")
+
+    def _describe_sharding(self) -> str:
+        if self.is_deepspeed_enabled:
+            return f"DeepSpeed ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage}"
+        if self.is_fsdp_enabled or self.is_distributed_loading_by_transformers:
+            return "FSDP2"
+        return "DDP" if self.args.world_size > 1 else "one process"
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes a checkpoint that was just saved, in the background."""
+        # The other ranks write their shards into it too.
+        self.accelerator.wait_for_everyone()
+        strategy = HubStrategy(self.args.hub_strategy)
+        if not self.is_world_process_zero() or strategy == HubStrategy.END:
+            return
+        if not self.args.hub_always_push and any(not push.done() for push in self._pushes):
+            logger.warning(f"{checkpoint_folder} is not pushed: the one before it is still under way.")
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.create_model_card()
+        checkpoint = Path(checkpoint_folder)
+        staging = Path(tempfile.mkdtemp(prefix=".hub-", dir=self.args.output_dir))
+        for path in (*checkpoint.iterdir(), Path(self.args.output_dir, CARD_NAME)):
+            if path.is_file() and any(path.match(pattern) for pattern in PUBLISHED):
+                _link(path, staging / path.name)
+        whole = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}.get(strategy)
+        if whole is not None:
+            ignore = shutil.ignore_patterns(_NEVER)
+            shutil.copytree(checkpoint, staging / whole, copy_function=_link, ignore=ignore)
+        message = f"Step {self.state.global_step}"
+        self._pushes.append(self._hub.run_as_future(self._upload, staging, message, whole))
+
+    def _upload(self, staging: Path, message: str, whole: str | None):
+        """One commit of all that was staged, in place of the older `whole`."""
+        try:
+            self._hub.upload_folder(
+                repo_id=self.hub_model_id,
+                folder_path=staging,
+                commit_message=message,
+                revision=self.args.hub_revision,
+                delete_patterns=f"{whole}/*" if whole else None,
+            )
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _finish_current_push(self) -> None:
+        """Waits for the pushes under way, and keeps what went wrong."""
+        for push in self._pushes:
+            error = push.exception()
+            if error is not None:
+                self._push_errors.append(_describe(error))
+                logger.warning(f"A push to {self.hub_model_id} failed: {self._push_errors[-1]}")
+        self._pushes = []
+
+    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> None:
+        """
+        Saves, and pushes the model and its card from `output_dir`; all ranks call it. A failure is in `push_report`.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo()
+        self.save_model()
+        if not self.is_world_process_zero():
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.create_model_card()
+        self._finish_current_push()
+        try:
+            self._hub.upload_folder(
+                repo_id=self.hub_model_id,
+                folder_path=self.args.output_dir,
+                commit_message=commit_message,
+                revision=self.args.hub_revision,
+                allow_patterns=PUBLISHED,
+                ignore_patterns="*/*",
+            )
+        except Exception as error:  # Whatever it is: the run is saved, and must end well.
+            self._final_error = _describe(error)
+            logger.warning(f"The push to {self.hub_model_id} failed: {self._final_error}")
+
+
+__all__ = ["PUBLISHED", "HubPushMixin", "create_repository", "pull_checkpoint", "push_folder"]

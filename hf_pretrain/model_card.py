@@ -1,0 +1,275 @@
+"""
+The model card of a run or of a conversion: metadata for the Hub, and what was measured, said once.
+
+Everything in a card comes from the config, the arguments, the trainer's log and the counts of the data; what a run did
+not measure has no line.
+"""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCardData
+from transformers import PreTrainedModel, TrainerState
+from transformers.trainer_pt_utils import get_model_param_count
+
+from .arguments import LMTrainingArguments
+from .configuration_minimind import MiniMindConfig
+from .data.corpora import LANGUAGES
+from .exporting import misfit
+from .gguf_format import FILE_NAME, gguf_form
+
+
+CARD_NAME = "README.md"
+CURVE_NAME = "loss_curve.png"
+TAGS = ["minimind", "hf_pretrain"]
+
+
+@dataclass
+class RunFacts:
+    """
+    What a recipe knows of its run and the trainer does not.
+
+    Args:
+        stage (`str`): what was done, such as `pretraining`.
+        datasets (`list[str]`): as they were named on the command line.
+        data (`list[str]`): sentences with the counts of documents, tokens and rows.
+        base_model (`str`, *optional*): what the run started from; a Hub id goes into the card.
+        unigram_loss (`float`, *optional*): of a unigram model on the same held-out tokens, in nats per token.
+    """
+
+    stage: str = "training"
+    datasets: list[str] = field(default_factory=list)
+    data: list[str] = field(default_factory=list)
+    base_model: str | None = None
+    unigram_loss: float | None = None
+
+    @property
+    def public_datasets(self) -> list[str]:
+        """Names without the directories of this machine."""
+        return [Path(name).name if _is_local(name) else name for name in self.datasets]
+
+    @property
+    def languages(self) -> list[str] | None:
+        """Of the embedded corpora; nobody knows those of a user's files."""
+        return LANGUAGES if any(name.split(":")[0] == "embedded" for name in self.datasets) else None
+
+    @property
+    def hub_datasets(self) -> list[str]:
+        names = [name for name in self.datasets if not _is_local(name) and not name.startswith("embedded")]
+        return [name.split("@")[0].split(":")[0] for name in names]
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).exists() or any(mark in name for mark in "*?[") or Path(name).is_absolute()
+
+
+def format_run_card(
+    model: PreTrainedModel,
+    args: LMTrainingArguments,
+    state: TrainerState,
+    facts: RunFacts,
+    *,
+    repo_id: str,
+    sharding: str,
+    has_curve: bool,
+) -> str:
+    """The card of a training run, from what it measured up to now."""
+    evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
+    measured = {
+        "held-out loss (nats per token)": "eval_loss",
+        "held-out perplexity": "eval_perplexity",
+        "held-out bits per byte": "eval_bits_per_byte",
+    }
+    results = {name: evaluations[-1][key] for name, key in measured.items() if evaluations and key in evaluations[-1]}
+    rows = [(name, f"{value:.4f}") for name, value in results.items()]
+    if facts.unigram_loss is not None:
+        rows.append(("the same of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
+    data_name = ", ".join(facts.public_datasets) or "unnamed"
+    metadata = ModelCardData(
+        language=args.hub_language or facts.languages,
+        license=args.hub_license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=TAGS,
+        datasets=facts.hub_datasets or None,
+        base_model=facts.base_model if facts.base_model and not _is_local(facts.base_model) else None,
+        model_name=repo_id.split("/")[-1],
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=(facts.hub_datasets or ["custom"])[0],
+                dataset_name=f"{data_name} (held out)",
+                metric_type=name.split(" (")[0].removeprefix("held-out ").replace(" ", "_"),
+                metric_name=name,
+                metric_value=round(value, 6),
+            )
+            for name, value in results.items()
+        ]
+        or None,
+    )
+    sections = [
+        _front(metadata, repo_id, f"{facts.stage.capitalize()} ended at step {state.global_step:,} of {state.max_steps:,}."),
+        _table(rows) if results else "",
+        "## Architecture\n\n" + _table(architecture_rows(model)),
+        "## Data\n\n" + "\n".join(f"- {line}" for line in [f"Datasets: {data_name}", *facts.data]),
+        "## Training\n\n" + (f"![Loss over tokens]({CURVE_NAME})\n\n" if has_curve else "")
+        + _table(_training_rows(args, state, sharding)),
+        _usage(repo_id, model.config),
+        f"## Continue\n\n```bash\n{_continue(args, repo_id)}\n```",
+    ]  # fmt: skip
+    return _join(sections)
+
+
+def format_conversion_card(
+    model: PreTrainedModel, *, repo_id: str, source: str, form: str, report: str, license: str | None
+) -> str:
+    """The card of a checkpoint converted to `form`: where it comes from, and how far the conversion is from it."""
+    metadata = ModelCardData(
+        license=license,
+        library_name="gguf" if form == "gguf" else "transformers",
+        pipeline_tag="text-generation",
+        tags=TAGS,
+        base_model=source if source.count("/") == 1 and not _is_local(source) else None,
+    )
+    public_source = Path(source).name if _is_local(source) else source
+    sections = [
+        _front(metadata, repo_id, f"Converted from `{public_source}`."),
+        f"## Conversion\n\n{report}.",
+        "## Architecture\n\n" + _table(architecture_rows(model)),
+        _usage(repo_id, model.config, form=form),
+    ]
+    return _join(sections)
+
+
+def _join(sections: list[str]) -> str:
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front(metadata: ModelCardData, repo_id: str, sentence: str) -> str:
+    return (
+        f"---\n{metadata.to_yaml().strip()}\n---\n\n# {repo_id.split('/')[-1]}\n\nA language model of the "
+        f"[MiniMind](https://github.com/jingyaogong/minimind) architecture, made with hf_pretrain. {sentence}"
+    )
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Sizes of a MiniMind model as pairs of name and value."""
+    config: MiniMindConfig = model.config
+    # Whole ones, also where ZeRO-3 has taken them apart.
+    parameters = get_model_param_count(model)
+    rows = [("parameters", f"{parameters:,}")]
+    if config.num_experts:
+        expert = 3 * config.hidden_size * config.moe_intermediate_size
+        idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
+        rows.append(("parameters active for a token", f"{parameters - idle:,}"))
+    rows += [
+        ("layers", str(config.num_hidden_layers)),
+        ("width", str(config.hidden_size)),
+        ("query / key-value heads", f"{config.num_attention_heads} / {config.num_key_value_heads}"),
+        ("head width", f"{config.head_dim}{', q/k norms' if config.qk_norm else ''}"),
+    ]
+    if config.num_experts:
+        normalised = "normalised" if config.norm_topk_prob else "not normalised"
+        rows += [
+            ("experts", f"{config.num_experts} of width {config.moe_intermediate_size}"),
+            ("experts a token is sent to", f"{config.num_experts_per_tok}, {normalised}"),
+            ("shared experts", str(config.num_shared_experts)),
+            ("router loss coefficient", f"{config.router_aux_loss_coef:g} ({config.router_aux_loss_level} level)"),
+        ]
+    else:
+        rows.append(("feed-forward width", str(config.intermediate_size)))
+    rope = config.rope_parameters
+    return rows + [
+        ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', head apart'}"),
+        ("positions", f"{config.max_position_embeddings:,}, rotary base {rope['rope_theta']:g} ({rope['rope_type']})"),
+    ]
+
+
+def _training_rows(args: LMTrainingArguments, state: TrainerState, sharding: str) -> list[tuple[str, str]]:
+    rows_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    rows = [
+        ("tokens seen", f"{state.num_input_tokens_seen:,}"),
+        ("optimizer steps", f"{state.global_step:,}"),
+        (
+            "rows a step",
+            f"{rows_a_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x "
+            f"{args.world_size} processes)",
+        ),
+        ("learning rate", f"{args.learning_rate:g}, {schedule} {args.lr_scheduler_kwargs or ''}".strip()),
+        ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),
+        (
+            "optimizer",
+            f"{getattr(args.optim, 'value', args.optim)}, betas ({args.adam_beta1:g}, {args.adam_beta2:g}), weight decay "
+            f"{args.weight_decay:g}, gradients clipped at {args.max_grad_norm:g}",
+        ),
+        ("seed", str(args.seed)),
+        ("launcher", f"{args.launcher}, {sharding}"),
+        ("hardware", f"{args.launch_description}{f' ({_cpu_name()})' if args.device.type == 'cpu' else ''}"),
+    ]
+    seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
+    if seconds:
+        rows.append(("duration of the last launch", f"{seconds[-1] / 60:,.1f} minutes"))
+    packages = [("torch", torch.__version__), ("transformers", transformers.__version__)]
+    packages.append(("hf_pretrain", importlib.metadata.version("hf_pretrain")))
+    return rows + [("versions", ", ".join(f"{name} {version}" for name, version in packages))]
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _usage(repo_id: str, config: MiniMindConfig, *, form: str = "minimind") -> str:
+    """How to load and to serve what is in `form`."""
+    if form == "gguf":
+        return f"## Serve\n\n```bash\nllama-cli -hf {repo_id}\n```"
+    if form == "upstream":
+        load = f'from hf_pretrain.conversion import load_upstream\n\nmodel = load_upstream("{repo_id}")'
+        return f"## Load\n\nMiniMind's own scripts read `minimind.pth`; so does\n\n```python\n{load}\n```"
+    trust = ", trust_remote_code=True" if form == "minimind" else ""
+    load = f"""\
+## Load
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})
+```"""
+    if form != "minimind":
+        return f"{load}\n\n## Serve\n\n```bash\nvllm serve {repo_id}\n```"
+    stock = gguf_form(config)
+    if misfit(config, stock) is not None:
+        return load
+    return f"""{load}
+
+## Serve
+
+With hf_pretrain's `recipes/convert.py`, for vLLM and for llama.cpp:
+
+```bash
+python recipes/convert.py --from {repo_id} --to out/served --format {stock} && vllm serve out/served
+python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-cli -m out/gguf/{FILE_NAME}
+```"""
+
+
+def _continue(args: LMTrainingArguments, repo_id: str) -> str:
+    if getattr(args.hub_strategy, "value", args.hub_strategy) in ("checkpoint", "all_checkpoints"):
+        return f"python recipes/pretrain.py --resume_from_hub {repo_id}   # with the flags of this run"
+    return f"python recipes/pretrain.py --model_name_or_path {repo_id}"
+
+
+__all__ = ["CARD_NAME", "CURVE_NAME", "RunFacts", "architecture_rows", "format_conversion_card", "format_run_card"]

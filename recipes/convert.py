@@ -1,0 +1,66 @@
+"""
+Converts checkpoints: MiniMind weights of any generation in, six forms out.
+
+    python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer path/of/v2 --to out/mine
+    python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
+    python recipes/convert.py --from out/pretrain --to out/llama --format llama --dtype bfloat16
+    python recipes/convert.py --from out/pretrain --to out/gguf --format gguf --dtype q8_0
+    python recipes/convert.py --from out/pretrain --to out/upstream --format upstream --generation v2
+    python recipes/convert.py --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
+
+What is written is read back by the program that it is for, and the largest difference of its logits from the source's
+is printed and stands in the model card.
+"""
+
+import argparse
+from pathlib import Path
+
+from hf_pretrain.arguments import parse_fields
+from hf_pretrain.conversion import UPSTREAM_FIELDS, load_upstream
+from hf_pretrain.exporting import EXPORT_FORMS, GGUF_TYPES, export
+from hf_pretrain.hub import create_repository, push_folder
+from hf_pretrain.model_card import CARD_NAME, format_conversion_card
+from hf_pretrain.tokenization import find_tokenizer, load_tokenizer
+
+
+def main(args: argparse.Namespace) -> None:
+    repo_id = args.hub_model_id or Path(args.to).name
+    if args.push:
+        repo_id = create_repository(repo_id, private=args.hub_private_repo)
+    config = args.config
+    if config is not None and "=" in config:
+        config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
+    model = load_upstream(args.source, config=config)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.source)
+    report = export(model, args.to, args.format, tokenizer=tokenizer, dtype=args.dtype, generation=args.generation)
+    print(f"{args.to}: {report}")
+
+    card = format_conversion_card(
+        model,
+        repo_id=repo_id,
+        source=args.source,
+        form=args.format,
+        report=str(report),
+        license=args.hub_license,
+    )
+    (Path(args.to) / CARD_NAME).write_text(card, encoding="utf-8")
+    if args.push:
+        print(f"Pushed to {push_folder(args.to, repo_id, message=str(report))}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", required=True, help="a .pth, a checkpoint directory, or a Hub id")
+    parser.add_argument("--to", required=True, help="a new or empty directory")
+    parser.add_argument("--format", choices=EXPORT_FORMS, default="minimind", help="minimind by default")
+    parser.add_argument("--config", help="a JSON file, or name=value,..., for what the source does not say of itself")
+    parser.add_argument("--tokenizer", help="directory or Hub id; by default the one beside the weights, if any")
+    parser.add_argument("--dtype", choices=GGUF_TYPES, help="of the weights; by default the source's")
+    parser.add_argument(
+        "--generation", choices=("v1", "v2", "v3"), help="for upstream; by default where they came from"
+    )
+    parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
+    parser.add_argument("--hub_model_id", help="by default the name of the directory, in your own namespace")
+    parser.add_argument("--hub_private_repo", action="store_true", default=None, help="if it has to be created")
+    parser.add_argument("--hub_license", help="in the model card")
+    main(parser.parse_args())
