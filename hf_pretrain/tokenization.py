@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
+from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import HF_HOME
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -102,12 +103,14 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer beside weights: in their directory, in that of a file of them, or on the Hub; `None` without one."""
     directory = Path(path).parent if Path(path).is_file() else Path(path)
-    if directory.is_dir() and not (directory / "tokenizer.json").is_file():
-        return None
+    if directory.is_dir():
+        return load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     try:
-        return AutoTokenizer.from_pretrained(str(directory), use_fast=True)
+        # NOTE: without this file AutoTokenizer makes an empty tokenizer from the config's model_type.
+        hf_hub_download(str(path), "tokenizer.json")
     except (OSError, ValueError):
         return None
+    return load_tokenizer(path)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name: str) -> None:

@@ -1,0 +1,286 @@
+"""Runs that push over real HTTP, processes that pull without this package, and what must never leave the machine."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load, load_file
+
+from tests.hub_server import HubServer
+from tests.invariants.launching import ROOT, cpu_environment, launcher_command, start
+from tests.test_conversion import GOLDEN
+from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
+
+
+TOKEN = "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"
+CODE = {"configuration_minimind.py", "modeling_minimind.py", "loss.py"}
+MODEL = {"config.json", "generation_config.json", "model.safetensors", "README.md", *CODE}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+CHECKPOINT = {"optimizer.pt", "scheduler.pt", "trainer_state.json", "model.safetensors", "config.json"}
+CONSTANT = ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    with HubServer(TOKEN) as hub:
+        yield hub
+
+
+@pytest.fixture
+def environment(server, tmp_path) -> dict[str, str]:
+    """Of a machine that is logged in, with nothing in its caches."""
+    return {
+        **{"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
+        **{"HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": TOKEN},
+    }
+
+
+@pytest.fixture
+def run(workspace, environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:  # noqa: F811
+    """Runs the recipe on toy data through a launcher."""
+
+    def run_recipe(*arguments: str, launcher: str = "python", output_dir: str = "run", **extra: str):
+        command = [*launcher_command(launcher), RECIPE, *toy_arguments(workspace, ""), *arguments]
+        command += ["--output_dir", str(tmp_path / output_dir)]
+        return start(command, **environment | extra)
+
+    return run_recipe
+
+
+def files_of(server: HubServer, repo_id: str = "user/toy") -> set[str]:
+    return set(server.repos[repo_id].files) - {".gitattributes"}
+
+
+PULL = """
+import sys, torch
+sys.modules["hf_pretrain"] = None  # as where it is not installed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+assert type(model).__module__.startswith("transformers_modules")
+assert tokenizer.chat_template and model.generation_config.eos_token_id == tokenizer.eos_token_id
+assert model.model.rotary_emb.pos_cis.is_complex()
+torch.save(model(torch.arange(20)[None]).logits, sys.argv[2])
+model.save_pretrained(sys.argv[3])
+"""
+
+
+def pull_logits(repo_id: str, environment: dict[str, str], tmp_path: Path) -> torch.Tensor:
+    home = {"HF_HOME": str(tmp_path / "another_home")}
+    command = [sys.executable, "-c", PULL, repo_id, str(tmp_path / "logits.pt"), str(tmp_path / "again")]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=cpu_environment(**environment | home), capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert {path.name for path in (tmp_path / "again").iterdir()} >= CODE
+    return torch.load(tmp_path / "logits.pt")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path):
+    result = run(
+        *("--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint", "--hub_private_repo", "true"),
+        *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1", "--report_to", "tensorboard"),
+        launcher="torchrun",
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert f"Hub                {server.endpoint}/user/toy\n" in result.stdout
+    repo = server.repos["user/toy"]
+    assert repo.private
+    assert files_of(server) >= MODEL | TOKENIZER | {"trainer_state.json", "loss_curve.png"}
+    whole = {path.removeprefix("last-checkpoint/") for path in files_of(server) if path.startswith("last-checkpoint/")}
+    assert whole >= CHECKPOINT | {"rng_state_0.pth", "rng_state_1.pth"}
+    assert json.loads(repo.files["last-checkpoint/trainer_state.json"])["global_step"] == 2
+    # Optimizer state was asked for as part of a checkpoint, and is nowhere else.
+    assert not [path for path in files_of(server) - {f"last-checkpoint/{name}" for name in whole} if ".pt" in path]
+
+    from hf_pretrain import MiniMindForCausalLM
+
+    local = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
+    logits = local(torch.arange(20)[None]).logits
+    torch.testing.assert_close(pull_logits("user/toy", environment, tmp_path), logits, rtol=0, atol=1e-6)
+
+    # The token, in no byte sent but its header, and in no file; Trainer's pickled arguments, nowhere.
+    received = server.bytes_received()
+    assert len(received) > 100_000 and b"rms_norm_eps" in received
+    assert any(TOKEN in request.headers.get("authorization", "") for request in server.requests)
+    assert TOKEN.encode() not in received and TOKEN not in result.stdout
+    paths = [path for folder in ("run", "hf_home") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert len(paths) > 20 and any("events" in path.name for path in paths)
+    assert not [path for path in paths if TOKEN.encode() in path.read_bytes()]
+    assert not [path for path in [*files_of(server), *map(str, paths)] if "training_args" in path]
+    assert not list((tmp_path / "run").glob(".hub-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["end", "every_save", "all_checkpoints"])
+def test_strategies(strategy, run, server):
+    arguments = [
+        "--push_to_hub",
+        "--hub_model_id",
+        "user/toy",
+        "--hub_strategy",
+        strategy,
+        "--hub_always_push",
+        "true",
+    ]
+    result = run(*arguments, "--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1")
+    assert result.returncode == 0, result.stdout[-4000:]
+    folders = {path.split("/")[0] for path in files_of(server) if "/" in path}
+    assert folders == ({"checkpoint-1", "checkpoint-2"} if strategy == "all_checkpoints" else set())
+    assert files_of(server) >= MODEL | TOKENIZER
+    messages = [message for _, message in server.repos["user/toy"].commits][1:]
+    assert (
+        messages == ["End of training"] if strategy == "end" else messages == ["Step 1", "Step 2", "End of training"]
+    )
+    if strategy == "every_save":
+        # Half way, the model of that step, with a card of that step.
+        files = server.repos["user/toy"].snapshots[server.repos["user/toy"].commits[1][0]]
+        assert "ended at step 1 of 2" in files["README.md"].decode()
+        final = load(server.repos["user/toy"].files["model.safetensors"])
+        assert not load(files["model.safetensors"])["model.norm.weight"].equal(final["model.norm.weight"])
+
+
+@pytest.mark.slow
+def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
+    server.fail = lambda method, path: time.sleep(0.7) if "preupload" in path else None
+    arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "all_checkpoints"]
+    arguments += ["--hub_always_push", "true", "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4"]
+    result = run(*arguments, "--save_total_limit", "1")
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "failed" not in result.stdout.lower()
+    for step in range(1, 5):
+        state = json.loads(server.repos["user/toy"].files[f"checkpoint-{step}/trainer_state.json"])
+        assert state["global_step"] == step
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
+    """On another machine, bit for bit as if it had not stopped."""
+    saving = ["--save_strategy", "steps", "--save_steps", "2", *CONSTANT]
+    assert run("--max_steps", "4", *saving, output_dir="whole").returncode == 0
+    pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
+    assert run("--max_steps", "2", *saving, *pushing, output_dir="first").returncode == 0
+    result = run("--max_steps", "4", *saving, "--resume_from_hub", "user/toy", output_dir="second")
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "Resuming from" in result.stdout and "checkpoint-2 (user/toy has step 2)" in result.stdout
+    whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
+    assert all(torch.equal(whole[name], second[name]) for name in whole)
+    # Again, after local checkpoints have gone further.
+    result = run("--max_steps", "6", *saving, "--resume_from_hub", "user/toy", output_dir="second")
+    assert "checkpoint-4 (user/toy has step 2)" in result.stdout and result.returncode == 0
+
+    assert run(*pushing[:3], "--hub_strategy", "end", output_dir="third").returncode == 0
+    server.repos["user/toy"].files.clear()
+    for repo_id, message in (("user/toy", "holds no checkpoint"), ("user/nothing", "Repository Not Found")):
+        result = run("--resume_from_hub", repo_id, output_dir="fourth")
+        assert result.returncode != 0 and message in result.stdout
+    assert not (tmp_path / "fourth/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
+    server.fail = lambda method, path: 403 if "/commit/" in path else None
+    saving = ["--save_strategy", "steps", "--save_steps", "1"]
+    result = run("--push_to_hub", "--hub_model_id", "toy", *saving)
+    assert result.returncode == 0, result.stdout[-4000:]
+    last_line = result.stdout.strip().splitlines()[-1]
+    assert last_line.startswith("Hub                FAILED: 403")
+    assert f"hf upload user/toy {tmp_path / 'run'}" in last_line
+    assert load_file(tmp_path / "run/model.safetensors") and (tmp_path / "run/checkpoint-2").is_dir()
+
+    # A push that fails during the run does not stop the one at the end.
+    failures = [500]
+    server.fail = lambda method, path: failures.pop() if failures and "/commit/" in path else None
+    result = run("--push_to_hub", "--hub_model_id", "toy2", *saving, output_dir="second")
+    assert result.returncode == 0, result.stdout[-4000:]
+    last_line = result.stdout.strip().splitlines()[-1]
+    assert last_line.startswith(f"Hub                {server.endpoint}/user/toy2 (1 pushes during the run failed: ")
+    assert "model.safetensors" in files_of(server, "user/toy2")
+
+
+@pytest.mark.slow
+def test_a_hub_that_refuses_says_so_before_training(run, tmp_path):
+    result = run("--push_to_hub", "--hub_model_id", "toy", HF_TOKEN="hf_wrong")
+    assert result.returncode != 0
+    assert "ValueError: --push_to_hub: the Hub at http://127.0.0.1" in result.stdout
+    assert "Nothing was trained yet. Log in with `hf auth login`" in result.stdout
+    assert "hf_wrong" not in result.stdout and not (tmp_path / "run/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_token_on_the_command_line_goes_no_further(run, server, tmp_path):
+    arguments = ["--push_to_hub", "--hub_model_id", "toy", "--hub_token", TOKEN, "--report_to", "tensorboard"]
+    result = run(*arguments, "--save_strategy", "steps", "--save_steps", "1", HF_TOKEN="")
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "model.safetensors" in files_of(server)
+    assert "--hub_token stands in the process list" in result.stdout
+    assert TOKEN not in result.stdout and TOKEN.encode() not in server.bytes_received()
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in paths if TOKEN.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_the_card_says_what_the_run_measured(run, server, tmp_path):
+    arguments = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end", "--hub_language", "en"]
+    assert run(*arguments, "--learning_rate", "3e-4").returncode == 0
+    text = server.repos["user/toy"].files["README.md"].decode()
+    data = ModelCard(text).data
+    assert (data.license, data.language, data.library_name) == ("apache-2.0", ["en"], "transformers")
+    assert (data.pipeline_tag, data.tags) == ("text-generation", ["minimind", "hf_pretrain"])
+    state = json.loads((tmp_path / "run/trainer_state.json").read_text())
+    evaluation = [entry for entry in state["log_history"] if "eval_loss" in entry][-1]
+    results = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert results.keys() == {"loss", "perplexity", "bits_per_byte"}
+    assert results["loss"] == pytest.approx(evaluation["eval_loss"], abs=1e-6)
+    assert f"| held-out loss (nats per token) | {evaluation['eval_loss']:.4f} |" in text
+    assert f"| tokens seen | {state['num_input_tokens_seen']:,} |" in text
+    parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
+    assert f"| parameters | {parameters:,} |" in text
+    assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
+    assert "| learning rate | 0.0003, cosine_with_min_lr {'min_lr_rate': 0.1} |" in text
+    assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU, float32 (" in text
+    assert "![Loss over tokens](loss_curve.png)" in text and "--model_name_or_path user/toy" in text
+    assert "AutoModelForCausalLM.from_pretrained(\"user/toy\", trust_remote_code=True)" in text  # fmt: skip
+
+    assert run(*arguments, "--validation_fraction", "0", "--hub_model_id", "blind", output_dir="blind").returncode == 0
+    text = server.repos["user/blind"].files["README.md"].decode()
+    assert ModelCard(text).data.eval_results is None and "held-out" not in text and "unigram" not in text
+
+
+@pytest.mark.slow
+def test_conversions_are_pushed(server, environment, tmp_path):
+    command = [sys.executable, str(ROOT / "recipes/convert.py"), "--from", str(GOLDEN / "C_dense"), "--push"]
+    options = ["--to", str(tmp_path / "toy"), "--format", "qwen3", "--dtype", "float16", "--hub_license", "mit"]
+    result = start([*command, *options, "--hub_private_repo"], **environment)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert f"Pushed to {server.endpoint}/user/toy" in result.stdout
+    assert server.repos["user/toy"].private
+    assert files_of(server) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    text = server.repos["user/toy"].files["README.md"].decode()
+    difference = result.stdout.split("largest logit difference on 8 rows ")[1].split()[0]
+    assert float(difference) > 1e-4
+    assert f"qwen3, float16: read back; largest logit difference on 8 rows {difference}" in text
+    assert ModelCard(text).data.license == "mit" and "trust_remote_code" not in text and str(tmp_path) not in text
+
+    # And back in from the Hub.
+    back = ["--from", "user/toy", "--to", str(tmp_path / "back"), "--format", "upstream"]
+    result = start([*command[:2], *back], **environment)
+    assert result.returncode == 0, result.stdout[-4000:]
+    weights = torch.load(tmp_path / "back/minimind.pth")
+    expected = torch.load(GOLDEN / "C_dense/weights.pth")
+    assert all(torch.equal(weights[name], tensor.half()) for name, tensor in expected.items())
+
+    server.fail = lambda method, path: 403 if "/commit/" in path else None
+    result = start([*command, "--to", str(tmp_path / "kept"), "--hub_model_id", "kept"], **environment)
+    assert result.returncode != 0 and f"hf upload user/kept {tmp_path / 'kept'}" in result.stdout
+    assert (tmp_path / "kept/model.safetensors").is_file()
