@@ -1,6 +1,8 @@
 """Runs that push over real HTTP, processes that pull without this package, and what must never leave the machine."""
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +14,9 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load, load_file
 
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.conversion import load_upstream
+from hf_pretrain.exporting import export
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, start
 from tests.test_conversion import GOLDEN
@@ -102,8 +107,6 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
     assert json.loads(repo.files["last-checkpoint/trainer_state.json"])["global_step"] == 2
     # Optimizer state was asked for as part of a checkpoint, and is nowhere else.
     assert not [path for path in files_of(server) - {f"last-checkpoint/{name}" for name in whole} if ".pt" in path]
-
-    from hf_pretrain import MiniMindForCausalLM
 
     local = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     logits = local(torch.arange(20)[None]).logits
@@ -284,3 +287,35 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     result = start([*command, "--to", str(tmp_path / "kept"), "--hub_model_id", "kept"], **environment)
     assert result.returncode != 0 and f"hf upload user/kept {tmp_path / 'kept'}" in result.stdout
     assert (tmp_path / "kept/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme(workspace, server, environment, tmp_path):  # noqa: F811
+    """Conversion and Hub commands as they stand there, on toy weights in the directories that they name."""
+    sections = (ROOT / "README.md").read_text().split("## Weights in and out")[1].split("## Layout")[0]
+    commands = [line.split("  #")[0] for line in sections.splitlines() if line.startswith("python recipes/")]
+    assert len(commands) == 6
+    shutil.copytree(workspace / "toy", tmp_path / "out/pretrain-tiny")
+    export(load_upstream(workspace / "toy"), tmp_path / "upstream", "upstream")
+    shutil.move(tmp_path / "upstream/minimind.pth", tmp_path / "full_sft_512.pth")
+    shutil.copytree(workspace / "toy", tmp_path / "minimind/model")
+    for command in commands:
+        words = shlex.split(command.replace("recipes/", f"{ROOT}/recipes/"))
+        words = [word.replace("num_attention_heads=8", "num_attention_heads=4") for word in words]
+        if "pretrain.py" in words[1]:
+            steps = "4" if "--resume_from_hub" in words else "2"
+            words += ["--output_dir", f"out/{steps}", *toy_arguments(workspace, "")[:-2], "--max_steps", steps]
+            words += ["--save_strategy", "steps", "--save_steps", "2"]
+        words = [word.replace("me/mine", "user/mine") for word in words]
+        shutil.rmtree(tmp_path / "out/llama", ignore_errors=True)
+        result = subprocess.run(
+            [sys.executable, *words[1:]],
+            cwd=tmp_path,
+            env=cpu_environment(**environment),
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, f"{command}: {result.stderr[-3000:]}"
+    assert json.loads((tmp_path / "out/4/trainer_state.json").read_text())["global_step"] == 4
+    assert (tmp_path / "out/gguf/model.gguf").is_file() and (tmp_path / "out/mine/tokenizer.json").is_file()
+    assert "model.safetensors" in files_of(server, "user/mine-llama")
