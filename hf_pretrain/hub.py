@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
+from huggingface_hub import CommitInfo, HfApi, get_token, hf_hub_download, snapshot_download
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy, get_last_checkpoint
@@ -184,7 +184,7 @@ class HubPushMixin(Trainer):
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             private = self.args.hub_private_repo if private is None else private
             try:
-                self.hub_model_id = self._hub.create_repo(name, token=token, private=private, exist_ok=True).repo_id
+                self.hub_model_id = self._hub.create_repo(name, private=private, token=token, exist_ok=True).repo_id
             except Exception as error:  # Whatever the network and the server come up with.
                 raise ValueError(
                     f"--push_to_hub: the Hub at {self._hub.endpoint} does not give the repository {name}: "
@@ -277,30 +277,45 @@ class HubPushMixin(Trainer):
                 logger.warning(f"A push to {self.hub_model_id} failed: {self._push_errors[-1]}")
         self._pushes = []
 
-    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> None:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | None:
         """
-        Saves, and pushes the model and its card from `output_dir`; all ranks call it. A failure is in `push_report`.
+        Saves, and pushes the model and its card from `output_dir`; all ranks call it. It always waits for the upload.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`], or `None` on other ranks and where the push failed: `push_report` says why.
         """
+        if token is not None:
+            self._hub = HfApi(token=token)
         if self.hub_model_id is None:
-            self.init_hf_repo()
+            self.init_hf_repo(private=private)
         self.save_model()
         if not self.is_world_process_zero():
-            return
+            return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.create_model_card()
+        self.create_model_card(**kwargs)
         self._finish_current_push()
+        self._final_error = None
         try:
-            self._hub.upload_folder(
+            return self._hub.upload_folder(
                 repo_id=self.hub_model_id,
                 folder_path=self.args.output_dir,
                 commit_message=commit_message,
-                revision=self.args.hub_revision,
+                revision=revision or self.args.hub_revision,
                 allow_patterns=PUBLISHED,
                 ignore_patterns="*/*",
             )
         except Exception as error:  # Whatever it is: the run is saved, and must end well.
             self._final_error = _describe(error)
             logger.warning(f"The push to {self.hub_model_id} failed: {self._final_error}")
+            return None
 
 
 __all__ = ["PUBLISHED", "HubPushMixin", "create_repository", "pull_checkpoint", "push_folder"]

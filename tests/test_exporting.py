@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, exporting
 from hf_pretrain.conversion import FORMS, load_upstream
 from hf_pretrain.exporting import DTYPES, EXPORT_FORMS, check_fits, export, misfit, to_stock_model
 from hf_pretrain.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
@@ -230,6 +230,13 @@ def test_dtype_states_its_loss(form, dtype, build_model, tmp_path):
     assert report.max_difference == pytest.approx(expected, rel=0.05)
     assert f"{report.max_difference:.2e}" in str(report)
     assert load_upstream(tmp_path / "out").dtype == DTYPES[dtype]
+
+
+def test_a_form_written_wrongly_is_noticed(build_model, tmp_path, monkeypatch):
+    """The check after writing, on an export that forgets the permutation."""
+    monkeypatch.setattr(exporting, "to_half_split", lambda tensor, head_dim: tensor)
+    with pytest.raises(RuntimeError, match="is not the same model: llama, float32"):
+        export(build_model(), tmp_path / "out", "llama")
 
 
 def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
