@@ -1,0 +1,136 @@
+"""GGUF files in llama.cpp's own server: its logits, greedy continuation, token ids and chat template are ours."""
+
+import json
+import platform
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.exporting import export
+from hf_pretrain.gguf_format import FILE_NAME
+from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
+from tests.test_conversion import FIXTURES
+from tests.test_exporting import TEXT
+
+
+pytestmark = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="llama.cpp's wheel is for Linux on x86-64"
+)
+
+MODELS = {
+    "llama": {},
+    "llama-untied": {"tie_word_embeddings": False},
+    "qwen3": {"qk_norm": True, "head_dim": 24},
+    "qwen3moe": {"qk_norm": True, "num_experts": 4, "num_experts_per_tok": 3},
+    "qwen3moe-top1": {"qk_norm": True, "num_experts": 4, "num_experts_per_tok": 1},
+    "ernie4_5-moe": {"num_experts": 4, "num_shared_experts": 1},
+    "ernie4_5-moe-2": {"num_experts": 4, "num_shared_experts": 2, "moe_intermediate_size": 96},
+    "ernie4_5-moe-0": {"num_experts": 4},
+}
+
+
+def build(**overrides) -> MiniMindForCausalLM:
+    torch.manual_seed(0)
+    config = MiniMindConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15,
+        **overrides,
+    )  # fmt: skip
+    model = MiniMindForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@contextmanager
+def llama_server(path: Path) -> Iterator[Any]:
+    """A function that posts to llama.cpp's server."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 256, 1, False, 0
+    params.cpuparams.n_threads = 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server: Any = xllamacpp.Server(params)
+
+    def post(route: str, **content: Any) -> dict[str, Any]:
+        body = json.dumps(content).encode()
+        request = urllib.request.Request(
+            f"{server.listening_address}{route}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    try:
+        yield post
+    finally:
+        server = None  # stops it
+
+
+def next_token(post: Any, prompt: list[int]) -> torch.Tensor | None:
+    """
+    Log-probabilities of the next token, over the whole vocabulary. The server gives none where the likeliest token is
+    half of a character.
+    """
+    answer = post("/completion", prompt=prompt, n_predict=1, temperature=0.0, n_probs=6400)
+    if not answer.get("completion_probabilities"):
+        return None
+    entries = answer["completion_probabilities"][0]["top_logprobs"]
+    return torch.tensor([entry["logprob"] for entry in sorted(entries, key=lambda entry: entry["id"])])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_logits_and_greedy_continuation(name, tmp_path):
+    model = build(**MODELS[name])
+    tokenizer = load_tokenizer(FIXTURES / "tokenizers" / ("v3" if model.config.qk_norm else "v1"))
+    export(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
+    prompt = torch.randint(100, 6400, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    greedy = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    expected = model(greedy).logits[0].log_softmax(-1)
+    compared = 0
+    with llama_server(tmp_path / "out" / FILE_NAME) as post:
+        for length in range(40, 52):
+            actual = next_token(post, greedy[0, :length].tolist())
+            if actual is not None:
+                compared += 1
+                assert actual.argmax() == greedy[0, length]
+                torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
+    assert compared >= 4
+
+
+@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours"])
+def test_it_tokenizes_and_chats_alike(tokenizer_name, tmp_path):
+    if tokenizer_name == "ours":
+        tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
+    else:
+        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name)
+    export(build(), tmp_path / "out", "gguf", tokenizer=tokenizer)
+    chat = [{"role": "user", "content": "你好 world, 12"}]
+    with llama_server(tmp_path / "out" / FILE_NAME) as post:
+        read = post("/tokenize", content=TEXT, parse_special=True)["tokens"]
+        prompt = post("/apply-template", messages=chat)["prompt"]
+    assert read == tokenizer(TEXT).input_ids
+    assert prompt == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+@torch.no_grad()
+def test_it_runs_the_smaller_types(dtype, tmp_path):
+    model = build()
+    export(model, tmp_path / "out", "gguf", tokenizer=load_tokenizer(FIXTURES / "tokenizers/v1"), dtype=dtype)
+    prompt = list(range(100, 140))
+    with llama_server(tmp_path / "out" / FILE_NAME) as post:
+        actual = next_token(post, prompt)
+    expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    # llama.cpp rounds activations to the type too; random weights are the worst case.
+    difference = (actual - expected).norm() / expected.norm()
+    assert 1e-6 < difference < {"float16": 5e-3, "bfloat16": 3e-2, "q8_0": 6e-2}[dtype]
