@@ -124,6 +124,26 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
     assert not list((tmp_path / "run").glob(".hub-*"))
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_zero2_checkpoints_travel(run, server, tmp_path):
+    """DeepSpeed's shards of both ranks, pushed and gone on from."""
+    zero2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), "--save_strategy", "steps", "--save_steps", "1"]
+    pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
+    result = run(*zero2, *pushing, *CONSTANT, launcher="deepspeed")
+    assert result.returncode == 0, result.stdout[-4000:]
+    shards = {path for path in files_of(server) if path.startswith("last-checkpoint/global_step")}
+    assert {path.split("/")[1] for path in shards} == {"global_step2"}
+    assert sum("optim_states" in path for path in shards) == 2
+    assert "deepspeed, DeepSpeed ZeRO-2" in server.repos["user/toy"].files["README.md"].decode()
+    more = ["--max_steps", "3", "--resume_from_hub", "user/toy"]
+    result = run(*zero2, *CONSTANT, *more, launcher="deepspeed", output_dir="second")
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert run(*zero2, *CONSTANT, "--max_steps", "3", launcher="deepspeed", output_dir="whole").returncode == 0
+    whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
+    assert all(torch.equal(whole[name], second[name]) for name in whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["end", "every_save", "all_checkpoints"])
 def test_strategies(strategy, run, server):
