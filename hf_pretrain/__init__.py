@@ -1,7 +1,7 @@
 """
 hf_pretrain: pretrain and fine-tune MiniMind models with the Hugging Face stack.
 
-Importing the package registers MiniMind with transformers' Auto classes, here and in every checkpoint. The Trainer and its arguments are imported
+Importing the package registers MiniMind with transformers' Auto classes. The Trainer and its arguments are imported
 when they are first asked for.
 """
 
@@ -16,10 +16,6 @@ from .modeling_minimind import MiniMindForCausalLM, MiniMindModel
 AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)
 AutoModel.register(MiniMindConfig, MiniMindModel, exist_ok=True)
 AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM, exist_ok=True)
-# Every checkpoint carries its code, so that it loads where this package is not installed.
-MiniMindConfig.register_for_auto_class()
-MiniMindModel.register_for_auto_class("AutoModel")
-MiniMindForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 _LAZY = {
     "MaskedLossTrainer": ".trainer",

@@ -6,6 +6,9 @@ describes follows from its fields: `qk_norm`, `num_experts`, `num_shared_experts
 to the Hub with every checkpoint and imports nothing of the package.
 """
 
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -13,6 +16,13 @@ from transformers.configuration_utils import PreTrainedConfig
 
 
 FORMAT_VERSION = 1
+# What a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
+CODE_FILES = ("configuration_minimind.py", "loss.py", "modeling_minimind.py")
+AUTO_MAP = {
+    "AutoConfig": "configuration_minimind.MiniMindConfig",
+    "AutoModel": "modeling_minimind.MiniMindModel",
+    "AutoModelForCausalLM": "modeling_minimind.MiniMindForCausalLM",
+}
 
 
 @strict
@@ -163,6 +173,22 @@ class MiniMindConfig(PreTrainedConfig):
                 f'router_aux_loss_level="{self.router_aux_loss_level}" is unknown; use "sequence" or "batch".'
             )
 
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any):
+        """
+        As in transformers, with the code of the model beside the config.
+
+        NOTE: transformers' own way (`register_for_auto_class`) goes by the module of the model's class, and FSDP2 gives a
+        model a class of torch's: the checkpoint would carry torch's files instead of ours.
+        """
+        self.auto_map = dict(AUTO_MAP)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        for name in CODE_FILES:
+            source, target = Path(__file__).with_name(name), Path(save_directory, name)
+            # A copy from the Hub, of which the config alone was loaded, has no modeling file.
+            if source.is_file() and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+        super().save_pretrained(save_directory, **kwargs)
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         """
@@ -233,4 +259,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-__all__ = ["FORMAT_VERSION", "PRESETS", "MiniMindConfig"]
+__all__ = ["AUTO_MAP", "CODE_FILES", "FORMAT_VERSION", "PRESETS", "MiniMindConfig"]

@@ -32,13 +32,14 @@ from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import logging
 
 from .arguments import LMTrainingArguments
+from .configuration_minimind import CODE_FILES
 from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
 
 
 logger = logging.get_logger(__name__)
 
 # Of the files of a run, these and no others: rejected lines, logs and optimizers stay here.
-PUBLISHED = ["*.safetensors", "*.json", "*.jinja", "*.py", "merges.txt", "*.model", CARD_NAME, CURVE_NAME]
+PUBLISHED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "*.model", *CODE_FILES, CARD_NAME, CURVE_NAME]
 # Trainer pickles its arguments into this file. A checkpoint of another program may have it.
 _NEVER = "training_args.bin"
 _CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAINER_STATE_NAME))

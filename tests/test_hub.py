@@ -25,7 +25,8 @@ from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
 
 TOKEN = "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"
 CODE = {"configuration_minimind.py", "modeling_minimind.py", "loss.py"}
-MODEL = {"config.json", "generation_config.json", "model.safetensors", "README.md", *CODE}
+WEIGHTS = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+MODEL = WEIGHTS | CODE
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 CHECKPOINT = {"optimizer.pt", "scheduler.pt", "trainer_state.json", "model.safetensors", "config.json"}
 CONSTANT = ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
@@ -67,7 +68,7 @@ def files_of(server: HubServer, repo_id: str = "user/toy") -> set[str]:
 PULL = """
 import sys, torch
 sys.modules["hf_pretrain"] = None  # as where it is not installed
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 assert type(model).__module__.startswith("transformers_modules")
@@ -75,6 +76,11 @@ assert tokenizer.chat_template and model.generation_config.eos_token_id == token
 assert model.model.rotary_emb.pos_cis.is_complex()
 torch.save(model(torch.arange(20)[None]).logits, sys.argv[2])
 model.save_pretrained(sys.argv[3])
+again = AutoModelForCausalLM.from_pretrained(sys.argv[3], trust_remote_code=True)
+assert torch.equal(again(torch.arange(20)[None]).logits, torch.load(sys.argv[2]))
+assert "modeling_minimind.MiniMindForCausalLM" == again.config.auto_map["AutoModelForCausalLM"].split("--")[-1]
+assert "--" not in open(sys.argv[3] + "/config.json").read()
+AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
 """
 
 
@@ -135,6 +141,7 @@ def test_zero2_checkpoints_travel(run, server, tmp_path):
     shards = {path for path in files_of(server) if path.startswith("last-checkpoint/global_step")}
     assert {path.split("/")[1] for path in shards} == {"global_step2"}
     assert sum("optim_states" in path for path in shards) == 2
+    assert not [path for path in files_of(server) if path.startswith("zero_to")]
     assert "deepspeed, DeepSpeed ZeRO-2" in server.repos["user/toy"].files["README.md"].decode()
     more = ["--max_steps", "3", "--resume_from_hub", "user/toy"]
     result = run(*zero2, *CONSTANT, *more, launcher="deepspeed", output_dir="second")
@@ -142,6 +149,19 @@ def test_zero2_checkpoints_travel(run, server, tmp_path):
     assert run(*zero2, *CONSTANT, "--max_steps", "3", launcher="deepspeed", output_dir="whole").returncode == 0
     whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_model_sharded_by_fsdp_carries_our_code(run, server, environment, tmp_path):
+    """FSDP2 gives the model a class of torch's own."""
+    arguments = ["--fsdp_size", "2", "--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end"]
+    result = run(*arguments, launcher="torchrun")
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert files_of(server) == MODEL | TOKENIZER | {"trainer_state.json", "loss_curve.png"}
+    assert json.loads(server.repos["user/toy"].files["config.json"])["architectures"] == ["MiniMindForCausalLM"]
+    logits = MiniMindForCausalLM.from_pretrained(tmp_path / "run")(torch.arange(20)[None]).logits
+    torch.testing.assert_close(pull_logits("user/toy", environment, tmp_path), logits, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -288,7 +308,7 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     assert result.returncode == 0, result.stdout[-4000:]
     assert f"Pushed to {server.endpoint}/user/toy" in result.stdout
     assert server.repos["user/toy"].private
-    assert files_of(server) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert files_of(server) == WEIGHTS
     text = server.repos["user/toy"].files["README.md"].decode()
     difference = result.stdout.split("largest logit difference on 8 rows ")[1].split()[0]
     assert float(difference) > 1e-4
