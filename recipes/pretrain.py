@@ -65,7 +65,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
             num_proc=data_args.num_proc,
         )
         train_rows, packing_report = prepare(train_documents)
-        eval_rows = prepare(eval_documents)[0] if len(eval_documents) else None
+        eval_rows, eval_report = prepare(eval_documents) if len(eval_documents) else (None, None)
 
     if is_main and packing_report is not None:
         print(packing_report)
@@ -83,7 +83,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
         run_facts=RunFacts(
             stage="pretraining",
             datasets=data_args.dataset_name,
-            data=[f"Training: {packing_report}"] if packing_report is not None else ["Training: streamed"],
+            data=[f"Training: {packing_report or 'streamed'}", f"Held out: {eval_report or 'nothing'}"],
             base_model=model_args.model_name_or_path,
         ),
     )

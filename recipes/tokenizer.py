@@ -13,6 +13,7 @@ from pathlib import Path
 from transformers import HfArgumentParser
 
 from hf_pretrain.data.loading import load_documents
+from hf_pretrain.hub import create_repository, push_folder
 from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer
 
 
@@ -33,12 +34,17 @@ class TokenizerArguments:
         default=50_000_000, metadata={"help": "Train on evenly spaced documents of this many characters at most."}
     )
     max_rejected_ratio: float = field(default=0.01, metadata={"help": "Share of bad lines that is tolerated."})
+    push_to_hub: bool = field(default=False, metadata={"help": "Push the tokenizer."})
+    hub_model_id: str | None = field(default=None, metadata={"help": "By default the name of the directory."})
+    hub_private_repo: bool | None = field(default=None, metadata={"help": "If the repository has to be created."})
 
 
 def main(args: TokenizerArguments) -> None:
     output_dir = Path(args.output_dir)
     if output_dir.is_dir() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty. Name another one, or remove it.")
+    if args.push_to_hub:
+        repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
 
     train, validation = load_documents(
         args.dataset_name,
@@ -59,6 +65,8 @@ def main(args: TokenizerArguments) -> None:
         num_tokens = sum(len(ids) - 2 for ids in encode_documents(texts, tokenizer))
         num_bytes = sum(len(text.encode()) for text in texts)
         print(f"{num_bytes / num_tokens:.3f} bytes per token on {len(texts)} held-out documents")
+    if args.push_to_hub:
+        print(f"Pushed to {push_folder(output_dir, repo_id, message='Tokenizer')}")
 
 
 if __name__ == "__main__":

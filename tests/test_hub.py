@@ -1,6 +1,7 @@
 """Runs that push over real HTTP, processes that pull without this package, and what must never leave the machine."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -287,6 +288,7 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
     assert results["loss"] == pytest.approx(evaluation["eval_loss"], abs=1e-6)
     assert f"| held-out loss (nats per token) | {evaluation['eval_loss']:.4f} |" in text
     assert f"| tokens seen | {state['num_input_tokens_seen']:,} |" in text
+    assert re.search(r"- Training: \d+ documents, [\d,]+ tokens in \d+ rows, .*\n- Held out: \d+ documents, ", text)
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
     assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
@@ -297,7 +299,12 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
 
     assert run(*arguments, "--validation_fraction", "0", "--hub_model_id", "blind", output_dir="blind").returncode == 0
     text = server.repos["user/blind"].files["README.md"].decode()
-    assert ModelCard(text).data.eval_results is None and "held-out" not in text and "unigram" not in text
+    assert (
+        ModelCard(text).data.eval_results is None
+        and "- Held out: nothing" in text
+        and "held-out" not in text
+        and "unigram" not in text
+    )
 
 
 @pytest.mark.slow
@@ -359,3 +366,12 @@ def test_the_commands_of_the_readme(workspace, server, environment, tmp_path):  
     assert json.loads((tmp_path / "out/4/trainer_state.json").read_text())["global_step"] == 4
     assert (tmp_path / "out/gguf/model.gguf").is_file() and (tmp_path / "out/mine/tokenizer.json").is_file()
     assert "model.safetensors" in files_of(server, "user/mine-llama")
+
+
+@pytest.mark.slow
+def test_tokenizers_are_pushed(workspace, server, environment, tmp_path):  # noqa: F811
+    command = [sys.executable, str(ROOT / "recipes/tokenizer.py"), "--dataset_name", str(workspace / "train.jsonl")]
+    options = ["--vocab_size", "320", "--output_dir", str(tmp_path / "words"), "--push_to_hub"]
+    result = start([*command, *options], **environment)
+    assert result.returncode == 0 and f"Pushed to {server.endpoint}/user/words" in result.stdout
+    assert files_of(server, "user/words") == TOKENIZER
