@@ -11,8 +11,9 @@ The Hub: what a run pushes, how it goes on from what was pushed, and what never 
 | `checkpoint` | the same, and the newest checkpoint whole as `last-checkpoint/` |
 | `all_checkpoints` | the same, and every checkpoint whole as `checkpoint-N/` |
 
-Each push is one commit, made beside the training from hard links, so that rotation cannot take the files away. A push
-that fails is reported and loses nothing.
+Each push is one commit, made beside the training from hard links, so that rotation cannot take the files away. While
+one is under way, the next checkpoints wait and the newest of them is pushed (`all_checkpoints`: all of them are). A
+push that fails is reported and loses nothing.
 """
 
 import json
@@ -156,6 +157,8 @@ class HubPushMixin(Trainer):
     def __init__(self, *args, run_facts: RunFacts | None = None, **kwargs):
         self.run_facts = run_facts or RunFacts()
         self._pushes: list[Future] = []
+        # The newest checkpoint, if a push was under way when it was saved.
+        self._waiting: Path | None = None
         # Of the pushes during the run, and of the one at its end.
         self._push_errors: list[str] = []
         self._final_error: str | None = None
@@ -239,12 +242,29 @@ class HubPushMixin(Trainer):
         strategy = HubStrategy(self.args.hub_strategy)
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
-        if not self.args.hub_always_push and any(not push.done() for push in self._pushes):
-            logger.warning(f"{checkpoint_folder} is not pushed: the one before it is still under way.")
+        must_push = self.args.hub_always_push or strategy == HubStrategy.ALL_CHECKPOINTS
+        if not must_push and any(not push.done() for push in self._pushes):
+            logger.warning(f"{checkpoint_folder} waits: the push before it is still under way.")
+            self._waiting = Path(checkpoint_folder)
             return
+        self._waiting = None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.create_model_card()
-        checkpoint = Path(checkpoint_folder)
+        self._submit(Path(checkpoint_folder), strategy)
+
+    def _submit(self, checkpoint: Path, strategy: HubStrategy):
+        """Stages what of a checkpoint is to be pushed, and hands it to the thread that pushes."""
+        try:
+            self.create_model_card()
+            staging, whole = self._stage(checkpoint, strategy)
+        except OSError as error:
+            self._push_errors.append(_describe(error))
+            logger.warning(f"{checkpoint} could not be pushed: {self._push_errors[-1]}")
+            return
+        message = f"Step {checkpoint.name.rpartition('-')[2]}"
+        self._pushes.append(self._hub.run_as_future(self._upload, staging, message, whole))
+
+    def _stage(self, checkpoint: Path, strategy: HubStrategy) -> tuple[Path, str | None]:
+        """A directory of links, laid out as the repository; and the name in it of the whole checkpoint, if any."""
         staging = Path(tempfile.mkdtemp(prefix=".hub-", dir=self.args.output_dir))
         for path in (*checkpoint.iterdir(), Path(self.args.output_dir, CARD_NAME)):
             if path.is_file() and any(path.match(pattern) for pattern in PUBLISHED):
@@ -253,8 +273,7 @@ class HubPushMixin(Trainer):
         if whole is not None:
             ignore = shutil.ignore_patterns(_NEVER)
             shutil.copytree(checkpoint, staging / whole, copy_function=_link, ignore=ignore)
-        message = f"Step {self.state.global_step}"
-        self._pushes.append(self._hub.run_as_future(self._upload, staging, message, whole))
+        return staging, whole
 
     def _upload(self, staging: Path, message: str, whole: str | None):
         """One commit of all that was staged, in place of the older `whole`."""
@@ -270,7 +289,10 @@ class HubPushMixin(Trainer):
             shutil.rmtree(staging, ignore_errors=True)
 
     def _finish_current_push(self) -> None:
-        """Waits for the pushes under way, and keeps what went wrong."""
+        """Waits for the pushes under way, and for that of a newer checkpoint; keeps what went wrong."""
+        if self._waiting is not None:
+            self._submit(self._waiting, HubStrategy(self.args.hub_strategy))
+            self._waiting = None
         for push in self._pushes:
             error = push.exception()
             if error is not None:
@@ -291,7 +313,7 @@ class HubPushMixin(Trainer):
         Saves, and pushes the model and its card from `output_dir`; all ranks call it. It always waits for the upload.
 
         Returns:
-            [`~huggingface_hub.CommitInfo`], or `None` on other ranks and where the push failed: `push_report` says why.
+            [`~huggingface_hub.CommitInfo`], or `None` on other ranks and where the push failed; see `push_report`.
         """
         if token is not None:
             self._hub = HfApi(token=token)

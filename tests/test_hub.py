@@ -198,13 +198,23 @@ def test_strategies(strategy, run, server):
 def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
     server.fail = lambda method, path: time.sleep(0.7) if "preupload" in path else None
     arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "all_checkpoints"]
-    arguments += ["--hub_always_push", "true", "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4"]
+    arguments += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4"]
     result = run(*arguments, "--save_total_limit", "1")
     assert result.returncode == 0, result.stdout[-4000:]
     assert "failed" not in result.stdout.lower()
     for step in range(1, 5):
         state = json.loads(server.repos["user/toy"].files[f"checkpoint-{step}/trainer_state.json"])
         assert state["global_step"] == step
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_had_to_wait_is_pushed_at_the_end(run, server):
+    server.fail = lambda method, path: time.sleep(3) if "preupload" in path else None
+    arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "checkpoint"]
+    result = run(*arguments, "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4")
+    assert result.returncode == 0 and "checkpoint-4 waits" in result.stdout, result.stdout[-4000:]
+    assert [message for _, message in server.repos["user/toy"].commits][-2:] == ["Step 4", "End of training"]
+    assert json.loads(server.repos["user/toy"].files["last-checkpoint/trainer_state.json"])["global_step"] == 4
 
 
 @pytest.mark.slow
