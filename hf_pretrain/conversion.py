@@ -126,6 +126,14 @@ UPSTREAM_FIELDS = frozenset(
     ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
     + ("inference_rope_scaling", "rope_scaling")
 )
+# Fields that are taken from MiniMind's code where no config gives them, by any of its names.
+_ASSUMED = {
+    "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
+    "rope_parameters": {"rope_parameters", "rope_theta"},
+    "max_position_embeddings": {"max_position_embeddings", "max_seq_len"},
+    "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
+    "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
+}
 # Rotary tables and masks that some versions saved: computed, never read.
 _BUFFERS = re.compile(r"(pos_cis|freqs_cos|freqs_sin|rotary_emb\.inv_freq|attention\.mask)$")
 # YaRN as v3 (and v2 from 2025-12) computes it; upstream's code has these values, its config.json need not.
@@ -188,7 +196,9 @@ def load_upstream(
     model.load_state_dict(state_dict, strict=True)
     model.config.dtype = model.dtype
     sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
-    logger.warning(f"{path}: {describe_form(form)}, {file_dtype}. From the shapes: {sizes}.")
+    assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
+    defaults = f" By MiniMind's defaults, for want of a config: {assumed}." if assumed else ""
+    logger.warning(f"{path}: {describe_form(form)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
     return model
 
 
@@ -383,6 +393,7 @@ def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
 
 def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
     rope = dict(raw.get("rope_parameters") or {})
+    rope.pop("type", None)
     if "rope_theta" in raw:
         rope["rope_theta"] = raw["rope_theta"]
     if form == "v1" and "rope_theta" not in rope:
@@ -390,16 +401,26 @@ def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
             "Nothing says the base of v1's rotary table: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
             "MiniMind-V1 of 2024, whose config.json lacks it)."
         )
-    if raw.get("inference_rope_scaling"):
-        scaling = raw.get("rope_scaling") or (V3_YARN if form == "v3" else {})
-        if form == "v2" and "attention_factor" not in scaling:
-            raise ValueError(
-                "inference_rope_scaling=true in v2 meant several formulas, and this config.json does not say which. "
-                "Set it to false, as these models are trained, or give rope_scaling with its attention_factor."
-            )
-        rope |= {name: scaling.get(name, default) for name, default in V3_YARN.items()}
-        rope |= {"rope_type": "yarn", "attention_factor": scaling.get("attention_factor", 1.0)}
-    return {"rope_type": "default", "rope_theta": 1e6} | rope
+    if not FORMS[form].is_generation:
+        return rope
+    theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
+    if not raw.get("inference_rope_scaling"):
+        return theta
+    # Which of transformers' versions wrote the file decides under which name.
+    scaling = raw.get("rope_scaling") or rope
+    if form == "v3" and "factor" not in scaling:
+        scaling = V3_YARN | {"attention_factor": 1.0}
+    if "attention_factor" not in scaling:
+        raise ValueError(
+            "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that it "
+            "is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
+            "attention_factor."
+        )
+    # MiniMind's code leaves a table alone that is no longer than the original.
+    if raw.get("max_position_embeddings", 32768) <= scaling["original_max_position_embeddings"]:
+        return theta
+    names = (*V3_YARN, "attention_factor")
+    return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in names if name in scaling}
 
 
 def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, Any]) -> dict[str, Any]:

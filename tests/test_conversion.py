@@ -115,6 +115,15 @@ def test_every_kind_of_file(name, kind, tmp_path, expected_logits):
     assert_near(load_upstream(path)(ids).logits, logits)
 
 
+def test_what_is_inferred_and_what_is_assumed_is_said(tmp_path, caplog):
+    load_upstream(GOLDEN / "C_moe")
+    assert "num_experts=4, moe_intermediate_size=128" in caplog.text and "defaults" not in caplog.text
+    shutil.copy(GOLDEN / "C_moe/weights.pth", tmp_path / "x.pth")
+    load_upstream(tmp_path / "x.pth", config={"num_experts_per_tok": 2})
+    assert "By MiniMind's defaults, for want of a config: {'rms_norm_eps': 1e-06, 'rope_parameters': " in caplog.text
+    assert "'router_aux_loss_coef': 0.001" in caplog.text
+
+
 def test_a_bare_file_of_v3_needs_no_config(tmp_path, expected_logits):
     shutil.copy(GOLDEN / "C_dense/weights.pth", tmp_path / "full_sft_32.pth")
     model = load_upstream(tmp_path / "full_sft_32.pth")
@@ -208,8 +217,20 @@ def test_v3_yarn_is_its_formula():
     frequencies = frequencies * (1 - ramp + ramp / factor)
     angles = torch.outer(torch.arange(32768).float(), frequencies)
     torch.testing.assert_close(model.model.rotary_emb.pos_cis, torch.polar(torch.ones_like(angles), angles))
-    with pytest.raises(ValueError, match="several formulas"):
-        load_upstream(GOLDEN / "B_dense", config={"inference_rope_scaling": True})
+    # As transformers 5 and 4 write it; a table that is not longer than the original is left alone.
+    yarn = {"factor": 16, "original_max_position_embeddings": 2048, "beta_fast": 32, "beta_slow": 1, "type": "yarn"}
+    long = {"inference_rope_scaling": True, "max_position_embeddings": 32768}
+    for fields in (
+        {"rope_parameters": yarn | {"attention_factor": 1.0}},
+        {"rope_scaling": yarn | {"attention_factor": 1.0}},
+    ):
+        again = load_upstream(GOLDEN / "B_dense", config=long | fields)
+        assert torch.equal(again.model.rotary_emb.pos_cis, model.model.rotary_emb.pos_cis)
+        assert load_upstream(GOLDEN / "B_dense", config=long | fields | {"max_position_embeddings": 2048}).config.rope_parameters == {
+            "rope_type": "default", "rope_theta": 1e6
+        }  # fmt: skip
+        with pytest.raises(ValueError, match="another formula before 2025-12"):
+            load_upstream(GOLDEN / "B_dense", config=long | {name: yarn for name in fields})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
