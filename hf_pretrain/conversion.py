@@ -238,6 +238,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not config.is_file():
         return {}
     raw = _read_json(config)
+    if "format_version" in raw:
+        logger.warning(f"{config} belongs to a checkpoint of hf_pretrain, not to {path.name}, and is left aside.")
+        return {}
     if raw.get("model_type") in FORMS:
         raw = AutoConfig.from_pretrained(config.parent).to_dict()
     return {name: value for name, value in raw.items() if value is not None}
@@ -474,7 +477,9 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
         sizes["intermediate_size"] = shape(f"{mlp}gate_proj.weight")[0]
     head = tensors.get(FORMS[form].name("lm_head.weight"))
     is_same = head is None or head.equal(tensors[FORMS[form].name("model.embed_tokens.weight")])
-    # Two equal matrices may be two by intention; one cannot be two.
+    if head is None and not given.get("tie_word_embeddings", True):
+        raise ValueError("The config says tie_word_embeddings=False, but the weights have no output head.")
+    # Two equal matrices may be two by intention.
     sizes["tie_word_embeddings"] = is_same and given.get("tie_word_embeddings", True)
 
     for name, size in sizes.items():

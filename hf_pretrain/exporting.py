@@ -281,6 +281,12 @@ def export(
             "No tokenizer goes with these weights: their ids mean nothing without the one that they were trained on. "
             "MiniMind's own do not stand in for each other: of 6,400 ids, 9 mean the same in v1/v2 and in v3."
         )
+    is_per_document = model.config.num_experts and model.config.router_aux_loss_level == "sequence"
+    if is_per_document and target not in ("minimind", "v1", "v2"):
+        logger.warning(
+            f"{describe_form(target)} takes its router loss over a whole batch, this model over each document: training "
+            "on there will balance differently. The logits are the same."
+        )
     reference = copy.deepcopy(model).float().eval()
     # GGUF rounds tensor by tensor, and leaves norms and routers as they are.
     converted = _cast(copy.deepcopy(model), torch.float32 if form == "gguf" else DTYPES[dtype])

@@ -92,6 +92,11 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
     repo_id = args.resume_from_hub
     if repo_id is None:
         return
+    if args.resume_from_checkpoint not in (None, "auto"):
+        raise ValueError(
+            f"--resume_from_hub {repo_id} and --resume_from_checkpoint {args.resume_from_checkpoint} name two "
+            "checkpoints: leave one out."
+        )
     output_dir = Path(args.output_dir)
     with args.main_process_first(desc="downloading the checkpoint"):
         try:

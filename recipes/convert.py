@@ -24,9 +24,6 @@ from hf_pretrain.tokenization import find_tokenizer, load_tokenizer
 
 
 def main(args: argparse.Namespace) -> None:
-    repo_id = args.hub_model_id or Path(args.to).name
-    if args.push:
-        repo_id = create_repository(repo_id, private=args.hub_private_repo)
     config = args.config
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
@@ -35,6 +32,9 @@ def main(args: argparse.Namespace) -> None:
     report = export(model, args.to, args.format, tokenizer=tokenizer, dtype=args.dtype, generation=args.generation)
     print(f"{args.to}: {report}")
 
+    repo_id = args.hub_model_id or Path(args.to).name
+    if args.push:
+        repo_id = create_repository(repo_id, private=args.hub_private_repo)
     card = format_conversion_card(
         model,
         repo_id=repo_id,

@@ -368,6 +368,28 @@ def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):
     assert loaded.config.router_aux_loss_coef == pytest.approx(0.001 * 2 / 2)
 
 
+def test_a_head_that_is_missing_and_not_tied(tmp_path):
+    weights = weights_of("C_dense")
+    del weights["lm_head.weight"]
+    torch.save(weights, tmp_path / "x.pth")
+    assert load_upstream(tmp_path / "x.pth").config.tie_word_embeddings
+    with pytest.raises(ValueError, match="no output head"):
+        load_upstream(tmp_path / "x.pth", config={"tie_word_embeddings": False})
+    # Two heads: v3 may have them.
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    torch.save(weights, tmp_path / "x.pth")
+    model = load_upstream(tmp_path / "x.pth")
+    assert not model.config.tie_word_embeddings and torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_a_config_of_ours_does_not_describe_a_file_beside_it(build_model, tmp_path, caplog):
+    build_model(num_experts=4).config.save_pretrained(tmp_path)
+    shutil.copy(GOLDEN / "B_dense/weights.pth", tmp_path / "x.pth")
+    with pytest.raises(ValueError, match="number of heads"):
+        load_upstream(tmp_path / "x.pth")
+    assert "not to x.pth, and is left aside" in caplog.text
+
+
 def test_training_starts_from_upstream_weights(tmp_path, expected_logits):
     arguments = ModelArguments(model_name_or_path=str(GOLDEN / "B_dense"), config_overrides="dropout=0.1")
     tokenizer = load_tokenizer(FIXTURES / "tokenizers/v1")

@@ -218,6 +218,15 @@ def test_misfits_name_the_part_and_the_forms_that_hold_it(overrides, form, messa
         check_fits(MiniMindConfig(hidden_size=32, num_attention_heads=4, **overrides), form)
 
 
+def test_a_router_loss_that_the_form_takes_otherwise_is_said(build_model, tmp_path, caplog):
+    model = build_model(num_experts=4, num_shared_experts=1)
+    export(model, tmp_path / "a", "upstream")
+    export(model, tmp_path / "b", "minimind")
+    assert "over a whole batch" not in caplog.text
+    export(model, tmp_path / "c", "ernie4_5_moe")
+    assert "ernie4_5_moe takes its router loss over a whole batch" in caplog.text
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("form, dtype", [("minimind", "float16"), ("llama", "bfloat16"), ("upstream", "float16")])
 def test_dtype_states_its_loss(form, dtype, build_model, tmp_path):

@@ -235,8 +235,13 @@ def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
 
     assert run(*pushing[:3], "--hub_strategy", "end", output_dir="third").returncode == 0
     server.repos["user/toy"].files.clear()
-    for repo_id, message in (("user/toy", "holds no checkpoint"), ("user/nothing", "Repository Not Found")):
-        result = run("--resume_from_hub", repo_id, output_dir="fourth")
+    both = ["--resume_from_checkpoint", str(tmp_path / "whole")]
+    for words, message in (
+        (["user/toy"], "holds no checkpoint"),
+        (["user/nothing"], "Repository Not Found"),
+        (["user/toy", *both], "name two checkpoints: leave one out"),
+    ):
+        result = run("--resume_from_hub", *words, output_dir="fourth")
         assert result.returncode != 0 and message in result.stdout
     assert not (tmp_path / "fourth/model.safetensors").exists()
 
