@@ -52,7 +52,7 @@ class RunFacts:
     @property
     def public_datasets(self) -> list[str]:
         """Names without the directories of this machine."""
-        return [Path(name).name if _is_local(name) else name for name in self.datasets]
+        return [_public(name) for name in self.datasets]
 
     @property
     def languages(self) -> list[str] | None:
@@ -67,6 +67,11 @@ class RunFacts:
 
 def _is_local(name: str) -> bool:
     return Path(name).exists() or any(mark in name for mark in "*?[") or Path(name).is_absolute()
+
+
+def _public(name: str) -> str:
+    """Without the directories of this machine."""
+    return Path(name).name if _is_local(name) else name
 
 
 def format_run_card(
@@ -91,6 +96,7 @@ def format_run_card(
     if facts.unigram_loss is not None:
         rows.append(("the same of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
     data_name = ", ".join(facts.public_datasets) or "unnamed"
+    start = "" if facts.base_model is None else f", from the weights of `{_public(facts.base_model)}`,"
     metadata = ModelCardData(
         language=args.hub_language or facts.languages,
         license=args.hub_license,
@@ -114,7 +120,7 @@ def format_run_card(
         or None,
     )
     sections = [
-        _front(metadata, repo_id, f"{facts.stage.capitalize()} ended at step {state.global_step:,} of {state.max_steps:,}."),
+        _front(metadata, repo_id, f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}."),
         _table(rows) if results else "",
         "## Architecture\n\n" + _table(architecture_rows(model)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in [f"Datasets: {data_name}", *facts.data]),
@@ -137,9 +143,8 @@ def format_conversion_card(
         tags=TAGS,
         base_model=source if source.count("/") == 1 and not _is_local(source) else None,
     )
-    public_source = Path(source).name if _is_local(source) else source
     sections = [
-        _front(metadata, repo_id, f"Converted from `{public_source}`."),
+        _front(metadata, repo_id, f"Converted from `{_public(source)}`."),
         f"## Conversion\n\n{report}.",
         "## Architecture\n\n" + _table(architecture_rows(model)),
         _usage(repo_id, model.config, form=form),
@@ -219,7 +224,7 @@ def _training_rows(args: LMTrainingArguments, state: TrainerState, sharding: str
     ]
     seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
     if seconds:
-        rows.append(("duration of the last launch", f"{seconds[-1] / 60:,.1f} minutes"))
+        rows.append(("duration of the last launch", f"{seconds[-1]:,.0f} seconds"))
     packages = [("torch", torch.__version__), ("transformers", transformers.__version__)]
     packages.append(("hf_pretrain", importlib.metadata.version("hf_pretrain")))
     return rows + [("versions", ", ".join(f"{name} {version}" for name, version in packages))]

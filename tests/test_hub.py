@@ -306,6 +306,7 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
     assert re.search(r"- Training: \d+ documents, [\d,]+ tokens in \d+ rows, .*\n- Held out: \d+ documents, ", text)
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
+    assert "Pretraining, from the weights of `toy`, ended at step 2 of 2." in text
     assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
     assert "| learning rate | 0.0003, cosine_with_min_lr {'min_lr_rate': 0.1} |" in text
     assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU, float32 (" in text
