@@ -4,6 +4,7 @@ What users type: the dataclasses behind every training recipe's flags, and the p
 `--config file.yaml` gives defaults, the command line wins, and a key that no dataclass knows is an error.
 """
 
+import atexit
 import dataclasses
 import difflib
 import json
@@ -230,6 +231,8 @@ class LMTrainingArguments(TrainingArguments):
             import deepspeed
 
             deepspeed.init_distributed(dist_backend="gloo")
+            # NOTE: its CPU kernel leaves 66 MiB a rank and run in shared memory, until that is full.
+            atexit.register(_remove_allreduce_buffers)
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
         if self.n_gpu > 1:
@@ -290,6 +293,13 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
+
+
+def _remove_allreduce_buffers():
+    """Removes this run's buffers of DeepSpeed's CPU kernel; whoever still has them open keeps them."""
+    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
+        path.unlink(missing_ok=True)
 
 
 def _launcher() -> str:
