@@ -138,8 +138,8 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """Which text to train on, and how it becomes rows."""
+class SourceArguments:
+    """Which data to train on."""
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
@@ -148,19 +148,25 @@ class DataArguments:
     dataset_weights: list[float] | None = field(
         default=None, metadata={"help": "How often each dataset is drawn from; by default they are concatenated."}
     )
-    streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
-    text_column: str = field(default="text", metadata={"help": "The column or JSON field that holds the text."})
     validation_fraction: float = field(
         default=0.01, metadata={"help": "Share of the documents that is held out, chosen by a hash of their text."}
     )
     num_proc: int | None = field(
         default=None, metadata={"help": "Processes that tokenize; by default one, and up to 8 for many documents."}
     )
-    max_length: int = field(default=512, metadata={"help": "Tokens a row."})
-    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), wrapped, or none."})
     max_rejected_ratio: float = field(
         default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they go to rejected.jsonl."}
     )
+
+
+@dataclass
+class DataArguments(SourceArguments):
+    """Which text to train on, and how it becomes rows."""
+
+    streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
+    text_column: str = field(default="text", metadata={"help": "The column or JSON field that holds the text."})
+    max_length: int = field(default=512, metadata={"help": "Tokens a row."})
+    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), wrapped, or none."})
 
 
 @dataclass

@@ -37,6 +37,7 @@ class RunFacts:
 
     Args:
         stage (`str`): what was done, such as `pretraining`.
+        recipe (`str`): the file of `recipes/` that did it, without its ending.
         datasets (`list[str]`): as they were named on the command line.
         data (`list[str]`): sentences with the counts of documents, tokens and rows.
         base_model (`str`, *optional*): what the run started from; a Hub id goes into the card.
@@ -44,6 +45,7 @@ class RunFacts:
     """
 
     stage: str = "training"
+    recipe: str = "pretrain"
     datasets: list[str] = field(default_factory=list)
     data: list[str] = field(default_factory=list)
     base_model: str | None = None
@@ -127,7 +129,7 @@ def format_run_card(
         "## Training\n\n" + (f"![Loss over tokens]({CURVE_NAME})\n\n" if has_curve else "")
         + _table(_training_rows(args, state, sharding)),
         _usage(repo_id, model.config),
-        f"## Continue\n\n```bash\n{_continue(args, repo_id)}\n```",
+        f"## Continue\n\n```bash\n{_continue(args, facts.recipe, repo_id)}\n```",
     ]  # fmt: skip
     return _join(sections)
 
@@ -271,10 +273,10 @@ python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-
 ```"""
 
 
-def _continue(args: LMTrainingArguments, repo_id: str) -> str:
+def _continue(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
     if getattr(args.hub_strategy, "value", args.hub_strategy) in ("checkpoint", "all_checkpoints"):
-        return f"python recipes/pretrain.py --resume_from_hub {repo_id}   # with the flags of this run"
-    return f"python recipes/pretrain.py --model_name_or_path {repo_id}"
+        return f"python recipes/{recipe}.py --resume_from_hub {repo_id}   # with the flags of this run"
+    return f"python recipes/{recipe}.py --model_name_or_path {repo_id}"
 
 
 __all__ = ["CARD_NAME", "CURVE_NAME", "RunFacts", "architecture_rows", "format_conversion_card", "format_run_card"]

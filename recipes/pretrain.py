@@ -14,28 +14,20 @@ defaults, and the command line wins.
 from functools import partial
 from pathlib import Path
 
-from transformers import set_seed
-
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
-from hf_pretrain.checkpointing import checkpoint_to_resume
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.hub import pull_checkpoint
-from hf_pretrain.model_card import CURVE_NAME, RunFacts
-from hf_pretrain.reporting import format_report, plot_loss_curve, sample_continuations, unigram_loss
+from hf_pretrain.model_card import RunFacts
+from hf_pretrain.reporting import sample_continuations, unigram_loss
+from hf_pretrain.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.tokenization import load_or_train_tokenizer
 
 
 def main(model_args: ModelArguments, data_args: DataArguments, training_args: LMTrainingArguments):
-    pull_checkpoint(training_args)
-    checkpoint = checkpoint_to_resume(training_args)
-    set_seed(training_args.seed)
-    output_dir = Path(training_args.output_dir)
+    checkpoint = begin_run(training_args)
     is_main = training_args.process_index == 0
-    if is_main:
-        print(training_args.launch_description)
 
     # Text to rows. The main process does the work, the others read its cache.
     with training_args.main_process_first(desc="preparing the data"):
@@ -48,7 +40,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
             seed=training_args.seed,
             num_proc=data_args.num_proc,
             max_rejected_ratio=data_args.max_rejected_ratio,
-            rejected_path=output_dir / "rejected.jsonl" if is_main else None,
+            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
         )
         if data_args.streaming:
             train_documents = train_documents.shuffle(seed=training_args.seed, buffer_size=10_000)
@@ -87,27 +79,13 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
             base_model=model_args.model_name_or_path,
         ),
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model()
-    metrics = trainer.evaluate() if eval_rows is not None else {}
-    trainer.save_state()
-
-    unigram, samples = None, []
+    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
+    samples = []
     if eval_rows is not None:
         samples = sample_continuations(trainer.model, tokenizer, eval_rows)
         if not data_args.streaming:
-            unigram = unigram_loss(train_rows, eval_rows, vocab_size=len(tokenizer))
-    trainer.run_facts.unigram_loss = unigram
-    if is_main:
-        plot_loss_curve(trainer.state.log_history, output_dir / CURVE_NAME, unigram=unigram)
-    if training_args.push_to_hub:
-        trainer.push_to_hub()
-    if is_main:
-        print(
-            format_report(
-                training_args, metrics=metrics, unigram=unigram, samples=samples, push_report=trainer.push_report
-            )
-        )
+            trainer.run_facts.unigram_loss = unigram_loss(train_rows, eval_rows, vocab_size=len(tokenizer))
+    end_run(trainer, metrics, samples=samples)
 
 
 if __name__ == "__main__":
