@@ -42,6 +42,7 @@ class RunFacts:
         data (`list[str]`): sentences with the counts of documents, tokens and rows.
         base_model (`str`, *optional*): what the run started from; a Hub id goes into the card.
         unigram_loss (`float`, *optional*): of a unigram model on the same held-out tokens, in nats per token.
+        loss_unit (`str`): what the loss is counted in.
     """
 
     stage: str = "training"
@@ -50,6 +51,7 @@ class RunFacts:
     data: list[str] = field(default_factory=list)
     base_model: str | None = None
     unigram_loss: float | None = None
+    loss_unit: str = "nats per token"
 
     @property
     def public_datasets(self) -> list[str]:
@@ -89,9 +91,10 @@ def format_run_card(
     """The card of a training run, from what it measured up to now."""
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
     measured = {
-        "held-out loss (nats per token)": "eval_loss",
+        f"held-out loss ({facts.loss_unit})": "eval_loss",
         "held-out perplexity": "eval_perplexity",
         "held-out bits per byte": "eval_bits_per_byte",
+        "held-out reward accuracy": "eval_rewards/accuracies",
     }
     results = {name: evaluations[-1][key] for name, key in measured.items() if evaluations and key in evaluations[-1]}
     rows = [(name, f"{value:.4f}") for name, value in results.items()]

@@ -128,7 +128,13 @@ def _generate(
     return output[0, input_ids.shape[1] :].tolist()
 
 
-def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: float | None = None):
+def plot_loss_curve(
+    log_history: list[dict[str, Any]],
+    path: Path,
+    *,
+    unigram: float | None = None,
+    loss_unit: str = "nats per token",
+):
     """Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`)."""
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("No loss curve: matplotlib is missing (pip install 'hf_pretrain[plots]').")
@@ -146,7 +152,7 @@ def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: f
         axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label, markersize=3, linewidth=1.2)
     if unigram is not None:
         axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")
-    axes.set(xlabel="tokens seen (millions)", ylabel="loss (nats per token)")
+    axes.set(xlabel="tokens seen (millions)", ylabel=f"loss ({loss_unit})")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path)
@@ -158,17 +164,22 @@ def format_report(
     metrics: dict[str, float],
     unigram: float | None,
     samples: list[tuple[str, str]],
-    start_loss: float | None = None,
+    start: dict[str, float] | None = None,
+    loss_unit: str = "nats per token",
     push_report: str | None = None,
 ) -> str:
-    """The lines that a training recipe prints at its end."""
+    """The lines that a training recipe prints at its end; `start` holds the metrics from before the first step."""
     lines = ["", f"Checkpoint         {args.output_dir}"]
-    if "eval_loss" in metrics:
-        beside = f" (a unigram model: {unigram:.4f})" if unigram is not None else ""
-        beside = f" ({start_loss:.4f} before)" if start_loss is not None else beside
-        lines.append(f"Held-out loss      {metrics['eval_loss']:.4f} nats per token{beside}")
-    if "eval_bits_per_byte" in metrics:
-        lines.append(f"Bits per byte      {metrics['eval_bits_per_byte']:.4f}")
+    for key, name, unit in (
+        ("eval_loss", "Held-out loss", f" {loss_unit}"),
+        ("eval_bits_per_byte", "Bits per byte", ""),
+        ("eval_rewards/accuracies", "Reward accuracy", ""),
+    ):
+        if key in metrics:
+            beside = f" ({start[key]:.4f} before)" if start and key in start else ""
+            if key == "eval_loss" and unigram is not None:
+                beside = f" (a unigram model: {unigram:.4f})"
+            lines.append(f"{name:<18} {metrics[key]:.4f}{unit}{beside}")
     lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
     lines.append(f"To go on           {continue_command(args)}")
     if push_report is not None:

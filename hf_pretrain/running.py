@@ -6,8 +6,10 @@ from pathlib import Path
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, set_seed
+from transformers.trainer_callback import ProgressCallback
 
 from .arguments import ChatArguments, LMTrainingArguments
+from .callbacks import TrainingProgressCallback
 from .checkpointing import checkpoint_to_resume
 from .data.conversations import mark_template
 from .data.loading import load_documents
@@ -98,6 +100,9 @@ def load_conversations(
 
 def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict[str, float]:
     """Trains, saves, evaluates where there are held-out rows, and writes the log. Returns the held-out metrics."""
+    if any(isinstance(callback, ProgressCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(TrainingProgressCallback)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
@@ -107,21 +112,23 @@ def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict
 
 def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
     """Plots the loss curve, pushes where that is asked for, and prints the report."""
-    training_args, unigram = trainer.args, trainer.run_facts.unigram_loss
+    training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
+    evaluations = [entry for entry in history if "eval_loss" in entry]
     is_main = training_args.process_index == 0
     if is_main:
-        plot_loss_curve(trainer.state.log_history, Path(training_args.output_dir, CURVE_NAME), unigram=unigram)
+        curve = Path(training_args.output_dir, CURVE_NAME)
+        plot_loss_curve(history, curve, unigram=facts.unigram_loss, loss_unit=facts.loss_unit)
     if training_args.push_to_hub:
         trainer.push_to_hub()
     if is_main:
-        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
         print(
             format_report(
                 training_args,
                 metrics=metrics,
-                unigram=unigram,
+                unigram=facts.unigram_loss,
                 samples=samples or [],
-                start_loss=evaluations[0]["eval_loss"] if evaluations and evaluations[0]["step"] == 0 else None,
+                start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
+                loss_unit=facts.loss_unit,
                 push_report=trainer.push_report,
             )
         )

@@ -113,6 +113,8 @@ def read_preference(record: Any) -> str:
     for key, messages in answers.items():
         if not messages or messages[0]["role"] != "assistant":
             raise BadRecord(f"{key!r} does not go on with an answer of the assistant; mend or drop the line")
+        if len(messages) > 1:
+            raise BadRecord(f"{key!r} goes on after the answer, and only the last one can be compared; cut it off")
     return _write({"prompt": prompt, **answers}, record, tools)
 
 
