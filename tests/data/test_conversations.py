@@ -57,13 +57,11 @@ MARKED = {
     ),
     "reasoning": (
         {"messages": [USER, {**ANSWER, "reasoning_content": "two and two"}]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-        "⟦<think>\ntwo and two\n</think>\n\n4<|im_end|>⟧\n",
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦<think>\ntwo and two\n</think>\n\n4<|im_end|>⟧\n",
     ),
     "reasoning within the text": (
         {"messages": [USER, {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-        "⟦<think>\ntwo and two\n</think>\n\n4<|im_end|>⟧\n",
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦<think>\ntwo and two\n</think>\n\n4<|im_end|>⟧\n",
     ),
     "thinking off": (
         {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},

@@ -63,7 +63,12 @@ def launch(workspace):
             batch = ["4", "1"] if launcher == "python" else ["1", "2"]
             command = [
                 *(*launcher_command(launcher), str(ROOT / f"recipes/{recipe}.py"), "--use_cpu", "--bf16", "false"),
-                *("--model_name_or_path", str(workspace / "moe"), "--dataset_name", str(workspace / f"{recipe}.jsonl")),
+                *(
+                    "--model_name_or_path",
+                    str(workspace / "moe"),
+                    "--dataset_name",
+                    str(workspace / f"{recipe}.jsonl"),
+                ),
                 *("--max_length", "64", "--validation_fraction", "0", "--max_steps", "5", "--logging_steps", "1"),
                 *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
                 *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "0.1"),
