@@ -4,6 +4,8 @@
 # make pretrain GPUS=2 LAUNCHER=deepspeed DS=zero3         the deepspeed launcher
 # make pretrain GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2
 # make pretrain ARGS="--max_steps 100"                     anything else for the recipe
+# make sft, then make dpo | distill | grpo                 the other stages, launched alike
+# make chat | serve | evaluate                             talk to the newest model, serve it, measure it
 # make tokenizer | test | quality
 
 PYTHON ?= python3
@@ -19,10 +21,11 @@ LAUNCHER ?= torchrun
 DS ?= zero2
 ACCELERATE ?= ddp
 MASTER_PORT ?= 29500
-CONFIG ?= recipes/$(if $(filter cpu,$(DEVICE)),tiny,minimind2-small)/pretrain.yaml
+PRESET ?= $(if $(filter cpu,$(DEVICE)),tiny,minimind2-small)
+CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
-.PHONY: pretrain tokenizer test quality clean
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer test quality clean
 .DEFAULT_GOAL := pretrain
 
 # One launcher line each. On CPU, DeepSpeed counts devices by LOCAL_SIZE, and each process gets its share of the cores.
@@ -70,9 +73,17 @@ ifneq ($(LAUNCHER),torchrun)
     { echo "Port $(MASTER_PORT) is in use; choose another: make ... MASTER_PORT=$$(( $(MASTER_PORT) + 1 ))" >&2; exit 1; }
 endif
 
-pretrain: $(VENV)/.installed
+# What a stage needs beside the package: an extra of pyproject.toml.
+dpo grpo: $(VENV)/.installed-trl
+chat serve: $(VENV)/.installed-serve
+evaluate: $(VENV)/.installed-eval
+
+pretrain sft dpo distill grpo: $(VENV)/.installed
 	$(CHECK_PORT)
-	$(ENV) PATH="$(abspath $(BIN)):$$PATH" $(LAUNCH) recipes/pretrain.py --config $(CONFIG) $(CPU_ARGS) $(LAUNCH_ARGS) $(ARGS)
+	$(ENV) PATH="$(abspath $(BIN)):$$PATH" $(LAUNCH) recipes/$@.py --config $(CONFIG) $(CPU_ARGS) $(LAUNCH_ARGS) $(ARGS)
+
+chat serve evaluate: $(VENV)/.installed
+	$(BIN)/python recipes/$@.py $(ARGS)
 
 tokenizer: $(VENV)/.installed
 	$(BIN)/python recipes/tokenizer.py $(ARGS)
@@ -93,8 +104,8 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora,plots]"
 	touch $@
 
-$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[test]"
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora,plots,$*]"
 	touch $@ $(VENV)/.installed
 
 clean:

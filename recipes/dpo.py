@@ -1,13 +1,14 @@
 """
-Tunes a MiniMind on preferences, by TRL's DPO.
+Tunes a MiniMind on preferences, by TRL's DPO, KTO, ORPO or SimPO.
 
     python recipes/dpo.py --model_name_or_path out/sft-tiny
     python recipes/dpo.py --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
+    python recipes/dpo.py --model_name_or_path out/sft-tiny --algorithm simpo --output_dir out/simpo-tiny
     torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 
 A record has `chosen` and `rejected`, as lists of messages or text, with the `prompt` apart or at the beginning of both.
-Every flag of `TrainingArguments` and of TRL's `DPOConfig` works (`--loss_type ipo`); `--help` lists ours too.
+Every flag of `TrainingArguments` and of TRL's config for the algorithm works (`--loss_type ipo`); `--help` lists all.
 """
 
 from pathlib import Path
@@ -17,12 +18,12 @@ from hf_pretrain.data.conversations import mark_template
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.model_card import RunFacts
-from hf_pretrain.preferences import DPOTrainingArguments, MiniMindDPOTrainer
+from hf_pretrain.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
 from hf_pretrain.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.tokenization import load_tokenizer
 
 
-def main(model_args: ModelArguments, data_args: SourceArguments, training_args: DPOTrainingArguments):
+def main(model_args: ModelArguments, data_args: SourceArguments, training_args: PreferenceTrainingArguments):
     checkpoint = begin_run(training_args)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
@@ -49,20 +50,21 @@ def main(model_args: ModelArguments, data_args: SourceArguments, training_args: 
     if len(eval_pairs) == 0:
         training_args.eval_strategy, training_args.eval_on_start = "no", False
 
-    trainer = MiniMindDPOTrainer(
+    _, trainer_class = ALGORITHMS[training_args.algorithm]
+    trainer = trainer_class(
         model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),
-        ref_model=None if training_args.precompute_ref_log_probs else model_args.load_model(tokenizer),
+        ref_model=model_args.load_model(tokenizer) if training_args.needs_reference else None,
         args=training_args,
         train_dataset=train_pairs,
         eval_dataset=eval_pairs if len(eval_pairs) else None,
         processing_class=tokenizer,
         run_facts=RunFacts(
-            stage="tuning on preferences (DPO)",
+            stage=f"tuning on preferences ({training_args.algorithm.upper()})",
             recipe="dpo",
             datasets=data_args.dataset_name,
             data=report,
             base_model=model_args.model_name_or_path,
-            loss_unit="DPO, per pair",
+            loss_unit=training_args.algorithm.upper(),
         ),
     )
     metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
@@ -70,4 +72,4 @@ def main(model_args: ModelArguments, data_args: SourceArguments, training_args: 
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, SourceArguments, DPOTrainingArguments, stage="dpo"))
+    main(*parse_args(ModelArguments, SourceArguments, preference_arguments(), stage="dpo"))

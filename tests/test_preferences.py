@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preferences import prepare_pairs
-from hf_pretrain.preferences import DPOTrainingArguments, MiniMindDPOTrainer
+from hf_pretrain.preferences import ALGORITHMS, preference_arguments
 from hf_pretrain.tokenization import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
 
@@ -34,22 +34,29 @@ def documents() -> Dataset:
 
 @pytest.fixture
 def build_trainer(build_model, tokenizer, tmp_path):
-    def build(*, num_pairs: int = 4, experts: dict | None = None, **arguments) -> MiniMindDPOTrainer:
+    def build(*, algorithm: str = "dpo", num_pairs: int = 4, experts: dict | None = None, **arguments):
+        arguments_class, trainer_class = ALGORITHMS[algorithm]
         overrides = {"vocab_size": len(tokenizer), **(experts or {})}
         policy, reference = build_model(**overrides), build_model(**overrides)
         with torch.no_grad():  # Apart from each other, or every reward would be 0.
             for parameter in policy.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         pairs, _ = prepare_pairs(documents(), tokenizer, max_length=64)
-        args = DPOTrainingArguments(
+        args = arguments_class(
             **{
                 **{"output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none"},
                 **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2, "beta": 0.3},
-                **{"eval_on_start": False, "eval_strategy": "no", "save_strategy": "no", "max_length": 64},
+                **{
+                    "algorithm": algorithm,
+                    "eval_on_start": False,
+                    "eval_strategy": "no",
+                    "save_strategy": "no",
+                    "max_length": 64,
+                },
                 **arguments,
             }
         )
-        return MiniMindDPOTrainer(
+        return trainer_class(
             model=policy,
             ref_model=reference,
             args=args,
@@ -112,6 +119,81 @@ def test_loss_and_gradient_are_those_of_the_formula(build_trainer, experts):
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def answers(trainer) -> list[tuple[list[int], list[int], list[int]]]:
+    pairs, _ = prepare_pairs(documents(), trainer.processing_class, max_length=64)
+    return [(pair["prompt_ids"], pair["chosen_ids"], pair["rejected_ids"]) for pair in pairs]
+
+
+def simpo(trainer) -> torch.Tensor:
+    """Equation 6 of the paper, with gamma 0.5."""
+    losses = []
+    for prompt, chosen, rejected in answers(trainer):
+        means = [log_probability(trainer.model, prompt, ids) / len(ids) for ids in (chosen, rejected)]
+        losses.append(-torch.nn.functional.logsigmoid(0.3 * (means[0] - means[1]) - 0.5))
+    return torch.stack(losses).mean()
+
+
+def orpo(trainer) -> torch.Tensor:
+    """Equations 4 to 7 of the paper; the likelihood is that of prompt and answer, as TRL has it."""
+    losses, nll, num_tokens = [], 0.0, 0
+    for prompt, chosen, rejected in answers(trainer):
+        p = [(log_probability(trainer.model, prompt, ids) / len(ids)).exp() for ids in (chosen, rejected)]
+        odds = [value / (1 - value) for value in p]
+        losses.append(-torch.nn.functional.logsigmoid((odds[0] / odds[1]).log()))
+        nll = nll - log_probability(trainer.model, prompt[:1], prompt[1:] + chosen)
+        num_tokens += len(prompt) - 1 + len(chosen)
+    return nll / num_tokens + 0.3 * torch.stack(losses).mean()
+
+
+def kto(trainer) -> torch.Tensor:
+    """Equation 8 of the paper; the KL is that of the answers before each in the batch."""
+    rows = [(row["prompt_ids"], row["completion_ids"], row["label"]) for row in trainer.train_dataset]
+    wanted = [
+        (prompt, ids, liked)
+        for prompt, *both in answers(trainer)
+        for ids, liked in zip(both, (True, False), strict=True)
+    ]
+    assert sorted(rows) == sorted(wanted)
+    assert all(rows[i][0] != rows[i - 1][0] for i in range(len(rows)))
+    assert all(rows[i][2] != rows[i - 1][2] for i in range(len(rows)))
+
+    def margin(prompt: list[int], ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            baseline = log_probability(trainer.ref_model, prompt, ids)
+        return log_probability(trainer.model, prompt, ids) - baseline
+
+    kl = torch.stack([margin(rows[i][0], rows[i - 1][1]) for i in range(len(rows))]).mean().detach().clamp(min=0)
+    losses = []
+    for prompt, ids, is_liked in rows:
+        sign = 1 if is_liked else -1
+        losses.append(1 - torch.sigmoid(0.3 * sign * (margin(prompt, ids) - kl)))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
+@pytest.mark.parametrize("formula", [kto, orpo, simpo])
+def test_the_other_algorithms_are_those_of_their_papers(build_trainer, formula, experts):
+    trainer = build_trainer(
+        algorithm=formula.__name__, experts=experts, per_device_train_batch_size=8 if formula is kto else 4
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    expected = formula(trainer)
+    if experts:
+        triples = answers(trainer)
+        rows = [prompt + ids for prompt, *both in triples for ids in both]
+        expected = expected + 0.5 * switch_loss(trainer.model, rows)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_algorithm_chooses_the_arguments():
+    assert preference_arguments([]).__name__ == "DPOTrainingArguments"
+    assert preference_arguments(["--x", "1", "--algorithm", "orpo"]).__name__ == "ORPOTrainingArguments"
+    with pytest.raises(ValueError, match="--algorithm ppo is unknown; use one of dpo, kto, orpo, simpo"):
+        preference_arguments(["--algorithm=ppo"])
+
+
 @pytest.mark.parametrize("coef", [0.0, 2.0])
 def test_the_router_coefficient_can_be_given(build_trainer, coef):
     losses, aux_losses = {}, []
@@ -144,7 +226,7 @@ def test_accumulation_and_whole_batches(build_trainer):
     for one, two in zip(*histories, strict=True):
         assert one == pytest.approx(two, rel=1e-4)
     trainer = build_trainer(num_pairs=1, per_device_train_batch_size=2)
-    with pytest.raises(ValueError, match="1 pairs do not fill one batch of 2"):
+    with pytest.raises(ValueError, match="1 rows do not fill one batch of 2"):
         trainer.train()
 
 
@@ -161,19 +243,25 @@ def test_pairs_are_cut_and_dropped(tokenizer):
         prepare_pairs(documents(), tokenizer, max_length=4)
 
 
-@pytest.mark.distributed
-def test_the_recipe_runs_and_resumes(build_model, tokenizer, tmp_path):
-    """Two steps and two more after a resume, against four in one go; what is saved can be loaded and pushed."""
+@pytest.fixture
+def command(build_model, tokenizer, tmp_path) -> list[str]:
+    """The recipe on a toy model and four pairs, up to the steps and the output directory."""
     build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "toy")
     tokenizer.save_pretrained(tmp_path / "toy")
     records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in TEXTS]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = [
+    return [
         *(*launcher_command("python"), str(ROOT / "recipes/dpo.py"), "--use_cpu", "--bf16", "false"),
         *("--model_name_or_path", str(tmp_path / "toy"), "--dataset_name", str(tmp_path / "pairs.jsonl")),
-        *("--validation_fraction", "0", "--max_steps", "4", "--save_steps", "2", "--logging_steps", "1"),
-        *("--per_device_train_batch_size", "2", "--learning_rate", "1e-2"),
+        *("--validation_fraction", "0", "--logging_steps", "1", "--per_device_train_batch_size", "2"),
+        *("--learning_rate", "1e-2"),
     ]
+
+
+@pytest.mark.distributed
+def test_the_recipe_runs_and_resumes(command, tmp_path):
+    """Two steps and two more after a resume, against four in one go; what is saved can be loaded and pushed."""
+    command = [*command, "--max_steps", "4", "--save_steps", "2"]
     whole = start([*command, "--output_dir", str(tmp_path / "whole")])
     assert whole.returncode == 0, whole.stdout[-3000:]
     checkpoint = ["--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-2")]
@@ -184,3 +272,13 @@ def test_the_recipe_runs_and_resumes(build_model, tokenizer, tmp_path):
     files = {path.name for path in (tmp_path / "whole").iterdir()}
     assert {"config.json", "modeling_minimind.py", "tokenizer.json", "trainer_state.json"} <= files
     assert "training_args.bin" not in files
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("algorithm", ["kto", "orpo", "simpo"])
+def test_the_recipe_takes_the_other_algorithms(command, tmp_path, algorithm):
+    output = [*("--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "2")]
+    result = start([*command, *output, "--algorithm", algorithm, "--beta", "0.2"])
+    assert result.returncode == 0, result.stdout[-3000:]
+    history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
+    assert sum("loss" in entry for entry in history) == 2
