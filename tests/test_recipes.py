@@ -14,7 +14,16 @@ import torch
 import yaml
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.arguments import (
+    ChatArguments,
+    DataArguments,
+    LMTrainingArguments,
+    ModelArguments,
+    SFTTrainingArguments,
+    SourceArguments,
+    parse_args,
+)
+from hf_pretrain.preferences import DPOTrainingArguments
 from hf_pretrain.tokenization import train_tokenizer
 from tests.invariants.launching import BIN, ROOT, cpu_environment, free_port, launcher_command, start
 
@@ -300,3 +309,67 @@ def test_deepspeed_configs_that_change_the_optimizer_are_met(workspace, block, a
     result = start([*command, "--deepspeed", str(path)])
     assert message in result.stdout, result.stdout[-3000:]
     assert (result.returncode == 0) == (not arguments)
+
+
+@pytest.fixture(scope="module")
+def chats(workspace) -> Path:
+    generator = random.Random(1)
+    words = ["river", "stone", "green", "light"]
+    records = [
+        {"prompt": " ".join(generator.choices(words, k=4)), "completion": " ".join(generator.choices(words, k=5))}
+        for _ in range(30)
+    ]
+    path = workspace / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_sft_shows_what_it_trains_on(workspace, chats):
+    command = [sys.executable, str(ROOT / "recipes/sft.py"), "--model_name_or_path", str(workspace / "toy")]
+    result = start([*command, "--dataset_name", str(chats), "--preview", "2", "--output_dir", str(workspace / "none")])
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert result.stdout.count("--- a row of") == 2 and not (workspace / "none").exists()
+    coloured = re.findall("\033\\[32m(.*?)\033\\[0m", result.stdout, flags=re.DOTALL)
+    completions = [json.loads(line)["completion"] + "<|im_end|>" for line in chats.read_text().splitlines()]
+    assert coloured and set(coloured) <= set(completions)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sft_runs_and_says_what_changed(workspace, chats, streaming):
+    output_dir = workspace / f"sft-{streaming}"
+    arguments = [
+        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(chats), "--max_length", "64"),
+        *("--validation_fraction", "0.2", "--max_steps", "3", "--logging_steps", "1", "--bf16", "false"),
+        *("--learning_rate", "1e-2", "--streaming", str(streaming), "--output_dir", str(output_dir), "--use_cpu"),
+    ]
+    result = start([sys.executable, str(ROOT / "recipes/sft.py"), *arguments])
+    assert result.returncode == 0, result.stdout[-3000:]
+    history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    report = re.search(r"Held-out loss +([\d.]+) nats per token \(([\d.]+) before\)", result.stdout)
+    assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
+    assert losses[-1] < losses[0]
+    assert result.stdout.count("Sample ") == 3 and "To go on" in result.stdout
+
+
+STAGES = {
+    "sft": (ModelArguments, ChatArguments, SFTTrainingArguments),
+    "dpo": (ModelArguments, SourceArguments, DPOTrainingArguments),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
+    path = ROOT / f"recipes/{preset}/{stage}.yaml"
+    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
+    model, _, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
+    assert model.model_name_or_path == {"sft": f"out/pretrain-{preset}", "dpo": f"out/sft-{preset}"}[stage]
+    assert training.learning_rate == float(yaml.safe_load(path.read_text())["learning_rate"])
+    # Flags that all recipes share mean the same in each.
+    assert not training.gradient_checkpointing and training.save_total_limit == 2 and training.logging_steps == 10
+
+
+def test_a_stage_without_a_model_says_so():
+    with pytest.raises(ValueError, match="This stage goes on from a model: pass --model_name_or_path"):
+        ModelArguments().base_model  # noqa: B018
