@@ -128,10 +128,12 @@ def test_tools_of_another_form_are_refused(chat, tmp_path, content):
 def test_published_tokenizers_without_a_response_template(chat, build_model):
     """MiniMind2's knows no reasoning: its answers are content, without their stop token."""
     tokenizer = load_tokenizer(ROOT / "tests/fixtures/tokenizers/v1")
-    chat = Chat(build_model(vocab_size=len(tokenizer)), tokenizer, do_sample=False, max_new_tokens=5)
+    options = {"do_sample": False, "max_new_tokens": 5, "forced_eos_token_id": tokenizer.eos_token_id}
+    chat = Chat(build_model(vocab_size=len(tokenizer)), tokenizer, **options)
     chat.say("hi")
     shown = []
     assert chat.answer(shown.append) == {"role": "assistant", "content": "".join(shown)}
+    assert shown and "</s>" not in "".join(shown)
 
 
 def run_recipe(talker, tmp_path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import TrainingArguments
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.evaluation import EvaluationArguments, format_results, write_results
 from hf_pretrain.tokenization import encode_documents, load_tokenizer
+from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
 
 
@@ -161,6 +163,7 @@ def test_results_go_into_a_card_whose_text_stays(tmp_path):
     write_results({"held_out": {"eval_loss": 3.0}, "tasks": {}}, [str(other)], directory=tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert card.text.strip() == text.split("---\n")[2].strip() and card.data.license == "mit"
+    assert len(card.data.eval_results) == 6
     found = {(r.dataset_name, r.metric_name): (r.dataset_type, r.metric_value) for r in card.data.eval_results}
     assert found == {
         ("my.jsonl (held out)", "held-out loss (nats per token)"): ("custom", 1.5),
@@ -208,8 +211,8 @@ def run(talker, tmp_path_factory) -> tuple[Path, list[str]]:
     return path / "run", [*data, "--bf16", "false"]
 
 
-def evaluate(launcher: str, *arguments: str):
-    return start([*launcher_command(launcher), str(ROOT / "recipes/evaluate.py"), *arguments])
+def evaluate(launcher: str, *arguments: str, **environment: str):
+    return start([*launcher_command(launcher), str(ROOT / "recipes/evaluate.py"), *arguments], **environment)
 
 
 @pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.distributed)])
@@ -239,6 +242,21 @@ def test_the_recipe_runs_tasks_into_the_models_own_directory(run, tasks, task_re
     assert f"toy_text    bits_per_byte    {bits:.4f}" in result.stdout
     names = {result.dataset_name for result in ModelCard.load(directory / "README.md").data.eval_results}
     assert names == {"toy_choice", "toy_text"}
+
+
+def test_the_recipe_pushes_the_model_with_its_results(run, tmp_path):
+    directory, data = run
+    shutil.copytree(directory, tmp_path / "run")
+    with HubServer("hf_token") as hub:
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_token"}
+        push = ["--push_to_hub", "--hub_model_id", "toy"]
+        result = evaluate("python", "--model_name_or_path", str(tmp_path / "run"), *data, *push, **environment)
+        assert result.returncode == 0 and "Pushed to" in result.stdout, result.stdout[-3000:]
+        files = hub.repos["user/toy"].files
+    results = json.loads(files["evaluation.json"])["held_out"]
+    (first, *_) = ModelCard(files["README.md"].decode()).data.eval_results
+    assert first.metric_value == pytest.approx(results["eval_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize(

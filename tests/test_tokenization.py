@@ -131,6 +131,13 @@ def test_second_run_does_not_train_again(tmp_path, monkeypatch):
     load_or_train_tokenizer(None, documents, vocab_size=345, cache_dir=tmp_path)
     load_or_train_tokenizer(None, Dataset.from_dict({"text": TEXTS[:-1]}), vocab_size=340, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+    for name in ("CHAT_TEMPLATE_PATH", "RESPONSE_TEMPLATE_PATH"):
+        with monkeypatch.context() as patch:
+            other = tmp_path.with_name(name)
+            other.write_text(getattr(tokenization, name).read_text() + "\n")
+            patch.setattr(tokenization, name, other)
+            load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5
     loaded = load_or_train_tokenizer(str(V1), documents, vocab_size=340, cache_dir=tmp_path)
     assert loaded.bos_token == "<s>"
 
