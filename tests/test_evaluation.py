@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -231,32 +232,25 @@ def test_the_recipe_gives_the_figures_that_the_run_ended_with(run, launcher, tmp
     assert str(directory.parent) not in (tmp_path / "evaluation.json").read_text()
 
 
-def test_the_recipe_runs_tasks_into_the_models_own_directory(run, tasks, task_results):
-    directory, _ = run
-    arguments = ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks), "--validation_fraction", "0"]
-    result = evaluate("python", "--model_name_or_path", str(directory), *arguments)
-    assert result.returncode == 0, result.stdout[-3000:]
-    results = json.loads((directory / "evaluation.json").read_text())
-    assert results["held_out"] == {} and results["tasks"].keys() == {"toy_choice", "toy_text"}
-    bits = results["tasks"]["toy_text"]["metrics"]["bits_per_byte"]["value"]
-    assert f"toy_text    bits_per_byte    {bits:.4f}" in result.stdout
-    names = {result.dataset_name for result in ModelCard.load(directory / "README.md").data.eval_results}
-    assert names == {"toy_choice", "toy_text"}
-
-
-def test_the_recipe_pushes_the_model_with_its_results(run, tmp_path):
+def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks, tmp_path):
     directory, data = run
     shutil.copytree(directory, tmp_path / "run")
+    arguments = ["--model_name_or_path", str(tmp_path / "run"), *data, "--push_to_hub", "--hub_model_id", "toy"]
+    arguments += ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks)]
     with HubServer("hf_token") as hub:
         environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_token"}
-        push = ["--push_to_hub", "--hub_model_id", "toy"]
-        result = evaluate("python", "--model_name_or_path", str(tmp_path / "run"), *data, *push, **environment)
+        result = evaluate("python", *arguments, **environment, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_token")
         assert result.returncode == 0 and "Pushed to" in result.stdout, result.stdout[-3000:]
         files = hub.repos["user/toy"].files
-    results = json.loads(files["evaluation.json"])["held_out"]
-    (first, *_) = ModelCard(files["README.md"].decode()).data.eval_results
-    assert first.metric_value == pytest.approx(results["eval_loss"], abs=1e-6)
+    assert files["evaluation.json"] == (tmp_path / "run/evaluation.json").read_bytes()
+    results = json.loads(files["evaluation.json"])
+    assert results["tasks"].keys() == {"toy_choice", "toy_text"}
+    bits = results["tasks"]["toy_text"]["metrics"]["bits_per_byte"]["value"]
+    assert re.search(rf"^toy_text +bits_per_byte +{bits:.4f}$", result.stdout, re.MULTILINE)
+    published = ModelCard(files["README.md"].decode()).data.eval_results
+    measured = {(entry.dataset_name, entry.metric_type): entry.metric_value for entry in published}
+    assert measured["toy_text", "bits_per_byte"] == pytest.approx(bits, abs=1e-6)
+    assert measured["train.jsonl (held out)", "loss"] == pytest.approx(results["held_out"]["eval_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize(
