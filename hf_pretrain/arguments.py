@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from .configuration_minimind import PRESETS, MiniMindConfig
 from .conversion import is_ours, load_upstream
+from .data.conversations import CONVERSATION_KEYS, ConversationEncoder, parse_span_weights
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer
 
@@ -80,6 +81,13 @@ class ModelArguments:
     def __post_init__(self):
         if self.model_preset is not None and self.model_preset not in PRESETS:
             raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
+
+    @property
+    def base_model(self) -> str:
+        """`model_name_or_path`, for a stage that cannot do without; raises `ValueError` if it is not given."""
+        if self.model_name_or_path is None:
+            raise ValueError("This stage goes on from a model: pass --model_name_or_path with a directory or Hub id.")
+        return self.model_name_or_path
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -167,6 +175,49 @@ class DataArguments(SourceArguments):
     text_column: str = field(default="text", metadata={"help": "The column or JSON field that holds the text."})
     max_length: int = field(default=512, metadata={"help": "Tokens a row."})
     packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), wrapped, or none."})
+
+
+@dataclass
+class ChatArguments(SourceArguments):
+    """Which conversations to train on, and what of them."""
+
+    streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
+    dataset_kind: str = field(
+        default="auto", metadata={"help": f"What the records are: auto, {', '.join(CONVERSATION_KEYS)}."}
+    )
+    max_length: int = field(
+        default=512, metadata={"help": "Tokens a row, and of a conversation; the rest is cut off."}
+    )
+    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing) or none."})
+    chat_template: str | None = field(
+        default=None, metadata={"help": "A Jinja file in place of the tokenizer's own template; or minimind."}
+    )
+    enable_thinking: bool | None = field(
+        default=None, metadata={"help": "Given to the template: false puts an empty thought in front of each answer."}
+    )
+    train_on_inputs: bool = field(default=False, metadata={"help": "Train on what the assistant is given, too."})
+    span_weights: str = field(
+        default="",
+        metadata={"help": "Weights within the answers: <think>=10 of the marks, think=0.5 of what is between them."},
+    )
+    preview: int = field(default=0, metadata={"help": "Print this many rows, what is trained on in colour, and stop."})
+
+    def __post_init__(self):
+        if self.dataset_kind not in ("auto", *CONVERSATION_KEYS):
+            raise ValueError(
+                f"--dataset_kind {self.dataset_kind} is unknown; use auto or one of {', '.join(CONVERSATION_KEYS)}."
+            )
+
+    @property
+    def schema(self) -> str:
+        """The name of the reader in `SCHEMAS`."""
+        return "conversation" if self.dataset_kind == "auto" else f"conversation:{self.dataset_kind}"
+
+    @property
+    def encoder(self) -> ConversationEncoder:
+        """From conversations to ids and weights."""
+        kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
+        return ConversationEncoder(self.train_on_inputs, parse_span_weights(self.span_weights), kwargs)
 
 
 @dataclass
@@ -299,6 +350,15 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
+
+
+@dataclass
+class SFTTrainingArguments(LMTrainingArguments):
+    """Defaults for fine-tuning: lower rates, and the held-out loss before the first step."""
+
+    output_dir: str | None = field(default="out/sft", metadata={"help": "Where the run goes."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
+    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
 
 def _remove_allreduce_buffers():

@@ -16,6 +16,7 @@ class TrainingProgressCallback(ProgressCallback):
             self.training_bar.set_postfix(shown)
         elif "eval_loss" in logs:
             line = f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}"
-            if "eval_bits_per_byte" in logs:
-                line += f", bits per byte {logs['eval_bits_per_byte']:.4f}"
+            for key, name in (("eval_bits_per_byte", "bits per byte"), ("eval_rewards/accuracies", "reward accuracy")):
+                if key in logs:
+                    line += f", {name} {logs[key]:.4f}"
             self.training_bar.write(line)

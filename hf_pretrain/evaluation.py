@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard
 
 from .arguments import LMTrainingArguments
 from .checkpointing import find_newest_run
-from .model_card import CARD_NAME, HELD_OUT_METRICS, add_results, held_out_results
+from .model_card import CARD_NAME, HELD_OUT_METRICS, RunFacts, add_results, held_out_results
 
 
 RESULTS_NAME = "evaluation.json"
@@ -76,7 +76,9 @@ def format_results(results: dict[str, Any]) -> str:
     """The table of what was measured."""
     rows = [("on", "metric", "value", "")]
     held_out = results["held_out"]
-    rows += [("held out", HELD_OUT_METRICS[key], f"{value:.4f}", "") for key, value in held_out.items()]
+    for key, value in held_out.items():
+        unit = " (nats per token)" if key == "eval_loss" else ""
+        rows.append(("held out", HELD_OUT_METRICS[key] + unit, f"{value:.4f}", ""))
     for task, result in results["tasks"].items():
         for metric, entry in result["metrics"].items():
             error = f"± {entry['stderr']:.4f}" if entry["stderr"] is not None else ""
@@ -86,7 +88,7 @@ def format_results(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_results(results: dict[str, Any], datasets: list[str], *, directory: str | Path) -> Path:
+def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
     """
     Writes `evaluation.json`, and the same figures into the `model-index` of the card, whose text stays as it is. Where
     there is no card, one of these figures alone is made.
@@ -98,7 +100,7 @@ def write_results(results: dict[str, Any], datasets: list[str], *, directory: st
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    entries = held_out_results(results["held_out"], datasets) + _task_results(results["tasks"])
+    entries = held_out_results(results["held_out"], facts) + _task_results(results["tasks"])
     if entries:
         card_path = directory / CARD_NAME
         card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\n{}\n---\n")

@@ -29,9 +29,10 @@ CARD_NAME = "README.md"
 CURVE_NAME = "loss_curve.png"
 TAGS = ["minimind", "hf_pretrain"]
 HELD_OUT_METRICS = {
-    "eval_loss": "loss (nats per token)",
+    "eval_loss": "loss",
     "eval_perplexity": "perplexity",
     "eval_bits_per_byte": "bits per byte",
+    "eval_rewards/accuracies": "reward accuracy",
 }
 
 
@@ -47,6 +48,7 @@ class RunFacts:
         data (`list[str]`): sentences with the counts of documents, tokens and rows.
         base_model (`str`, *optional*): what the run started from; a Hub id goes into the card.
         unigram_loss (`float`, *optional*): of a unigram model on the same held-out tokens, in nats per token.
+        loss_unit (`str`): what the loss is counted in.
     """
 
     stage: str = "training"
@@ -55,6 +57,7 @@ class RunFacts:
     data: list[str] = field(default_factory=list)
     base_model: str | None = None
     unigram_loss: float | None = None
+    loss_unit: str = "nats per token"
 
     @property
     def public_datasets(self) -> list[str]:
@@ -93,7 +96,7 @@ def format_run_card(
 ) -> str:
     """The card of a training run, from what it measured up to now."""
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
-    results = held_out_results(evaluations[-1] if evaluations else {}, facts.datasets)
+    results = held_out_results(evaluations[-1] if evaluations else {}, facts)
     rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if facts.unigram_loss is not None:
         rows.append(("the same of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
@@ -123,9 +126,8 @@ def format_run_card(
     return _join(sections)
 
 
-def held_out_results(metrics: dict[str, float], datasets: list[str]) -> list[EvalResult]:
-    """What an evaluation measured on the held-out part of `datasets`, as entries of a card's `model-index`."""
-    facts = RunFacts(datasets=datasets)
+def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
+    """What an evaluation measured on held-out data, as entries of a card's `model-index`."""
     data_name = ", ".join(facts.public_datasets) or "unnamed"
     return [
         EvalResult(
@@ -134,8 +136,8 @@ def held_out_results(metrics: dict[str, float], datasets: list[str]) -> list[Eva
             # Entries of one type and configuration share one dataset name.
             dataset_config=data_name,
             dataset_name=f"{data_name} (held out)",
-            metric_type=name.split(" (")[0].replace(" ", "_"),
-            metric_name=f"held-out {name}",
+            metric_type=name.replace(" ", "_"),
+            metric_name=f"held-out {name} ({facts.loss_unit})" if key == "eval_loss" else f"held-out {name}",
             metric_value=round(metrics[key], 6),
         )
         for key, name in HELD_OUT_METRICS.items()

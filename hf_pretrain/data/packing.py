@@ -8,7 +8,10 @@ documents are, so that none of them sees another.
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +20,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerFast
 
 from ..tokenization import encode_documents
+from .conversations import ConversationEncoder
 
 
 PACKINGS = ("bfd", "wrapped", "none")
@@ -28,8 +32,10 @@ PARALLEL_FROM = 100_000
 ENCODING_VERSION = 1  # part of the cache keys; raise them when the same arguments give other ids or rows
 PACKING_VERSION = 1
 
-TOKEN_FEATURES = Features({"input_ids": List(Value("int32"))})
-ROW_FEATURES = Features({"input_ids": List(Value("int32")), "seq_lengths": List(Value("int32"))})
+TOKEN_FEATURES = {"input_ids": List(Value("int32"))}
+WEIGHTED_TOKEN_FEATURES = {**TOKEN_FEATURES, "loss_mask": List(Value("float32")), "num_tokens_cut": Value("int32")}
+ROW_FEATURES = {"input_ids": List(Value("int32")), "seq_lengths": List(Value("int32"))}
+WEIGHTED_ROW_FEATURES = {**ROW_FEATURES, "loss_mask": List(Value("float32"))}
 
 
 @dataclass
@@ -43,6 +49,8 @@ class PackingReport:
         num_rows (`int`): rows that came out.
         fill_ratio (`float`): tokens over positions, `num_tokens / (num_rows * max_length)`.
         num_tokens_lost (`int`): tokens of the documents that are in no row.
+        num_tokens_trained (`int`, *optional*): of tokens with weights, those whose weight is not 0.
+        num_dropped (`int`): conversations that hold nothing to train on within a row.
     """
 
     num_documents: int
@@ -50,12 +58,18 @@ class PackingReport:
     num_rows: int
     fill_ratio: float
     num_tokens_lost: int
+    num_tokens_trained: int | None = None
+    num_dropped: int = 0
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_rows:,} rows, "
             f"{self.fill_ratio:.2%} filled, {self.num_tokens_lost:,} tokens lost"
         )
+        if self.num_tokens_trained is not None:
+            text += f"; {self.num_tokens_trained:,} tokens are trained on"
+            text += f", {self.num_dropped:,} conversations without any were dropped"
+        return text
 
 
 def prepare_rows(
@@ -65,6 +79,7 @@ def prepare_rows(
     max_length: int,
     packing: str = "bfd",
     num_proc: int | None = None,
+    encoder: ConversationEncoder | None = None,
 ) -> tuple[Dataset | IterableDataset, PackingReport | None]:
     """
     Tokenizes documents and lays them into rows. Both steps are cached by content.
@@ -79,26 +94,35 @@ def prepare_rows(
             Documents are packed 10,000 at a time.
         num_proc (`int`, *optional*): processes that tokenize; by default one, and up to 8 from 100,000 documents on.
             It does not change the rows.
+        encoder ([`~data.conversations.ConversationEncoder`], *optional*): for documents that are conversations. They
+            are never split: what is over `max_length` is cut off, and one without anything to train on before is
+            dropped.
 
     Returns:
         `tuple`: rows in the order of their first document, with `input_ids` (at most `max_length` of `int32`) and
-        `seq_lengths` (`int32` lengths of the documents in the row, which sum to its own); and the report, `None` for
-        a stream.
+        `seq_lengths` (`int32` lengths of the documents in the row, which sum to its own), with an encoder also
+        `loss_mask` (`float32`, a weight for each token); and the report, `None` for a stream.
 
     Raises:
-        `ValueError`: if `packing` is unknown or `max_length` below 8.
+        `ValueError`: if `packing` is unknown, or `wrapped` with an encoder, `max_length` is below 8, or no conversation
+            has anything to train on.
     """
     if packing not in PACKINGS:
         raise ValueError(f"packing={packing!r} is unknown; there are {', '.join(PACKINGS)}.")
     if max_length < MIN_LENGTH:
         raise ValueError(f"max_length={max_length} is too short to learn from; take at least {MIN_LENGTH}.")
-    pack = {"batched": True, "batch_size": GROUP_SIZE, "features": ROW_FEATURES}
-    how = {"max_length": max_length, "packing": packing}
+    if encoder is not None and packing == "wrapped":
+        raise ValueError("packing='wrapped' would cut conversations apart; use bfd or none.")
+    is_weighted = encoder is not None
+    features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
+    pack: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": features}
+    how: dict[str, Any] = {"max_length": max_length, "packing": packing}
+    encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
     if isinstance(documents, IterableDataset):
-        how["tokenizer"] = tokenizer
+        how["encode"] = encode
         return documents.map(_encode_and_pack_batch, fn_kwargs=how, remove_columns=["text"], **pack), None
     if len(documents) == 0:
-        no_rows = Dataset.from_dict({"input_ids": [], "seq_lengths": []}, features=ROW_FEATURES)
+        no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
 
     if num_proc is None:
@@ -106,71 +130,102 @@ def prepare_rows(
     # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     key = _digest(documents._fingerprint, tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
+    if is_weighted:
+        key = _digest(key, encoder, tokenizer.chat_template, max_length)
     tokens = documents.map(
-        _encode_batch,
+        encode,
         batched=True,
-        fn_kwargs={"tokenizer": tokenizer},
         remove_columns=["text"],
-        features=TOKEN_FEATURES,
+        features=Features(WEIGHTED_TOKEN_FEATURES if is_weighted else TOKEN_FEATURES),
         num_proc=num_proc if num_proc > 1 else None,
         new_fingerprint=key,
         desc="Tokenizing",
     )
+    if len(tokens) == 0:
+        raise ValueError(
+            f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "
+            "Raise --max_length, or look at the rows with --preview."
+        )
     key = _digest(key, max_length, packing, GROUP_SIZE, PACKING_VERSION)
     rows = tokens.with_format("arrow").map(_pack_batch, fn_kwargs=how, new_fingerprint=key, desc="Packing", **pack)
-    return rows.with_format(None), _report(tokens, rows, max_length)
+    return rows.with_format(None), _report(documents, tokens, rows, max_length)
 
 
 def _digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _report(tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
+def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
     """Counts what went in and what came out."""
     num_tokens_in, num_tokens = [
         sum(pc.sum(pc.list_value_length(chunk)).as_py() for chunk in data.data.column("input_ids").chunks)
         for data in (tokens, rows)
     ]
+    trained = None
+    if "loss_mask" in rows.column_names:
+        num_tokens_in += pc.sum(tokens.data.column("num_tokens_cut")).as_py()
+        chunks = rows.data.column("loss_mask").chunks
+        trained = sum(pc.sum(pc.not_equal(pc.list_flatten(chunk), 0)).as_py() for chunk in chunks)
     return PackingReport(
-        num_documents=len(tokens),
+        num_documents=len(documents),
         num_tokens=num_tokens,
         num_rows=len(rows),
         fill_ratio=num_tokens / (len(rows) * max_length),
         num_tokens_lost=num_tokens_in - num_tokens,
+        num_tokens_trained=trained,
+        num_dropped=len(documents) - len(tokens),
     )
 
 
-def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[list[int]]]:
-    return {"input_ids": encode_documents(batch["text"], tokenizer)}
+def _encode_batch(
+    batch: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerFast,
+    encoder: ConversationEncoder | None,
+    max_length: int,
+) -> dict[str, list]:
+    if encoder is None:
+        return {"input_ids": encode_documents(batch["text"], tokenizer)}
+    return encoder(batch["text"], tokenizer, max_length=max_length)
 
 
 def _encode_and_pack_batch(
-    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int, packing: str
-) -> dict[str, list[list[int]]]:
+    batch: dict[str, list[str]],
+    encode: Callable[[dict[str, list[str]]], dict[str, list]],
+    max_length: int,
+    packing: str,
+) -> dict[str, list]:
     """Both steps at once, for streams: `datasets` is slow at handing Arrow tables on from one to the other there."""
-    documents = pa.array(encode_documents(batch["text"], tokenizer), pa.list_(pa.int32()))
-    return _pack_batch(pa.table({"input_ids": pa.chunked_array([documents])}), max_length, packing).to_pydict()
+    types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
+    encoded = encode(batch)
+    if not encoded["input_ids"]:
+        return {name: [] for name in (WEIGHTED_ROW_FEATURES if "loss_mask" in encoded else ROW_FEATURES)}
+    arrays = {name: pa.chunked_array([pa.array(encoded[name], types[name])]) for name in types if name in encoded}
+    return _pack_batch(pa.table(arrays), max_length, packing).to_pydict()
 
 
 def _pack_batch(batch: pa.Table, max_length: int, packing: str) -> pa.Table:
     """Rows of one group of documents."""
-    documents = batch.column("input_ids").combine_chunks()
-    offsets = documents.offsets.to_numpy().astype(np.int64)
-    tokens = documents.values.to_numpy()
+    lists = {
+        name: batch.column(name).combine_chunks() for name in ("input_ids", "loss_mask") if name in batch.schema.names
+    }
+    # Flattened, since each column may begin at another place of its buffer.
+    values = {name: column.flatten().to_numpy() for name, column in lists.items()}
+    offsets = lists["input_ids"].offsets.to_numpy().astype(np.int64)
+    offsets -= offsets[0]
     starts, lengths = offsets[:-1], np.diff(offsets)
     # Pieces of documents that stay together, in the order of the tokens, and the row of each piece.
     if packing == "none":
         lengths = np.minimum(lengths, max_length)
         row_of = np.arange(len(starts))
     elif packing == "wrapped":
-        cuts = np.arange(offsets[0], offsets[-1], max_length)
+        cuts = np.arange(0, offsets[-1], max_length)
         starts = np.union1d(starts, cuts)
         lengths = np.diff(starts, append=offsets[-1])
-        row_of = (starts - offsets[0]) // max_length
+        row_of = starts // max_length
     else:
         starts, lengths = _split_long(starts, lengths, max_length)
         row_of = _best_fit_decreasing(lengths, max_length)
-    return _lay_out(tokens, starts, lengths, row_of)
+    return _lay_out(values, starts, lengths, row_of)
 
 
 def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -227,13 +282,14 @@ def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
     return row_of
 
 
-def _lay_out(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, row_of: np.ndarray) -> pa.Table:
+def _lay_out(values: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndarray, row_of: np.ndarray) -> pa.Table:
     """
     The table of rows.
 
     Args:
-        tokens (`np.ndarray` of shape `(num_tokens,)`): ids of all documents, one after the other.
-        starts, lengths, row_of (`np.ndarray` of shape `(num_pieces,)`): where in `tokens` each piece begins, its
+        values (`dict[str, np.ndarray]`, each of shape `(num_tokens,)`): ids of all documents, one after the other, and
+            their weights, if any.
+        starts, lengths, row_of (`np.ndarray` of shape `(num_pieces,)`): where in them each piece begins, its
             tokens, and its row. Pieces keep their order within a row, and rows are ordered by their first piece.
     """
     _, first_piece, row_of = np.unique(row_of, return_index=True, return_inverse=True)
@@ -245,9 +301,7 @@ def _lay_out(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, row_of
     row_begins = np.flatnonzero(np.diff(row_of, prepend=-1))
     piece_offsets = np.append(row_begins, len(starts)).astype(np.int32)
     token_offsets = np.append(0, ends)[piece_offsets].astype(np.int32)
-    return pa.table(
-        {
-            "input_ids": pa.ListArray.from_arrays(token_offsets, tokens[taken]),
-            "seq_lengths": pa.ListArray.from_arrays(piece_offsets, lengths.astype(np.int32)),
-        }
-    )
+    columns = {name: pa.ListArray.from_arrays(token_offsets, column[taken]) for name, column in values.items()}
+    columns["seq_lengths"] = pa.ListArray.from_arrays(piece_offsets, lengths.astype(np.int32))
+    # In the order of the features.
+    return pa.table({name: columns[name] for name in WEIGHTED_ROW_FEATURES if name in columns})

@@ -1,0 +1,416 @@
+"""
+From records to conversations and preferences, and from conversations to ids with a weight for each.
+
+The internal form is a document again, `{"text": str}`, whose text is JSON: `messages` (each with `role`, `content` and,
+of the assistant, `reasoning_content` and `tool_calls`), and where there are any, `tools` and `chat_template_kwargs`. A
+preference has `prompt`, `chosen` and `rejected`, each a list of messages, in place of `messages`.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..tokenization import CHAT_TEMPLATE_PATH, encode_rendered, guard_control_tokens
+from .formats import BadRecord, check_characters, json_type
+
+
+ROLES = ("system", "user", "assistant", "tool")
+# What ShareGPT's `from` calls them.
+SHAREGPT_ROLES = {
+    **{role: role for role in ROLES},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"},
+    **{"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"},
+}
+
+CONVERSATION_KEYS = {
+    "messages": {"messages"},
+    "minimind": {"conversations"},
+    "sharegpt": {"conversations"},
+    "prompt_completion": {"prompt", "completion"},
+    "alpaca": {"instruction", "output"},
+}
+_THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", flags=re.DOTALL)
+
+
+def read_conversation(record: Any, *, kind: str | None = None) -> str:
+    """
+    The conversation of one record, as JSON.
+
+    Args:
+        record (`Any`): what was parsed, a `dict` if all is well. Fields that are null count as absent, since that is
+            how a table holds them.
+        kind (`str`, *optional*): a key of `CONVERSATION_KEYS`; by default the first one whose fields are there.
+            `messages` and `prompt_completion` are TRL's, the latter each text or a list of messages; `minimind` has its
+            `tools` in the first message, `sharegpt` its messages as `from` and `value`; the `input` of `alpaca` may be
+            absent.
+
+    Raises:
+        `BadRecord`: if the record is none of these, a message is not as it should be, or the assistant says nothing.
+    """
+    record = _check_record(record)
+    if kind is None:
+        kind = next((kind for kind, keys in CONVERSATION_KEYS.items() if record.keys() >= keys), None)
+    if kind is None or not record.keys() >= CONVERSATION_KEYS[kind]:
+        wanted = "; ".join(" with ".join(sorted(keys)) for keys in CONVERSATION_KEYS.values())
+        wanted = wanted if kind is None else " with ".join(sorted(CONVERSATION_KEYS[kind]))
+        raise BadRecord(f"no conversation (there is: {', '.join(map(str, record))}); known are {wanted}")
+    if kind == "prompt_completion":
+        messages, tools = _read_turn(record["prompt"], "prompt", "user")
+        messages += _read_turn(record["completion"], "completion", "assistant")[0]
+    elif kind == "alpaca":
+        question = "\n".join(_text(record[key], key) for key in ("instruction", "input") if record.get(key))
+        messages, tools = [_message("user", question), _message("assistant", _text(record["output"], "output"))], None
+    else:
+        (key,) = CONVERSATION_KEYS[kind]
+        messages, tools = _read_messages(record[key], key)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRecord("the assistant says nothing in it, there is nothing to learn; drop the line")
+    return _write({"messages": messages}, record, tools)
+
+
+def read_preference(record: Any) -> str:
+    """
+    The preference of one record, as JSON: `chosen` and `rejected`, with the `prompt` apart or at the beginning of both
+    (MiniMind, TRL). Each is a list of messages, or text.
+
+    Raises:
+        `BadRecord`: if one is missing, a message is not as it should be, the two do not answer the same prompt, or
+            they are equal.
+    """
+    record = _check_record(record)
+    missing = [key for key in ("chosen", "rejected") if key not in record]
+    if missing:
+        raise BadRecord(f"no {missing[0]!r} (there is: {', '.join(map(str, record))}); write chosen and rejected")
+    answers: dict[str, list[dict]] = {}
+    tools = None
+    for key in ("chosen", "rejected"):
+        answers[key], found = _read_turn(record[key], key, "assistant")
+        tools = tools or found
+    if "prompt" in record:
+        prompt, found = _read_turn(record["prompt"], "prompt", "user")
+        tools = tools or found
+    else:
+        pairs = zip(answers["chosen"], answers["rejected"], strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, answers.values())))
+        # The answer itself is no prompt, though both begin with it.
+        while shared and answers["chosen"][shared - 1]["role"] == "assistant":
+            shared -= 1
+        prompt = answers["chosen"][:shared]
+        answers = {key: messages[shared:] for key, messages in answers.items()}
+    if not prompt:
+        raise BadRecord("chosen and rejected share no prompt; give them the same first messages, or a prompt")
+    if answers["chosen"] == answers["rejected"]:
+        raise BadRecord("chosen and rejected are equal; drop the line")
+    for key, messages in answers.items():
+        if not messages or messages[0]["role"] != "assistant":
+            raise BadRecord(f"{key!r} does not go on with an answer of the assistant; mend or drop the line")
+        if len(messages) > 1:
+            raise BadRecord(f"{key!r} goes on after the answer, and only the last one can be compared; cut it off")
+    return _write({"prompt": prompt, **answers}, record, tools)
+
+
+SCHEMAS: dict[str, Callable[[Any], str]] = {
+    "conversation": read_conversation,
+    **{f"conversation:{kind}": partial(read_conversation, kind=kind) for kind in CONVERSATION_KEYS},
+    "preference": read_preference,
+}
+
+
+def _check_record(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise BadRecord(f"not an object but {json_type(record)}; write it as {{'messages': [...]}}")
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) -> str:
+    """JSON in the internal form; tools stand in the record or were found in a message."""
+    tools = _parsed(record["tools"], "tools", list) if record.get("tools") else tools
+    if tools:
+        parts["tools"] = tools
+    if record.get("chat_template_kwargs"):
+        parts["chat_template_kwargs"] = _parsed(record["chat_template_kwargs"], "chat_template_kwargs", dict)
+    return json.dumps(parts, ensure_ascii=False)
+
+
+def _read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
+    """Messages that are given as such, or as the text of one message."""
+    return ([_message(role, _text(value, name))], None) if isinstance(value, str) else _read_messages(value, name)
+
+
+def _read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
+    """Messages in the internal form, and the tools that MiniMind puts into one of them."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRecord(f"{name!r} is no list of messages but {json_type(messages) if messages != [] else 'empty'}")
+    read, tools = [], None
+    for message in messages:
+        if not isinstance(message, dict):
+            raise BadRecord(f"{name!r} holds {json_type(message)} in place of a message")
+        message = {key: value for key, value in message.items() if value is not None}
+        if "from" in message:
+            message = _from_sharegpt(message)
+        if message.get("role") not in ROLES:
+            raise BadRecord(f"a message has the role {message.get('role')!r}; known are {', '.join(ROLES)}")
+        if message.get("tools"):
+            tools = _parsed(message["tools"], "tools", list)
+        read.append(_read_message(message))
+    return read, tools
+
+
+def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    name, value = message["from"], message.get("value", "")
+    if name not in SHAREGPT_ROLES:
+        raise BadRecord(f"a message is from {name!r}; known are {', '.join(SHAREGPT_ROLES)}")
+    if name == "function_call":
+        call = _parsed(value, "function_call", (dict, list))
+        return {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
+    return {"role": SHAREGPT_ROLES[name], "content": value}
+
+
+def _read_message(message: dict[str, Any]) -> dict[str, Any]:
+    calls = _parsed(message["tool_calls"], "tool_calls", list) if message.get("tool_calls") else None
+    if message["role"] == "assistant":
+        content, reasoning = _text(message.get("content", ""), "content"), message.get("reasoning_content")
+        # Marks of a thought that stand in the text: as text they would be spelt letter by letter.
+        thought = _THOUGHT.match(content)
+        if thought and not reasoning:
+            reasoning, content = thought[1], content[thought.end() :]
+        extra: dict[str, Any] = {}
+        if reasoning:
+            extra["reasoning_content"] = _text(reasoning, "reasoning_content")
+        if calls:
+            extra["tool_calls"] = [_read_call(call) for call in calls]
+        return _message("assistant", content, **extra)
+    if "content" not in message:
+        raise BadRecord(f"a message of the {message['role']} has no content; write it or drop the line")
+    return _message(message["role"], _text(message["content"], "content"))
+
+
+def _message(role: str, content: str, **extra: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **extra}
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") or call if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRecord("a tool call has no name; write it as {'name': ..., 'arguments': {...}}")
+    arguments = function.get("arguments")
+    # A table gives every call the arguments of all, null where it has none.
+    arguments = _parsed(arguments, "arguments", dict) if arguments else {}
+    return {"name": function["name"], "arguments": {k: v for k, v in arguments.items() if v is not None}}
+
+
+def _parsed(value: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+    """A value that may stand there as the JSON of itself."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRecord(f"{name!r} is text that is not JSON; mend or drop the line") from error
+    if not isinstance(value, kind):
+        raise BadRecord(f"{name!r} holds {json_type(value)}; mend or drop the line")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, list):  # parts, as the OpenAI API has them
+        texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
+        if len(texts) != len(value):
+            raise BadRecord(f"{name!r} has parts that are not text; drop the line")
+        value = "".join(map(str, texts))
+    if not isinstance(value, str):
+        raise BadRecord(f"{name!r} holds {json_type(value)}, not text; quote it or drop the line")
+    check_characters(value, name)
+    return value
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """
+    From conversations to ids with weights, by the chat template of a tokenizer: its `{% generation %}` marks enclose
+    what the assistant writes and its stop token, and that is what is trained on.
+
+    Args:
+        train_on_inputs (`bool`, defaults to `False`): train on everything else too.
+        span_weights (`tuple` of pairs of `str` and `float`): weights other than 1 within what is trained on: of
+            `<think>`, the weight of the opening and closing marks; of `think`, that of all between them. Any mark that
+            is one token works. Later pairs win.
+        chat_template_kwargs (`tuple` of pairs): what the template is given, such as `("enable_thinking", False)`; what
+            a conversation itself says wins.
+    """
+
+    train_on_inputs: bool = False
+    span_weights: tuple[tuple[str, float], ...] = ()
+    chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(
+        self, texts: list[str], tokenizer: PreTrainedTokenizerFast, *, max_length: int
+    ) -> dict[str, list[list[int]] | list[list[float]] | list[int]]:
+        """
+        Args:
+            texts (`list[str]`): conversations in the internal form.
+            tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template, see [`mark_template`].
+            max_length (`int`): tokens after which a conversation is cut off.
+
+        Returns:
+            `dict`: `input_ids`, `loss_mask` (a weight for each of them) and `num_tokens_cut`, of the conversations in
+            which there is anything to train on. The first token is never trained on, as nothing comes before it.
+        """
+        encoded: dict[str, list] = {"input_ids": [], "loss_mask": [], "num_tokens_cut": []}
+        for text in texts:
+            conversation = json.loads(text)
+            kwargs = {**dict(self.chat_template_kwargs), **conversation.get("chat_template_kwargs", {})}
+            ids, is_generated = encode_conversation(
+                tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
+            )
+            weights = self._weigh(np.array(ids), np.array(is_generated), tokenizer)[:max_length]
+            if weights[1:].any():
+                encoded["input_ids"].append(ids[:max_length])
+                encoded["loss_mask"].append(weights)
+                encoded["num_tokens_cut"].append(max(len(ids) - max_length, 0))
+        return encoded
+
+    def _weigh(self, ids: np.ndarray, is_generated: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+        """Weights of shape `(num_tokens,)`."""
+        weights = np.ones(len(ids), np.float32)
+        for name, weight in self.span_weights:
+            mark = name.strip("<>")
+            opening, closing = (ids == self._mark_id(tokenizer, f"<{slash}{mark}>") for slash in ("", "/"))
+            inside = np.cumsum(opening) - np.cumsum(closing) > 0
+            weights[(opening | closing) if name.startswith("<") else (inside & ~opening)] = weight
+        return weights if self.train_on_inputs else weights * is_generated
+
+    @staticmethod
+    def _mark_id(tokenizer: PreTrainedTokenizerFast, mark: str) -> int:
+        index = tokenizer.get_added_vocab().get(mark)
+        if index is None:
+            raise ValueError(
+                f"--span_weights: {mark} is not one token of this tokenizer; its marks are "
+                f"{', '.join(token for token in tokenizer.get_added_vocab() if token.startswith('</'))}."
+            )
+        return index
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    **chat_template_kwargs: Any,
+) -> tuple[list[int], list[bool]]:
+    """
+    Ids of a whole conversation, and for each whether the assistant generates it. No message can bring in a control
+    token by spelling it.
+
+    Raises:
+        `ValueError`: if the template says that it cannot render the conversation.
+    """
+    try:
+        (rendered,), (spans,) = render_jinja_template(
+            conversations=[guard_control_tokens(tokenizer, messages)],
+            tools=guard_control_tokens(tokenizer, tools),
+            chat_template=tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+            **chat_template_kwargs,
+        )
+    except jinja2.TemplateError as error:
+        start = messages[0]["content"][:80]
+        raise ValueError(f"The chat template cannot render the conversation that begins {start!r}: {error}") from error
+    ids, offsets = encode_rendered(tokenizer, rendered)
+    edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    # A token belongs to the span that its first character is in.
+    span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1
+    ends = np.append(edges[:, 1], 0)  # span -1 has ended before anything
+    return ids, [start < ends[i] for (start, _), i in zip(offsets, span.tolist(), strict=True)]
+
+
+# Where the templates of MiniMind's own tokenizers write what the assistant says, and the same with marks.
+_MARKED = re.compile(r"{%-?\s*generation\s*-?%}.*{%-?\s*endgeneration\s*-?%}", flags=re.DOTALL)
+_UNMARKED = {
+    # V1, and MiniMind2's
+    "{{ content + '</s>' + '\\n' }}": "{% generation %}{{ content + '</s>' }}{% endgeneration %}{{ '\\n' }}",
+    "{{ content + '<|im_end|>' + '\\n' }}": "{% generation %}{{ content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}",
+    # later MiniMind2's
+    "{{- '<|im_start|>' + message.role + '\\n' + content }}": (
+        "{{- '<|im_start|>' + message.role + '\\n' }}{%- generation %}{{- content }}"
+    ),
+    # minimind-3's; an empty thought is part of the prompt, as in its generation prompt
+    "{{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\n        {%- endif %}": (
+        "{{- '<|im_start|>' + message.role + '\\n' }}{%- endif %}"
+        "{%- set thought = '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' %}"
+        "{%- if not reasoning_content.strip('\\n') %}{{- thought }}{%- endif %}{%- generation %}"
+        "{%- if reasoning_content.strip('\\n') %}{{- thought }}{%- endif %}{{- content.lstrip('\\n') }}"
+    ),
+    "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == \"tool\" %}": (
+        "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}\n    {%- elif message.role == \"tool\" %}"
+    ),
+}  # fmt: skip
+
+
+def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
+    """
+    Makes sure that a tokenizer's chat template marks what the assistant generates. Templates of MiniMind's own
+    tokenizers are given the marks and still render the same.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): changed in place.
+        chat_template (`str`, *optional*): a file to take the template from, or `minimind` for this package's own.
+
+    Raises:
+        `ValueError`: if there is no template, or it has no marks and is not known.
+    """
+    if chat_template is not None:
+        path = CHAT_TEMPLATE_PATH if chat_template == "minimind" else Path(chat_template)
+        if not path.is_file():
+            raise ValueError(
+                f"--chat_template {chat_template}: no such file. Write a path to a Jinja template, or minimind."
+            )
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    template = tokenizer.chat_template or ""
+    if not _MARKED.search(template):
+        for unmarked, marked in _UNMARKED.items():
+            template = template.replace(unmarked, marked)
+    if not _MARKED.search(template):
+        raise ValueError(
+            "The tokenizer's chat template does not mark what the assistant generates with {% generation %} and "
+            "{% endgeneration %}. Add the marks and pass the file by --chat_template, or pass --chat_template minimind."
+            if tokenizer.chat_template
+            else "The tokenizer has no chat template. Pass --chat_template minimind, or a file of your own."
+        )
+    tokenizer.chat_template = template
+
+
+def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
+    """Reads `<think>=10,think=0.5`; raises `ValueError` for what is not of that form or below 0."""
+    pairs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = -1.0
+        if not 0 <= weight < float("inf") or name.startswith("<") != name.endswith(">") or not name.strip("</>"):
+            raise ValueError(
+                f"--span_weights: {part!r} is not of the form <think>=10 or think=0.5, with a weight from 0."
+            )
+        pairs.append((name, weight))
+    return tuple(pairs)
+
+
+__all__ = [
+    "SCHEMAS",
+    "ConversationEncoder",
+    "encode_conversation",
+    "mark_template",
+    "parse_span_weights",
+    "read_conversation",
+    "read_preference",
+]

@@ -1,0 +1,82 @@
+"""From preferences in the internal form to the ids that TRL's preference trainers take."""
+
+import hashlib
+import json
+
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerFast
+
+from .conversations import encode_conversation
+
+
+PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
+ENCODING_VERSION = 1  # part of the cache key; raise it when the same arguments give other ids
+
+
+def prepare_pairs(
+    documents: Dataset, tokenizer: PreTrainedTokenizerFast, *, max_length: int, num_proc: int | None = None
+) -> tuple[Dataset, str]:
+    """
+    Tokenizes preferences; cached by content.
+
+    Args:
+        documents ([`Dataset`]): with the single column `text`, preferences in the internal form.
+        tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
+        max_length (`int`): tokens a row takes. An answer that goes beyond is cut off by the collator; a pair is dropped
+            if its prompt leaves no room for one, or if only the part that is cut off differs.
+        num_proc (`int`, *optional*): processes that tokenize.
+
+    Returns:
+        `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, the latter two from the first token
+        that the assistant generates to its stop token; and what was counted, for people.
+
+    Raises:
+        `ValueError`: if no pair is left.
+    """
+    key = (documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, max_length)
+    pairs = documents.map(
+        _encode_batch,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        remove_columns=["text"],
+        features=PAIR_FEATURES,
+        num_proc=num_proc,
+        new_fingerprint=hashlib.blake2b(repr((key, ENCODING_VERSION)).encode(), digest_size=16).hexdigest(),
+        desc="Tokenizing",
+    )
+    if len(documents) and len(pairs) == 0:
+        raise ValueError(f"No prompt of {len(documents)} pairs leaves room for an answer: raise --max_length.")
+    return pairs, f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"
+
+
+def _encode_batch(
+    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int
+) -> dict[str, list[list[int]]]:
+    columns: dict[str, list[list[int]]] = {name: [] for name in PAIR_FEATURES}
+    for text in batch["text"]:
+        preference = json.loads(text)
+        prompt, kwargs = preference["prompt"], preference.get("chat_template_kwargs", {})
+        num_turns = sum(message["role"] == "assistant" for message in prompt)
+        row: dict[str, list[int]] = {}
+        for name in ("chosen", "rejected"):
+            ids, is_generated = encode_conversation(
+                tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
+            )
+            start, end = _last_answer(is_generated, num_turns)
+            row |= {"prompt_ids": ids[:start], f"{name}_ids": ids[start:end]}
+        room = max_length - len(row["prompt_ids"])
+        if room > 0 and row["chosen_ids"][:room] != row["rejected_ids"][:room]:
+            for name in PAIR_FEATURES:
+                columns[name].append(row[name])
+    return columns
+
+
+def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:
+    """Where the answer after `num_turns` earlier ones begins and ends."""
+    starts = [i for i, flag in enumerate(is_generated) if flag and not is_generated[i - 1]]
+    start = starts[num_turns]
+    end = next((i for i in range(start, len(is_generated)) if not is_generated[i]), len(is_generated))
+    return start, end
+
+
+__all__ = ["prepare_pairs"]

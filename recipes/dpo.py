@@ -1,0 +1,73 @@
+"""
+Tunes a MiniMind on preferences, by TRL's DPO.
+
+    python recipes/dpo.py --model_name_or_path out/sft-tiny
+    python recipes/dpo.py --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
+    torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml
+    deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
+
+A record has `chosen` and `rejected`, as lists of messages or text, with the `prompt` apart or at the beginning of both.
+Every flag of `TrainingArguments` and of TRL's `DPOConfig` works (`--loss_type ipo`); `--help` lists ours too.
+"""
+
+from pathlib import Path
+
+from hf_pretrain.arguments import ModelArguments, SourceArguments, parse_args
+from hf_pretrain.data.conversations import mark_template
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.model_card import RunFacts
+from hf_pretrain.preferences import DPOTrainingArguments, MiniMindDPOTrainer
+from hf_pretrain.running import begin_run, end_run, train_and_evaluate
+from hf_pretrain.tokenization import load_tokenizer
+
+
+def main(model_args: ModelArguments, data_args: SourceArguments, training_args: DPOTrainingArguments):
+    checkpoint = begin_run(training_args)
+    is_main = training_args.process_index == 0
+    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    mark_template(tokenizer)
+
+    with training_args.main_process_first(desc="preparing the data"):
+        documents = load_documents(
+            data_args.dataset_name,
+            schema="preference",
+            weights=data_args.dataset_weights,
+            validation_fraction=data_args.validation_fraction,
+            seed=training_args.seed,
+            num_proc=data_args.num_proc,
+            max_rejected_ratio=data_args.max_rejected_ratio,
+            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
+        )
+        (train_pairs, train_report), (eval_pairs, eval_report) = (
+            prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
+            for part in documents
+        )
+    report = [f"Training: {train_report}", f"Held out: {eval_report}"]
+    if is_main:
+        print("\n".join(report))
+    if len(eval_pairs) == 0:
+        training_args.eval_strategy, training_args.eval_on_start = "no", False
+
+    trainer = MiniMindDPOTrainer(
+        model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),
+        ref_model=None if training_args.precompute_ref_log_probs else model_args.load_model(tokenizer),
+        args=training_args,
+        train_dataset=train_pairs,
+        eval_dataset=eval_pairs if len(eval_pairs) else None,
+        processing_class=tokenizer,
+        run_facts=RunFacts(
+            stage="tuning on preferences (DPO)",
+            recipe="dpo",
+            datasets=data_args.dataset_name,
+            data=report,
+            base_model=model_args.model_name_or_path,
+            loss_unit="DPO, per pair",
+        ),
+    )
+    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
+    end_run(trainer, metrics)
+
+
+if __name__ == "__main__":
+    main(*parse_args(ModelArguments, SourceArguments, DPOTrainingArguments, stage="dpo"))

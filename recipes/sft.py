@@ -1,0 +1,52 @@
+"""
+Fine-tunes a MiniMind on conversations, with the loss on what the assistant says.
+
+    python recipes/sft.py --model_name_or_path out/pretrain-tiny
+    python recipes/sft.py --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
+    python recipes/sft.py --model_name_or_path out/pretrain-tiny --preview 3
+    torchrun --standalone --nproc_per_node 4 recipes/sft.py --config recipes/minimind3/sft.yaml
+    deepspeed --include localhost:0,1 recipes/sft.py --config recipes/tiny/sft.yaml --deepspeed ds_configs/zero2.json
+
+Records are recognised by their fields: `conversations` (MiniMind, ShareGPT), `messages`, `prompt` with `completion`,
+`instruction` with `output`. Every flag of `TrainingArguments` works; `--help` lists ours too.
+"""
+
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.arguments import ChatArguments, ModelArguments, SFTTrainingArguments, parse_args
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.model_card import RunFacts
+from hf_pretrain.reporting import format_preview, sample_answers
+from hf_pretrain.running import begin_run, end_run, load_conversations, train_and_evaluate
+from hf_pretrain.tokenization import load_tokenizer
+
+
+def main(model_args: ModelArguments, data_args: ChatArguments, training_args: SFTTrainingArguments):
+    checkpoint = None if data_args.preview else begin_run(training_args)
+    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    rows = load_conversations(data_args, training_args, tokenizer)
+    if data_args.preview:
+        print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
+        return
+
+    trainer = MaskedLossTrainer(
+        model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),
+        args=training_args,
+        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+        train_dataset=rows.train,
+        eval_dataset=rows.eval,
+        processing_class=tokenizer,
+        run_facts=RunFacts(
+            stage="fine-tuning on conversations",
+            recipe="sft",
+            datasets=data_args.dataset_name,
+            data=rows.report,
+            base_model=model_args.model_name_or_path,
+        ),
+    )
+    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
+    samples = sample_answers(trainer.model, tokenizer, rows.eval_documents) if rows.eval is not None else None
+    end_run(trainer, metrics, samples=samples)
+
+
+if __name__ == "__main__":
+    main(*parse_args(ModelArguments, ChatArguments, SFTTrainingArguments, stage="sft"))

@@ -1,0 +1,103 @@
+"""Same numbers everywhere: fine-tuning on conversations and on preferences, over two ranks against one process."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.tokenization import train_tokenizer
+from tests.invariants.launching import ROOT, launcher_command, start
+
+
+pytestmark = pytest.mark.distributed
+
+WAYS = {
+    "DDP": ("torchrun", []),
+    "ZeRO-2": ("deepspeed", ["--deepspeed", str(ROOT / "ds_configs/zero2.json")]),
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A toy model with experts, eleven conversations and eleven preferences of uneven length."""
+    path = tmp_path_factory.mktemp("stages")
+    generator = random.Random(0)
+
+    def words() -> str:
+        return " ".join(generator.choices(["river", "stone", "green", "light", "walks"], k=generator.randint(2, 9)))
+
+    tokenizer = train_tokenizer([words() for _ in range(60)], vocab_size=320)
+    torch.manual_seed(0)
+    config = MiniMindConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        qk_norm=True,
+        num_experts=4,
+        num_shared_experts=1,
+        router_aux_loss_coef=0.5,
+    )
+    MiniMindForCausalLM(config).save_pretrained(path / "moe")
+    tokenizer.save_pretrained(path / "moe")
+    chats = [{"prompt": words(), "completion": words()} for _ in range(11)]
+    pairs = [{"prompt": words(), "chosen": words(), "rejected": words()} for _ in range(11)]
+    for name, records in (("sft", chats), ("dpo", pairs)):
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def launch(workspace):
+    """Runs a recipe once for each way of launching; gives the logged steps and the weights."""
+    runs: dict[tuple[str, str], tuple[list[dict], dict[str, torch.Tensor]]] = {}
+
+    def run(recipe: str, launcher: str, arguments: list[str]):
+        if (recipe, launcher) not in runs:
+            output_dir = workspace / f"{recipe}-{launcher}"
+            batch = ["4", "1"] if launcher == "python" else ["1", "2"]
+            command = [
+                *(*launcher_command(launcher), str(ROOT / f"recipes/{recipe}.py"), "--use_cpu", "--bf16", "false"),
+                *(
+                    "--model_name_or_path",
+                    str(workspace / "moe"),
+                    "--dataset_name",
+                    str(workspace / f"{recipe}.jsonl"),
+                ),
+                *("--max_length", "64", "--validation_fraction", "0", "--max_steps", "5", "--logging_steps", "1"),
+                *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
+                *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "0.1"),
+                *("--optim", "sgd", "--max_grad_norm", "0", "--weight_decay", "0", "--save_strategy", "no"),
+                *("--output_dir", str(output_dir), *(["--packing", "none"] if recipe == "sft" else [])),
+            ]
+            result = start([*command, *arguments])
+            assert result.returncode == 0, result.stdout[-4000:]
+            history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+            steps = [entry for entry in history if "loss" in entry]
+            runs[recipe, launcher] = steps, load_file(output_dir / "model.safetensors")
+        return runs[recipe, launcher]
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_losses_and_weights_agree(launch, workspace, recipe, way):
+    expected, weights = launch(recipe, "python", [])
+    steps, found = launch(recipe, *WAYS[way])
+    assert len(steps) == len(expected) == 5
+    keys = {"sft": ["loss", "ce_loss", "aux_loss"], "dpo": ["loss", "aux_loss", "rewards/margins"]}[recipe]
+    for step, other in zip(steps, expected, strict=True):
+        for key in keys:
+            assert step[key] == pytest.approx(other[key], abs=1e-5), (key, step["step"])
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), step["step"]
+    # Training moved something, and the same everywhere.
+    before = load_file(workspace / "moe/model.safetensors")
+    assert all((weights[name] - before[name]).abs().max() > 1e-4 for name in before)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=5e-6, msg=name)

@@ -1,0 +1,186 @@
+"""DPO against its formula written out, the router loss in it, and what a run leaves."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_pretrain.data.conversations import read_preference
+from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.preferences import DPOTrainingArguments, MiniMindDPOTrainer
+from hf_pretrain.tokenization import train_tokenizer
+from tests.invariants.launching import ROOT, launcher_command, start
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
+TEXTS = [
+    ("two", "four", "five five"),
+    ("three and three", "six", "no"),
+    ("one", "is one", "two two two"),
+    ("a", "b", "c"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["one two three four five six and no is"] * 4, vocab_size=320)
+
+
+def documents() -> Dataset:
+    records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in TEXTS]
+    return Dataset.from_dict({"text": [read_preference(record) for record in records]})
+
+
+@pytest.fixture
+def build_trainer(build_model, tokenizer, tmp_path):
+    def build(*, num_pairs: int = 4, experts: dict | None = None, **arguments) -> MiniMindDPOTrainer:
+        overrides = {"vocab_size": len(tokenizer), **(experts or {})}
+        policy, reference = build_model(**overrides), build_model(**overrides)
+        with torch.no_grad():  # Apart from each other, or every reward would be 0.
+            for parameter in policy.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        pairs, _ = prepare_pairs(documents(), tokenizer, max_length=64)
+        args = DPOTrainingArguments(
+            **{
+                **{"output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none"},
+                **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2, "beta": 0.3},
+                **{"eval_on_start": False, "eval_strategy": "no", "save_strategy": "no", "max_length": 64},
+                **arguments,
+            }
+        )
+        return MiniMindDPOTrainer(
+            model=policy,
+            ref_model=reference,
+            args=args,
+            train_dataset=pairs.select(range(num_pairs)),
+            eval_dataset=pairs.select(range(2)),
+            processing_class=tokenizer,
+        )
+
+    return build
+
+
+def log_probability(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Sum over the answer's tokens of the log-probability of each."""
+    ids = torch.tensor([prompt + answer])
+    log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    return log_probs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
+
+
+def switch_loss(model, rows: list[list[int]]) -> torch.Tensor:
+    """Equations 4 to 6 of Switch Transformers for each row, summed over layers: the mean over rows."""
+    total = 0.0
+    for ids in rows:
+        output = model(input_ids=torch.tensor([ids]), output_router_logits=True)
+        for logits in output.router_logits:
+            probabilities = logits.reshape(len(ids), -1).softmax(-1)
+            top = probabilities.topk(2, dim=-1).indices
+            load = torch.nn.functional.one_hot(top, 4).sum((0, 1)) / (2 * len(ids))
+            total = total + 4 * (load * probabilities.mean(0)).sum()
+    return total / len(rows)
+
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
+def test_loss_and_gradient_are_those_of_the_formula(build_trainer, experts):
+    trainer = build_trainer(experts=experts)
+    policy, reference, beta = trainer.model, trainer.ref_model, 0.3
+    pairs = list(trainer.train_dataset)
+    batch = next(iter(trainer.get_train_dataloader()))
+    policy.train()
+    loss = trainer.compute_loss(policy, dict(batch))
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    policy.zero_grad()
+
+    expected = 0.0
+    for pair in pairs:
+        prompt, margin = pair["prompt_ids"], 0.0
+        for sign, name in ((1, "chosen_ids"), (-1, "rejected_ids")):
+            with torch.no_grad():
+                baseline = log_probability(reference, prompt, pair[name])
+            margin = margin + sign * (log_probability(policy, prompt, pair[name]) - baseline)
+        expected = expected - torch.nn.functional.logsigmoid(beta * margin) / len(pairs)
+    if experts:
+        rows = [pair["prompt_ids"] + pair[name] for pair in pairs for name in ("chosen_ids", "rejected_ids")]
+        aux_loss = switch_loss(policy, rows)
+        assert aux_loss > 1.5  # two layers; not negligible
+        expected = expected + 0.5 * aux_loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("coef", [0.0, 2.0])
+def test_the_router_coefficient_can_be_given(build_trainer, coef):
+    losses, aux_losses = {}, []
+    for value in (None, coef):
+        trainer = build_trainer(experts=EXPERTS, router_aux_loss_coef=value)
+        batch = next(iter(trainer.get_train_dataloader()))
+        losses[value] = trainer.compute_loss(trainer.model, dict(batch)).item()
+        aux_losses += trainer._metrics["train"]["aux_loss"]
+    assert losses[coef] - losses[None] == pytest.approx((coef - 0.5) * aux_losses[0], rel=1e-4)
+
+
+def test_evaluation_has_no_router_loss(build_trainer):
+    dense_part = build_trainer(experts={**EXPERTS, "router_aux_loss_coef": 0.0}).evaluate()["eval_loss"]
+    assert build_trainer(experts=EXPERTS).evaluate()["eval_loss"] == pytest.approx(dense_part, rel=1e-6)
+
+
+def test_accumulation_and_whole_batches(build_trainer):
+    """Three pairs, two at a time: one is left out of each epoch, whether accumulated or not."""
+    histories = []
+    for batch in (
+        {"per_device_train_batch_size": 2},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+    ):
+        trainer = build_trainer(
+            num_pairs=3, experts=EXPERTS, max_steps=4, logging_steps=1, optim="sgd", learning_rate=0.1, **batch
+        )
+        trainer.train()
+        histories.append([(e["loss"], e["grad_norm"], e["epoch"]) for e in trainer.state.log_history if "loss" in e])
+    assert len(histories[0]) == 4 and histories[0][-1][2] == 4  # one step an epoch
+    for one, two in zip(*histories, strict=True):
+        assert one == pytest.approx(two, rel=1e-4)
+    trainer = build_trainer(num_pairs=1, per_device_train_batch_size=2)
+    with pytest.raises(ValueError, match="1 pairs do not fill one batch of 2"):
+        trainer.train()
+
+
+def test_pairs_are_cut_and_dropped(tokenizer):
+    pairs, report = prepare_pairs(documents(), tokenizer, max_length=64)
+    for pair, (prompt, chosen, rejected) in zip(pairs, TEXTS, strict=True):
+        assert tokenizer.decode(pair["prompt_ids"]) == f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(pair["chosen_ids"]) == f"{chosen}<|im_end|>"
+        assert tokenizer.decode(pair["rejected_ids"]) == f"{rejected}<|im_end|>"
+    longest = max(len(pair["prompt_ids"]) for pair in pairs)
+    fewer, report = prepare_pairs(documents(), tokenizer, max_length=longest)
+    assert len(fewer) == 3 and report.startswith("3 pairs, 1 dropped")
+    with pytest.raises(ValueError, match="No prompt of 4 pairs leaves room"):
+        prepare_pairs(documents(), tokenizer, max_length=4)
+
+
+@pytest.mark.distributed
+def test_the_recipe_runs_and_resumes(build_model, tokenizer, tmp_path):
+    """Two steps and two more after a resume, against four in one go; what is saved can be loaded and pushed."""
+    build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "toy")
+    tokenizer.save_pretrained(tmp_path / "toy")
+    records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in TEXTS]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = [
+        *(*launcher_command("python"), str(ROOT / "recipes/dpo.py"), "--use_cpu", "--bf16", "false"),
+        *("--model_name_or_path", str(tmp_path / "toy"), "--dataset_name", str(tmp_path / "pairs.jsonl")),
+        *("--validation_fraction", "0", "--max_steps", "4", "--save_steps", "2", "--logging_steps", "1"),
+        *("--per_device_train_batch_size", "2", "--learning_rate", "1e-2"),
+    ]
+    whole = start([*command, "--output_dir", str(tmp_path / "whole")])
+    assert whole.returncode == 0, whole.stdout[-3000:]
+    checkpoint = ["--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-2")]
+    resumed = start([*command, *checkpoint, "--output_dir", str(tmp_path / "resumed")])
+    assert resumed.returncode == 0, resumed.stdout[-3000:]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+    files = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert {"config.json", "modeling_minimind.py", "tokenizer.json", "trainer_state.json"} <= files
+    assert "training_args.bin" not in files
