@@ -1,5 +1,6 @@
-"""Which checkpoint a run goes on from, and the refusal to write over another run."""
+"""Which checkpoint a run goes on from, the refusal to write over another run, and which run is the newest."""
 
+import json
 import os
 from pathlib import Path
 
@@ -44,3 +45,23 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     if args.distributed_state is not None:
         args.distributed_state.wait_for_everyone()
     return checkpoint
+
+
+def find_newest_run(directory: str = "out") -> str:
+    """
+    The directory of the MiniMind model that was saved last in `directory`, by the time of its weights.
+
+    Raises:
+        `ValueError`: if there is none.
+    """
+    runs = []
+    for config in Path(directory).glob("*/config.json"):
+        weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
+        is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
+        if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
+            runs.append((weights, str(config.parent)))
+    if not runs:
+        raise ValueError(
+            f"No model in {directory}/: run `make pretrain` first, or name one: --model_name_or_path DIR."
+        )
+    return max(runs)[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
@@ -28,6 +28,12 @@ from .gguf_format import FILE_NAME, gguf_form
 CARD_NAME = "README.md"
 CURVE_NAME = "loss_curve.png"
 TAGS = ["minimind", "hf_pretrain"]
+HELD_OUT_METRICS = {
+    "eval_loss": "loss",
+    "eval_perplexity": "perplexity",
+    "eval_bits_per_byte": "bits per byte",
+    "eval_rewards/accuracies": "reward accuracy",
+}
 
 
 @dataclass
@@ -90,14 +96,8 @@ def format_run_card(
 ) -> str:
     """The card of a training run, from what it measured up to now."""
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
-    measured = {
-        f"held-out loss ({facts.loss_unit})": "eval_loss",
-        "held-out perplexity": "eval_perplexity",
-        "held-out bits per byte": "eval_bits_per_byte",
-        "held-out reward accuracy": "eval_rewards/accuracies",
-    }
-    results = {name: evaluations[-1][key] for name, key in measured.items() if evaluations and key in evaluations[-1]}
-    rows = [(name, f"{value:.4f}") for name, value in results.items()]
+    results = held_out_results(evaluations[-1] if evaluations else {}, facts)
+    rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if facts.unigram_loss is not None:
         rows.append(("the same of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
     data_name = ", ".join(facts.public_datasets) or "unnamed"
@@ -111,18 +111,7 @@ def format_run_card(
         datasets=facts.hub_datasets or None,
         base_model=facts.base_model if facts.base_model and not _is_local(facts.base_model) else None,
         model_name=repo_id.split("/")[-1],
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=(facts.hub_datasets or ["custom"])[0],
-                dataset_name=f"{data_name} (held out)",
-                metric_type=name.split(" (")[0].removeprefix("held-out ").replace(" ", "_"),
-                metric_name=name,
-                metric_value=round(value, 6),
-            )
-            for name, value in results.items()
-        ]
-        or None,
+        eval_results=results or None,
     )
     sections = [
         _front(metadata, repo_id, f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}."),
@@ -135,6 +124,32 @@ def format_run_card(
         f"## Continue\n\n```bash\n{_continue(args, facts.recipe, repo_id)}\n```",
     ]  # fmt: skip
     return _join(sections)
+
+
+def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
+    """What an evaluation measured on held-out data, as entries of a card's `model-index`."""
+    data_name = ", ".join(facts.public_datasets) or "unnamed"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=(facts.hub_datasets or ["custom"])[0],
+            # Entries of one type and configuration share one dataset name.
+            dataset_config=data_name,
+            dataset_name=f"{data_name} (held out)",
+            metric_type=name.replace(" ", "_"),
+            metric_name=f"held-out {name} ({facts.loss_unit})" if key == "eval_loss" else f"held-out {name}",
+            metric_value=round(metrics[key], 6),
+        )
+        for key, name in HELD_OUT_METRICS.items()
+        if key in metrics
+    ]
+
+
+def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
+    """Puts results into the `model-index` of a card, in place of older ones of the same metric and data."""
+    kept = [old for old in card.data.eval_results or [] if not any(new.is_equal_except_value(old) for new in results)]
+    card.data.model_name = card.data.model_name or model_name
+    card.data.eval_results = kept + results
 
 
 def format_conversion_card(
@@ -282,4 +297,14 @@ def _continue(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
     return f"python recipes/{recipe}.py --model_name_or_path {repo_id}"
 
 
-__all__ = ["CARD_NAME", "CURVE_NAME", "RunFacts", "architecture_rows", "format_conversion_card", "format_run_card"]
+__all__ = [
+    "CARD_NAME",
+    "CURVE_NAME",
+    "HELD_OUT_METRICS",
+    "RunFacts",
+    "add_results",
+    "architecture_rows",
+    "format_conversion_card",
+    "format_run_card",
+    "held_out_results",
+]

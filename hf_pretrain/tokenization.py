@@ -2,7 +2,8 @@
 Tokenizers: train, load, check and apply them.
 
 A tokenizer trained here is a byte-level BPE (https://arxiv.org/abs/1508.07909 on bytes, as in GPT-2): it covers any
-text without an unknown token and gives it back unchanged. Its chat template is `templates/minimind.jinja`.
+text without an unknown token and gives it back unchanged. Its chat template is `templates/minimind.jinja`, and
+`templates/response.json` parses what a model answers.
 """
 
 import hashlib
@@ -35,6 +36,9 @@ RESERVED_TOKENS = [f"<|reserved_{index}|>" for index in range(27)]
 SPECIAL_TOKENS = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, *MARKS, *RESERVED_TOKENS]
 
 CHAT_TEMPLATE_PATH = Path(__file__).parent / "templates" / "minimind.jinja"
+# Reads back what the assistant writes in that template: reasoning, tool calls and the rest. A call whose arguments are
+# not JSON keeps them as text, and what is no call at all is text as well, because a small model writes both.
+RESPONSE_TEMPLATE_PATH = Path(__file__).parent / "templates" / "response.json"
 # Stands inside the spelling of a control token that is only text, until the text is encoded.
 _GUARD = "\ue000"
 _UNGUARDED = re.compile(f"{_GUARD}{_GUARD}|[^{_GUARD}]")
@@ -51,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
 
     Returns:
         [`PreTrainedTokenizerFast`]: with `<|endoftext|>` 0 (pad), `<|im_start|>` 1 (bos), `<|im_end|>` 2 (eos) and the
-        chat template. `tokenizer(text)` adds neither bos nor eos; [`encode_documents`] does.
+        chat and response templates. `tokenizer(text)` adds neither bos nor eos; [`encode_documents`] does.
 
     Raises:
         `ValueError`: if `vocab_size` has no room for the special tokens and the bytes.
@@ -78,13 +82,15 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
         chat_template=CHAT_TEMPLATE_PATH.read_text(encoding="utf-8"),
+        response_template=json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8")),
         clean_up_tokenization_spaces=False,
     )
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     """
-    Loads a tokenizer from a directory or from the Hub.
+    Loads a tokenizer from a directory or from the Hub. One that has our control tokens and no response template, as
+    MiniMind-3's, gets ours.
 
     Raises:
         `ValueError`: if there is none under that name.
@@ -96,13 +102,17 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
             "recipes/tokenizer.py or `save_pretrained` wrote, or leave it out to train a tokenizer on the data."
         )
     try:
-        return AutoTokenizer.from_pretrained(str(name_or_path), use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), use_fast=True)
     except (OSError, ValueError) as error:
         where = "the directory" if is_path else "neither a directory here nor a tokenizer on the Hub:"
         raise ValueError(
             f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and --model_name_or_path, or "
             f"leave it out to train a tokenizer on the data. ({error})"
         ) from error
+    control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    if tokenizer.response_template is None and control_tokens.issuperset([BOS_TOKEN, EOS_TOKEN, *MARKS]):
+        tokenizer.response_template = json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8"))
+    return tokenizer
 
 
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
@@ -195,7 +205,8 @@ def load_or_train_tokenizer(
         return load_tokenizer(name_or_path)
     texts = _sample_texts(documents, max_training_chars)
     digest = hashlib.blake2b(digest_size=16)
-    recipe = [vocab_size, SPECIAL_TOKENS, CHAT_TEMPLATE_PATH.read_text(encoding="utf-8")]
+    templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
+    recipe = [vocab_size, SPECIAL_TOKENS, *templates]
     for part in (json.dumps(recipe), *texts):
         digest.update(part.encode() + b"\0")
     directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest.hexdigest()

@@ -10,6 +10,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM  # noqa: E402
+from tests.talking import train_talker  # noqa: E402
 
 
 TOY = {
@@ -50,3 +51,11 @@ def model(request, build_model) -> MiniMindForCausalLM:
 def input_ids() -> torch.Tensor:
     """Random ids of shape (2, 24), special tokens left out."""
     return torch.randint(3, TOY["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory):
+    """The directory of a toy model that has learnt the answers of `tests/talking.py` by heart."""
+    path = tmp_path_factory.mktemp("talker")
+    train_talker(path)
+    return path

@@ -1,10 +1,11 @@
 """Which checkpoint a run goes on from."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpointing import checkpoint_to_resume
+from hf_pretrain.checkpointing import checkpoint_to_resume, find_newest_run
 
 
 def arguments(output_dir, resume=None):
@@ -52,3 +53,19 @@ def test_a_named_checkpoint_must_be_one(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path, path)) == path
     with pytest.raises(ValueError, match="no trainer_state.json"):
         checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))
+
+
+def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
+    with pytest.raises(ValueError, match="run `make pretrain` first"):
+        find_newest_run(str(tmp_path))
+    for time, name in enumerate(["first", "second", "another-model", "unfinished"]):
+        (tmp_path / name).mkdir()
+        model_type = "llama" if name == "another-model" else "minimind"
+        (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        (tmp_path / name / "tokenizer.json").touch()
+        if name != "unfinished":
+            (tmp_path / name / "model.safetensors").touch()
+            os.utime(tmp_path / name / "model.safetensors", (time, time))
+    assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
+    os.utime(tmp_path / "first/model.safetensors", (9, 9))
+    assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")

@@ -131,6 +131,13 @@ def test_second_run_does_not_train_again(tmp_path, monkeypatch):
     load_or_train_tokenizer(None, documents, vocab_size=345, cache_dir=tmp_path)
     load_or_train_tokenizer(None, Dataset.from_dict({"text": TEXTS[:-1]}), vocab_size=340, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+    for name in ("CHAT_TEMPLATE_PATH", "RESPONSE_TEMPLATE_PATH"):
+        with monkeypatch.context() as patch:
+            other = tmp_path.with_name(name)
+            other.write_text(getattr(tokenization, name).read_text() + "\n")
+            patch.setattr(tokenization, name, other)
+            load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5
     loaded = load_or_train_tokenizer(str(V1), documents, vocab_size=340, cache_dir=tmp_path)
     assert loaded.bos_token == "<s>"
 
@@ -289,6 +296,63 @@ def test_offsets_of_a_rendered_conversation(tokenizer):
         assert rendered[number:].lstrip(" ").startswith(word)
     (stop,) = [offset for offset, i in zip(offsets, ids, strict=True) if i == tokenizer.eos_token_id]
     assert rendered[slice(*stop)] == "<|im_end|>" and stop[1] == len(rendered) - 1
+
+
+@pytest.mark.parametrize("name", ["ours", "v3"])
+@pytest.mark.parametrize("messages, options, marked", CONVERSATIONS)
+def test_answers_are_read_back(tokenizer, tmp_path, name, messages, options, marked):
+    """What the template writes of each answer, the response template reads, whole and token by token."""
+    if name == "ours":
+        tokenizer.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    else:
+        tokenizer = load_tokenizer(V1.parent / name)
+    pieces = marked.replace("]]", "[[").split("[[")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for number, expected in enumerate(answers):
+        prompt, answer = "".join(pieces[: 2 * number + 1]), pieces[2 * number + 1]
+        ids = tokenizer(answer).input_ids
+        parsed = tokenizer.parse_response(ids, prefix=prompt)
+        assert (parsed.get("content") or "") == (expected["content"] or "").strip()
+        assert parsed.get("reasoning_content") == (
+            None if options else expected.get("reasoning_content") and expected["reasoning_content"].strip()
+        )
+        calls = [call.get("function", call) for call in expected.get("tool_calls", [])]
+        assert [call["function"] for call in parsed.get("tool_calls", [])] == [
+            {"name": "add", "arguments": call["arguments"] if isinstance(call["arguments"], dict) else {"a": 2}}
+            for call in calls
+        ]
+        parser = tokenizer.get_response_parser(prefix=prompt)
+        events = [event for character in answer for event in parser.feed(character)]
+        streamed = {"content": "", "reasoning_content": "", "tool_calls": ""}
+        for event in events + parser.finalize()[1]:
+            streamed[event["field"]] += event.get("text", "")
+        assert streamed["content"].rstrip() == parsed.get("content", "")
+        assert streamed["reasoning_content"] == parsed.get("reasoning_content", "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            'so <tool_call>\n{"name": "add", "arguments": {"a": 1, }}\n</tool_call><|im_end|>',
+            {"content": "so", "tool_calls": [{"name": "add", "arguments": '{"a": 1, }'}]},
+        ),
+        ("<tool_call>\nadd\n</tool_call><|im_end|>", {"content": "<tool_call>\nadd\n</tool_call>"}),
+        ("<think>\nhm", {"reasoning_content": "hm"}),
+        ("a\n<think>b</think>\nc", {"content": "a\nc", "reasoning_content": "b"}),
+        ("<|im_end|>", {}),
+    ],
+)
+def test_malformed_answers_are_read_too(tokenizer, answer, expected):
+    parsed = tokenizer.parse_response(answer, prefix="<|im_start|>assistant\n")
+    if "tool_calls" in parsed:
+        parsed["tool_calls"] = [call["function"] for call in parsed["tool_calls"]]
+    assert parsed == {"role": "assistant"} | expected
+
+
+def test_a_tokenizer_of_other_control_tokens_has_no_response_template():
+    assert load_tokenizer(V1).response_template is None
 
 
 def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,87 @@
+"""
+Talks to a model in the terminal.
+
+    python recipes/chat.py
+    python recipes/chat.py --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
+    python recipes/chat.py --prompt "How do you do?" --greedy
+    python recipes/chat.py --tools tools.json --think on
+
+`/help` lists the commands of the loop. Answers appear as they are written, and Ctrl-C ends one early. A tool call is
+shown, and the next line is taken as its result. What is typed is text alone: `<|im_end|>` ends nothing.
+"""
+
+import argparse
+from functools import partial
+
+import torch
+from transformers import set_seed
+
+from hf_pretrain.arguments import ModelArguments
+from hf_pretrain.chatting import Chat
+from hf_pretrain.checkpointing import find_newest_run
+from hf_pretrain.tokenization import load_tokenizer
+
+
+def main(args: argparse.Namespace) -> None:
+    name = args.model_name_or_path or find_newest_run()
+    tokenizer = load_tokenizer(name)
+    model = ModelArguments(model_name_or_path=name).load_model(tokenizer).eval()
+    if torch.accelerator.is_available() and not args.use_cpu:
+        model.to(torch.accelerator.current_accelerator())
+    set_seed(args.seed)
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    chat = Chat(
+        model,
+        tokenizer,
+        system=args.system,
+        enable_thinking={"on": True, "off": False}.get(args.think),
+        tools=args.tools,
+        max_new_tokens=args.max_new_tokens,
+        repetition_penalty=args.repetition_penalty,
+        do_sample=not args.greedy,
+        **({} if args.greedy else sampling),
+    )
+    write = partial(print, end="", flush=True)
+    if args.prompt is not None:
+        chat.say(args.prompt)
+        chat.answer(write)
+        print()
+        return
+
+    print(f"{name}\n/help lists the commands.")
+    while True:
+        try:
+            line = input(chat.prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            break
+        if line == "/exit":
+            break
+        try:
+            if line.startswith("/"):
+                print(chat.run_command(line))
+            elif line:
+                chat.say(line)
+                if not chat.pending_calls:
+                    chat.answer(write)
+                    print()
+        except ValueError as error:
+            print(error)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
+    parser.add_argument("--prompt", help="answer this and leave")
+    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--tools", help="a file with a JSON list of tool schemas")
+    parser.add_argument("--think", choices=("on", "off"), help="by default as the chat template has it")
+    parser.add_argument("--max_new_tokens", type=int, default=512, help="of one answer")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--top_p", type=float, default=0.9)
+    parser.add_argument("--top_k", type=int, default=50)
+    parser.add_argument("--repetition_penalty", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--use_cpu", action="store_true", help="even where there is an accelerator")
+    main(parser.parse_args())

@@ -1,0 +1,89 @@
+"""
+Measures a model: loss and bits per byte on held-out text, and tasks of lm-eval.
+
+    python recipes/evaluate.py
+    python recipes/evaluate.py --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
+    python recipes/evaluate.py --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
+    python recipes/evaluate.py --tasks my_task --include_path my/tasks --validation_fraction 0
+    torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
+
+With the flags of a training run, or its `--config`, the held-out figures are those that the run ended with. They go
+into `evaluation.json` and the model card's `model-index`, in the model's directory.
+"""
+
+import importlib.metadata
+
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.evaluation import EvaluationArguments, format_results, write_results
+from hf_pretrain.hub import push_folder
+from hf_pretrain.model_card import HELD_OUT_METRICS, RunFacts
+from hf_pretrain.tokenization import load_tokenizer
+
+
+def main(model_args: ModelArguments, data_args: DataArguments, training_args: EvaluationArguments):
+    name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
+    is_main = training_args.process_index == 0
+    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
+
+    # The same documents are held out as in training, because a hash of their text chooses them.
+    with training_args.main_process_first(desc="preparing the data"):
+        eval_rows, eval_report = None, None
+        if data_args.validation_fraction > 0:
+            _, documents = load_documents(
+                data_args.dataset_name,
+                text_column=data_args.text_column,
+                weights=data_args.dataset_weights,
+                streaming=data_args.streaming,
+                validation_fraction=data_args.validation_fraction,
+                seed=training_args.seed,
+                num_proc=data_args.num_proc,
+                max_rejected_ratio=data_args.max_rejected_ratio,
+            )
+            eval_rows, eval_report = prepare_rows(
+                documents,
+                tokenizer,
+                max_length=data_args.max_length,
+                packing=data_args.packing,
+                num_proc=data_args.num_proc,
+            )
+
+    trainer = MaskedLossTrainer(
+        model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),
+        args=training_args,
+        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+        processing_class=tokenizer,
+    )
+    metrics = trainer.evaluate(eval_rows) if eval_rows is not None else {}
+    facts = RunFacts(datasets=data_args.dataset_name)
+    results = {
+        "held_out": {key: metrics[key] for key in HELD_OUT_METRICS if key in metrics},
+        "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {eval_report}",
+        "tasks": {},
+        "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},
+    }
+    if training_args.tasks:
+        # Needs lm-eval, which nothing else does.
+        from hf_pretrain.harness import evaluate_tasks
+
+        results["tasks"] = evaluate_tasks(
+            trainer.model.eval(),
+            tokenizer,
+            training_args.tasks.split(","),
+            include_path=training_args.include_path,
+            num_fewshot=training_args.num_fewshot,
+            limit=training_args.limit,
+            batch_size=training_args.per_device_eval_batch_size,
+        )
+    if is_main:
+        path = write_results(results, facts, directory=training_args.output_dir)
+        print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")
+        if training_args.push_to_hub:
+            print(f"Pushed to {push_folder(name, trainer.hub_model_id, message='Evaluation')}")
+
+
+if __name__ == "__main__":
+    main(*parse_args(ModelArguments, DataArguments, EvaluationArguments))

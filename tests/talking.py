@@ -1,0 +1,82 @@
+"""A toy model that has learnt a few answers by heart: with reasoning, with a tool call, with neither."""
+
+from pathlib import Path
+
+import torch
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.tokenization import train_tokenizer
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+WEATHER = [
+    {"role": "user", "content": "weather in Oslo?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "It rains in Oslo."},
+]
+SUM = [
+    {"role": "user", "content": "two and two?"},
+    {"role": "assistant", "reasoning_content": "add them", "content": "It is four."},
+]
+CONVERSATIONS = [
+    (SUM, {}),
+    (SUM, {"enable_thinking": False}),
+    (WEATHER, {"tools": [TOOL]}),
+    (
+        [
+            {"role": "system", "content": "Answer in capitals."},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "HELLO YOU"},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": "HELLO AGAIN"},
+        ],
+        {},
+    ),
+]
+
+
+def train_talker(path: Path, *, num_steps: int = 150) -> None:
+    """Trains on the assistant's tokens of `CONVERSATIONS` until it knows them, and saves model and tokenizer."""
+    texts = [str(messages) for messages, _ in CONVERSATIONS] * 3
+    tokenizer = train_tokenizer(texts, vocab_size=500)
+    rows = [
+        tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
+        for messages, options in CONVERSATIONS
+    ]
+    length = max(len(row["input_ids"]) for row in rows)
+    input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), length), -100)
+    for number, row in enumerate(rows):
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
+        input_ids[number, : len(ids)] = ids
+        labels[number, : len(ids)] = ids.masked_fill(~mask, -100)
+    torch.manual_seed(0)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    model = MiniMindForCausalLM(
+        MiniMindConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=1024,
+            **special,
+        )
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(num_steps):
+        loss = model(input_ids=input_ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.02, loss
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)

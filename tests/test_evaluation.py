@@ -1,0 +1,269 @@
+"""Figures checked against the formulas written out, and the recipe against the run that it measures again."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import TrainingArguments
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.evaluation import EvaluationArguments, format_results, write_results
+from hf_pretrain.model_card import RunFacts
+from hf_pretrain.tokenization import encode_documents, load_tokenizer
+from tests.hub_server import HubServer
+from tests.invariants.launching import ROOT, launcher_command, start
+
+
+lm_eval = pytest.importorskip("lm_eval")
+EXAMPLES = [
+    {"question": "weather in", "choices": ["Oslo", "four", "capitals"], "label": 0, "text": "It rains in Oslo."},
+    {"question": "two and", "choices": ["Oslo", "two", "it is them"], "label": 1, "text": "two and two is four"},
+    {"question": "Answer in", "choices": ["rain", "it", "capitals"], "label": 2, "text": "HELLO AGAIN"},
+]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+test_split: train
+output_type: {kind}
+doc_to_text: "{text}"
+doc_to_target: "{target}"
+"""
+CHOICE = 'doc_to_choice: "{{choices}}"\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n'
+ROLLING = "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    """A directory of two task files, multiple choice and perplexity, and their examples."""
+    path = tmp_path_factory.mktemp("tasks")
+    data = path / "data.jsonl"
+    data.write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES))
+    choice = TASK.format(name="toy_choice", data=data, kind="multiple_choice", text="{{question}}", target="{{label}}")
+    (path / "choice.yaml").write_text(choice + CHOICE)
+    rolling = TASK.format(name="toy_text", data=data, kind="loglikelihood_rolling", text="", target="{{text}}")
+    (path / "text.yaml").write_text(rolling + ROLLING)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(talker):
+    return MiniMindForCausalLM.from_pretrained(talker).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(talker):
+    return load_tokenizer(talker)
+
+
+@pytest.fixture(scope="module")
+def task_results(model, tokenizer, tasks):
+    from hf_pretrain.harness import evaluate_tasks
+
+    return evaluate_tasks(model, tokenizer, ["toy_choice", "toy_text"], include_path=[str(tasks)], batch_size=2)
+
+
+def log_probabilities(model, ids: list[int]) -> torch.Tensor:
+    """Of each id but the first, given those before it."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_multiple_choice_is_scored_behind_bos(model, tokenizer, task_results):
+    num_right, num_right_by_length = 0, 0
+    for example in EXAMPLES:
+        # eos is no part of a question.
+        (question,) = encode_documents([example["question"]], tokenizer)
+        scores = []
+        for choice in example["choices"]:
+            (ids,) = encode_documents([f"{example['question']} {choice}"], tokenizer)
+            scores.append(log_probabilities(model, ids[:-1])[len(question) - 2 :].sum().item())
+        num_right += max(range(3), key=scores.__getitem__) == example["label"]
+        lengths = [score / len(choice) for score, choice in zip(scores, example["choices"], strict=True)]
+        num_right_by_length += max(range(3), key=lengths.__getitem__) == example["label"]
+    metrics = task_results["toy_choice"]["metrics"]
+    assert metrics["acc"]["value"] == pytest.approx(num_right / 3)
+    assert metrics["acc_norm"]["value"] == pytest.approx(num_right_by_length / 3)
+    assert task_results["toy_choice"]["num_examples"] == 3
+
+
+def test_log_likelihoods_are_those_of_the_model(model, tokenizer):
+    from lm_eval.api.instance import Instance
+
+    from hf_pretrain.harness import BosHFLM
+
+    pairs = [(example["question"], f" {choice}") for example in EXAMPLES for choice in example["choices"]]
+    pairs.append(("", "It is four."))
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    harness = BosHFLM(model, tokenizer, batch_size=4)
+    for (context, continuation), (score, _) in zip(pairs, harness.loglikelihood(requests), strict=True):
+        (ids,) = encode_documents([context + continuation], tokenizer)
+        (context_ids,) = encode_documents([context], tokenizer)
+        expected = log_probabilities(model, ids[:-1])[len(context_ids) - 2 :].sum().item()
+        assert score == pytest.approx(expected, abs=1e-4)
+    assert tokenizer("x").input_ids[0] != tokenizer.bos_token_id
+
+
+def test_perplexity_counts_bos_once_and_never_as_text(model, tokenizer, task_results):
+    ids = encode_documents([example["text"] for example in EXAMPLES], tokenizer)
+    nats = -sum(log_probabilities(model, document[:-1]).sum().item() for document in ids)
+    num_bytes = sum(len(example["text"].encode()) for example in EXAMPLES)
+    metrics = task_results["toy_text"]["metrics"]
+    assert metrics["bits_per_byte"]["value"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
+    num_words = sum(len(example["text"].split()) for example in EXAMPLES)
+    assert metrics["word_perplexity"]["value"] == pytest.approx(math.exp(nats / num_words), rel=1e-4)
+
+
+def test_an_unknown_task_names_the_nearest(model, tokenizer, monkeypatch, tasks):
+    from hf_pretrain import harness
+
+    manager = harness.TaskManager
+    monkeypatch.setattr(
+        harness,
+        "TaskManager",
+        lambda include_path, include_defaults=False: manager(include_path=include_path, include_defaults=False),
+    )
+    with pytest.raises(ValueError, match="no task 'toy_chioce'; the nearest one is 'toy_choice'"):
+        harness.evaluate_tasks(model, tokenizer, ["toy_chioce"], include_path=[str(tasks)])
+
+
+RESULTS = {
+    "held_out": {"eval_loss": 2.0, "eval_perplexity": math.exp(2), "eval_bits_per_byte": 1.25},
+    "tasks": {
+        "first": {
+            "dataset": "a/b",
+            "num_fewshot": 5,
+            "num_examples": 3,
+            "metrics": {"acc": {"value": 0.5, "stderr": 0.1}},
+        },
+        "second": {
+            "dataset": None,
+            "num_fewshot": 0,
+            "num_examples": 3,
+            "metrics": {"acc": {"value": 1.0, "stderr": None}},
+        },
+    },
+}
+
+
+def test_results_go_into_a_card_whose_text_stays(tmp_path):
+    text = "---\nlicense: mit\ntags:\n- own\n---\n\n# Mine\n\nA [text](x) | a table.\n"
+    (tmp_path / "README.md").write_text(text)
+    mine, other = tmp_path / "my.jsonl", tmp_path / "other.jsonl"
+    mine.touch(), other.touch()
+    path = write_results(RESULTS, RunFacts(datasets=[str(mine)]), directory=tmp_path)
+    assert json.loads(path.read_text()) == RESULTS
+    again = {**RESULTS, "held_out": {"eval_loss": 1.5}}
+    write_results(again, RunFacts(datasets=[str(mine)]), directory=tmp_path)
+    write_results({"held_out": {"eval_loss": 3.0}, "tasks": {}}, RunFacts(datasets=[str(other)]), directory=tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.text.strip() == text.split("---\n")[2].strip() and card.data.license == "mit"
+    assert len(card.data.eval_results) == 6
+    found = {(r.dataset_name, r.metric_name): (r.dataset_type, r.metric_value) for r in card.data.eval_results}
+    assert found == {
+        ("my.jsonl (held out)", "held-out loss (nats per token)"): ("custom", 1.5),
+        ("my.jsonl (held out)", "held-out perplexity"): ("custom", round(math.exp(2), 6)),
+        ("my.jsonl (held out)", "held-out bits per byte"): ("custom", 1.25),
+        ("other.jsonl (held out)", "held-out loss (nats per token)"): ("custom", 3.0),
+        ("first", "acc, 5-shot"): ("a/b", 0.5),
+        ("second", "acc"): ("custom", 1.0),
+    }
+
+
+def test_without_a_card_one_of_figures_alone_is_made(tmp_path):
+    write_results({"held_out": {}, "tasks": {}}, RunFacts(), directory=tmp_path / "nothing")
+    assert not (tmp_path / "nothing/README.md").exists()
+    write_results(RESULTS, RunFacts(datasets=["my.jsonl"]), directory=tmp_path / "some")
+    card = ModelCard.load(tmp_path / "some/README.md")
+    assert card.text.strip() == "" and set(card.data.to_dict()) == {"model-index"}
+
+
+def test_the_table():
+    assert format_results(RESULTS).splitlines() == [
+        "on        metric                 value",
+        "held out  loss (nats per token)  2.0000",
+        "held out  perplexity             7.3891",
+        "held out  bits per byte          1.2500",
+        "first     acc                    0.5000  ± 0.1000",
+        "second    acc                    1.0000",
+    ]
+
+
+# The recipe
+
+
+@pytest.fixture(scope="module")
+def run(talker, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run of two steps, and the flags of its data."""
+    path = tmp_path_factory.mktemp("run")
+    texts = [f"It rains in Oslo, and {number} and two is four. " * (number % 5 + 1) for number in range(60)]
+    (path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = ["--dataset_name", str(path / "train.jsonl"), "--max_length", "48", "--validation_fraction", "0.2"]
+    arguments = ["--model_name_or_path", str(talker), "--output_dir", str(path / "run"), "--max_steps", "2"]
+    command = [*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *arguments, *data]
+    result = start([*command, "--save_strategy", "no", "--bf16", "false"])
+    assert result.returncode == 0, result.stdout[-3000:]
+    return path / "run", [*data, "--bf16", "false"]
+
+
+def evaluate(launcher: str, *arguments: str, **environment: str):
+    return start([*launcher_command(launcher), str(ROOT / "recipes/evaluate.py"), *arguments], **environment)
+
+
+@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.distributed)])
+def test_the_recipe_gives_the_figures_that_the_run_ended_with(run, launcher, tmp_path):
+    directory, data = run
+    result = evaluate(launcher, "--output_dir", str(directory), "--results_dir", str(tmp_path), *data)
+    assert result.returncode == 0, result.stdout[-3000:]
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    history = json.loads((directory / "trainer_state.json").read_text())["log_history"]
+    (final,) = [entry for entry in history if "eval_loss" in entry][-1:]
+    assert results["held_out"] == {
+        key: pytest.approx(final[key], rel=1e-6) for key in ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
+    }
+    assert result.stdout.count(f"held out  loss (nats per token)  {final['eval_loss']:.4f}") == 1
+    assert not (directory / "evaluation.json").exists()
+    assert str(directory.parent) not in (tmp_path / "evaluation.json").read_text()
+
+
+def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks, tmp_path):
+    directory, data = run
+    shutil.copytree(directory, tmp_path / "run")
+    arguments = ["--model_name_or_path", str(tmp_path / "run"), *data, "--push_to_hub", "--hub_model_id", "toy"]
+    arguments += ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks)]
+    with HubServer("hf_token") as hub:
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        result = evaluate("python", *arguments, **environment, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_token")
+        assert result.returncode == 0 and "Pushed to" in result.stdout, result.stdout[-3000:]
+        files = hub.repos["user/toy"].files
+    assert files["evaluation.json"] == (tmp_path / "run/evaluation.json").read_bytes()
+    results = json.loads(files["evaluation.json"])
+    assert results["tasks"].keys() == {"toy_choice", "toy_text"}
+    bits = results["tasks"]["toy_text"]["metrics"]["bits_per_byte"]["value"]
+    assert re.search(rf"^toy_text +bits_per_byte +{bits:.4f}$", result.stdout, re.MULTILINE)
+    published = ModelCard(files["README.md"].decode()).data.eval_results
+    measured = {(entry.dataset_name, entry.metric_type): entry.metric_value for entry in published}
+    assert measured["toy_text", "bits_per_byte"] == pytest.approx(bits, abs=1e-6)
+    assert measured["train.jsonl (held out)", "loss"] == pytest.approx(results["held_out"]["eval_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (None, {"output_dir": "nowhere"}, "nowhere holds no model to evaluate"),
+        ("me/mine", {}, "say where its results go with --results_dir"),
+        (".", {"results_dir": "out", "push_to_hub": True}, "leave out --results_dir"),
+    ],
+)
+def test_mistakes_are_met_before_anything_is_loaded(name, options, message):
+    args = EvaluationArguments(use_cpu=True, bf16=False, **options)
+    assert isinstance(args, TrainingArguments)
+    with pytest.raises(ValueError, match=message):
+        args.settle(name)
