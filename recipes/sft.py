@@ -28,8 +28,11 @@ def main(model_args: ModelArguments, data_args: ChatArguments, training_args: SF
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return
 
+    model = model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size)
+    # How a chat samples; servers take a request's temperature only where sampling is on.
+    model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     trainer = MaskedLossTrainer(
-        model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),
+        model=model,
         args=training_args,
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
         train_dataset=rows.train,
