@@ -23,6 +23,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from .adapters import base_model_of, is_adapted
 from .callbacks import TrainingProgressCallback
 from .data.filling import FILLER_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
 from .hub import HubPushMixin
@@ -278,7 +279,9 @@ class MaskedLossTrainer(HubPushMixin):
         """Saves float32 weights, also where DeepSpeed trains in bf16 and keeps the float32 ones in its optimizer."""
         half_precision_model = self.model
         weights = self._deepspeed_float32_weights()
-        if weights is not None and self.args.should_save:
+        if weights is not None and is_adapted(self.model):
+            state_dict = weights
+        elif weights is not None and self.args.should_save:
             self.model = type(half_precision_model)(half_precision_model.config)
             self.model.load_state_dict(weights)
             state_dict = None
@@ -288,14 +291,20 @@ class MaskedLossTrainer(HubPushMixin):
             self.model = half_precision_model
 
     def _deepspeed_float32_weights(self) -> dict[str, torch.Tensor] | None:
-        """The optimizer's copy of the weights on the CPU, gathered by all ranks; `None` where there is none."""
-        is_half_precision = isinstance(self.model, MiniMindForCausalLM) and self.model.dtype != torch.float32
+        """
+        The optimizer's copy of the weights on the CPU, gathered by all ranks, of an adapter alone where there is one;
+        `None` where there is none.
+        """
+        base_model = base_model_of(self.model)
+        is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
         if not self.is_deepspeed_enabled or not is_half_precision:
             return None
         from deepspeed.utils import safe_get_full_fp32_param
 
         weights = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if is_adapted(self.model) and not parameter.requires_grad:
+                continue
             weight = safe_get_full_fp32_param(parameter)
             if weight is None:
                 return None
