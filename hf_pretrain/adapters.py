@@ -49,7 +49,8 @@ class AdapterArguments:
         },
     )
     use_dora: bool = field(
-        default=False, metadata={"help": "Train the length of each weight vector apart (DoRA); not of stacked experts."}
+        default=False,
+        metadata={"help": "Train the length of each weight vector apart (DoRA); not of stacked experts."},
     )
     load_in_4bit: bool = field(
         default=False, metadata={"help": "Keep the frozen linear layers in 4 bits (QLoRA); needs CUDA, bitsandbytes."}
@@ -90,6 +91,8 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
             experts under ZeRO-3; for `--load_in_4bit` without CUDA and bitsandbytes.
     """
     if is_adapted(model):
+        if args.load_in_4bit:
+            raise ValueError("--load_in_4bit quantizes the base of a new adapter; leave it out to train on from one.")
         logger.warning("Going on with the adapter that was loaded, as its adapter_config.json has it.")
         return model
     if not args.use_peft:
@@ -103,7 +106,9 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
             "Convert weights of another program first, with recipes/convert.py."
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("--use_peft does not work with --fsdp_size; use DDP or ZeRO (--deepspeed ds_configs/zero2.json).")
+        raise ValueError(
+            "--use_peft does not work with --fsdp_size; use DDP or ZeRO (--deepspeed ds_configs/zero2.json)."
+        )
     modules, parameters = _find_targets(model, args)
     if args.load_in_4bit:
         model = _quantize(model)

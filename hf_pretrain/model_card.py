@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
-from .adapters import base_model_of, is_adapted
+from .adapters import is_adapted
 from .arguments import LMTrainingArguments
 from .configuration_minimind import MiniMindConfig
 from .data.corpora import LANGUAGES
@@ -129,7 +129,7 @@ def format_run_card(
         _front(metadata, repo_id, f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}."),
         _table(rows) if results else "",
         "" if adapter is None else "## Adapter\n\n" + _table(_adapter_rows(model)),
-        "## Architecture\n\n" + _table(architecture_rows(base_model_of(model))),
+        "## Architecture\n\n" + _table(architecture_rows(model)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in [f"Datasets: {data_name}", *facts.data]),
         "## Training\n\n" + (f"![Loss over tokens]({CURVE_NAME})\n\n" if has_curve else "")
         + _table(_training_rows(args, state, sharding)),
@@ -175,10 +175,12 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
-    """Sizes of a MiniMind model as pairs of name and value."""
+    """Sizes of a MiniMind model, without its adapter, as pairs of name and value."""
     config: MiniMindConfig = model.config
     # Whole ones, also where ZeRO-3 has taken them apart.
     parameters = get_model_param_count(model)
+    if is_adapted(model):
+        parameters -= get_model_param_count(model, trainable_only=True)
     rows = [("parameters", f"{parameters:,}")]
     if config.num_experts:
         expert = 3 * config.hidden_size * config.moe_intermediate_size

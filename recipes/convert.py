@@ -54,7 +54,9 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", required=True, help="a .pth, a checkpoint or adapter directory, or a Hub id")
+    parser.add_argument(
+        "--from", dest="source", required=True, help="a .pth, a checkpoint or adapter directory, or a Hub id"
+    )
     parser.add_argument("--to", required=True, help="a new or empty directory")
     parser.add_argument("--format", choices=EXPORT_FORMS, default="minimind", help="minimind by default")
     parser.add_argument("--config", help="a JSON file, or name=value,..., for what the source does not say of itself")
