@@ -52,8 +52,9 @@ class MaskedLossTrainer(HubPushMixin):
         self._check_arguments()
         self._is_evaluating = False
         self._eval_sums: torch.Tensor | None = None
-        # Since the last log: sums over micro-batches of this rank, on the device.
+        # Since the last log: sums over micro-batches of this rank, on the device, and what they are called.
         self._logged_losses: torch.Tensor | None = None
+        self._logged_names: tuple[str, ...] = ()
         self._new_tokens: torch.Tensor | None = None
         self._steps_since_log = 0
         self._tokens_at_last_log = 0
@@ -189,18 +190,27 @@ class MaskedLossTrainer(HubPushMixin):
         if self._is_evaluating:
             outputs = model(**inputs, num_items_in_batch=1.0)
             self._check_outputs(outputs)
-            self._add_to_evaluation(outputs.ce_loss, inputs)
+            self._add_to_evaluation(outputs, inputs)
             loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
             return (loss, outputs) if return_outputs else loss
 
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_documents_in_batch=self._num_documents)
         self._check_outputs(outputs)
-        zero = torch.zeros_like(outputs.ce_loss)
-        parts = torch.stack([outputs.ce_loss, outputs.aux_loss if outputs.aux_loss is not None else zero]).detach()
-        self._logged_losses = parts if self._logged_losses is None else self._logged_losses + parts
+        loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
+        self._logged_names, losses = tuple(parts), torch.stack(list(parts.values())).detach()
+        self._logged_losses = losses if self._logged_losses is None else self._logged_losses + losses
         # Gradients are averaged over the ranks, so that each brings in its share this many times.
-        loss = outputs.loss * self.data_parallel_size
+        loss = loss * self.data_parallel_size
         return (loss, outputs) if return_outputs else loss
+
+    def _combine_losses(
+        self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """This micro-batch's share of the loss that is trained, and those of its parts that are logged."""
+        parts = {"ce_loss": outputs.ce_loss}
+        if outputs.aux_loss is not None:
+            parts["aux_loss"] = outputs.aux_loss
+        return outputs.loss, parts
 
     @staticmethod
     def _check_outputs(outputs: Any):
@@ -241,20 +251,13 @@ class MaskedLossTrainer(HubPushMixin):
             losses = self._logged_losses
             if self.accelerator.num_processes > 1:
                 losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
-            ce_loss, aux_loss = (losses / self._steps_since_log).tolist()
-            logs["ce_loss"] = ce_loss
-            if self.model_has_router:
-                logs["aux_loss"] = aux_loss
+            logs |= dict(zip(self._logged_names, (losses / self._steps_since_log).tolist(), strict=True))
             now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
             logs["tokens_per_second"] = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
             self._last_log_time, self._tokens_at_last_log = now, tokens
             self._logged_losses, self._steps_since_log = None, 0
         # Without a start time: Trainer's own throughput counts evaluation and saving as training.
         super().log(logs)
-
-    @property
-    def model_has_router(self) -> bool:
-        return bool(getattr(self.model.config, "num_experts", 0))
 
     @contextmanager
     def _clock_stopped(self):
@@ -313,13 +316,13 @@ class MaskedLossTrainer(HubPushMixin):
 
     # Evaluation
 
-    def _add_to_evaluation(self, ce_sum: torch.Tensor, inputs: dict[str, torch.Tensor]):
+    def _add_to_evaluation(self, outputs: Any, inputs: dict[str, torch.Tensor]):
         labels = inputs["labels"]
         num_bytes = torch.zeros((), dtype=torch.float64, device=labels.device)
         if self._token_bytes is not None:
             weights = prediction_weights(labels, inputs.get("loss_mask")).double()
             num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
-        sums = torch.stack([ce_sum.detach().double(), self._eval_weight.double(), num_bytes])
+        sums = torch.stack([outputs.ce_loss.detach().double(), self._eval_weight.double(), num_bytes])
         self._eval_sums = sums if self._eval_sums is None else self._eval_sums + sums
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
