@@ -36,7 +36,9 @@ def make_teacher(**overrides) -> MiniMindForCausalLM:
     return MiniMindForCausalLM(config).eval().requires_grad_(False)
 
 
-def make_distiller(tmp_path, rows, *, model=None, teacher=None, batch=4, accumulation=1, arguments=None, **distillation):
+def make_distiller(
+    tmp_path, rows, *, model=None, teacher=None, batch=4, accumulation=1, arguments=None, **distillation
+):
     defaults = {
         **{"max_steps": 1, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "warmup_steps": 0},
         **{"max_grad_norm": 0, "weight_decay": 0, "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1},
@@ -212,7 +214,9 @@ def test_a_resumed_run_goes_on_with_the_cache(tmp_path):
 
 @pytest.mark.parametrize("top_k", [0, 65])
 def test_a_cache_that_cannot_be_is_refused(tmp_path, top_k):
-    with pytest.raises(ValueError, match=f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of 64"):
+    with pytest.raises(
+        ValueError, match=f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of 64"
+    ):
         make_distiller(tmp_path, make_documents(), cache_teacher_logits=top_k)
 
 
@@ -306,34 +310,37 @@ def test_arguments_out_of_range_are_refused(arguments, message):
 
 
 def chain_rows(seed: int, num_rows: int) -> list[dict]:
-    """Rows of a second-order Markov chain over 61 words, which is known to nobody but its samples."""
-    table = torch.randn(61, 61, 61, generator=torch.Generator().manual_seed(0)).mul(1.5).softmax(-1)
+    """Rows of a Markov chain over 61 words, of which nobody knows more than such samples."""
+    table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(61, (num_rows, 2), generator=generator)
-    for _ in range(30):
-        ids = torch.cat([ids, torch.multinomial(table[ids[:, -2], ids[:, -1]], 1, generator=generator)], dim=1)
+    ids = torch.randint(61, (num_rows, 1), generator=generator)
+    for _ in range(31):
+        ids = torch.cat([ids, torch.multinomial(table[ids[:, -1]], 1, generator=generator)], dim=1)
     return [{"input_ids": (row + 3).tolist(), "seq_lengths": [32]} for row in ids]
 
 
 def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
     """At the same steps on the same rows in the same order, from the same first weights; on rows that nobody saw."""
-    arguments = {"optim": "adamw_torch", "learning_rate": 3e-3, "max_steps": 150, "logging_steps": 150}
+    arguments = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 100, "logging_steps": 100}
     teacher = make_teacher(initializer_range=0.1, hidden_size=64)
     teaching = make_distiller(
         *(tmp_path, chain_rows(1, 1200)),
         **{"model": teacher.requires_grad_(True), "batch": 16, "ce_weight": 1.0, "arguments": arguments},
     )
     teaching.train()
+    held_out = Dataset.from_list(chain_rows(3, 60))
+    # Not a teacher of noise: log(61) is 4.11, and the entropy of the chain 2.45.
+    assert teaching.evaluate(held_out)["eval_loss"] < 3
     closeness = {}
     for ce_weight in (1.0, 0.5, 0.0):
         student = make_distiller(
-            *(tmp_path, chain_rows(2, 600)),
-            **{"teacher": teacher.eval().requires_grad_(False), "batch": 16, "ce_weight": ce_weight},
-            **{"temperature": 1.0, "arguments": arguments},
+            *(tmp_path, chain_rows(2, 100)),
+            **{"teacher": teacher.eval().requires_grad_(False), "batch": 8, "ce_weight": ce_weight},
+            **{"temperature": 1.0, "arguments": arguments | {"max_steps": 60}},
         )
         student.train()
-        closeness[ce_weight] = student.evaluate(Dataset.from_list(chain_rows(3, 100)))["eval_kl"]
-    assert closeness[0.0] < closeness[0.5] < 0.9 * closeness[1.0], closeness
+        closeness[ce_weight] = student.evaluate(held_out)["eval_kl"]
+    assert closeness[0.0] < 0.6 * closeness[0.5] < 0.6 * 0.6 * closeness[1.0], closeness
 
 
 # Recipe
@@ -349,35 +356,33 @@ def test_every_yaml_parses(path, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("cache", [[], ["--cache_teacher_logits", "16"]], ids=["live", "cached"])
-def test_losses_agree_under_every_launcher(workspace, tmp_path, cache):  # noqa: F811
+def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
+    """Of packed rows: alive under ZeRO-3, which has to leave the teacher whole, and from a cache made by two ranks."""
     generator = random.Random(1)
     words = ["river", "stone", "green", "light", "walks", "under"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    whole_vocabulary = str(MiniMindConfig.from_pretrained(workspace / "dense").vocab_size)
 
     def launch(launcher: str, *more: str) -> list[dict]:
         batch = ["4", "1"] if launcher == "python" else ["1", "2"]
-        output_dir = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        output_dir = tmp_path / launcher
         arguments = [
             *("--model_name_or_path", str(workspace / "moe"), "--teacher_name_or_path", str(workspace / "dense")),
             *("--dataset_name", str(tmp_path / "train.jsonl"), "--validation_fraction", "0.2", "--max_length", "32"),
             *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
             *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1", "--max_steps", "4"),
             *("--save_strategy", "no", "--bf16", "false", "--disable_tqdm", "true", "--learning_rate", "1e-2"),
-            *("--output_dir", str(output_dir), "--eval_strategy", "no", *cache, *more),
+            *("--output_dir", str(output_dir), "--eval_strategy", "no", *more),
         ]
         result = start([*launcher_command(launcher), str(ROOT / "recipes/distill.py"), *arguments])
         assert result.returncode == 0, result.stdout[-4000:]
-        assert (output_dir / "teacher_logits").is_dir() == bool(cache)
+        assert (output_dir / "teacher_logits/meta.json").is_file() == ("--cache_teacher_logits" in more)
         return json.loads(Path(output_dir, "trainer_state.json").read_text())["log_history"]
 
     reference = launch("python")
-    ways = [("deepspeed", *DEEPSPEED["zero3"])] if not cache else [("torchrun",)]
-    for way in ways:
-        history = launch(*way)
-        assert len(history) == len(reference)
-        for entry, expected in zip(history, reference, strict=True):
+    for way in (("torchrun", "--cache_teacher_logits", whole_vocabulary), ("deepspeed", *DEEPSPEED["zero3"])):
+        for entry, expected in zip(launch(*way), reference, strict=True):
             for key in ("loss", "ce_loss", "kl_loss", "aux_loss", "eval_loss", "eval_kl"):
                 assert (key in entry) == (key in expected)
                 if key in expected:
