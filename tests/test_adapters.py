@@ -116,9 +116,10 @@ def test_saved_and_merged_it_is_the_same_model(named, input_ids, tmp_path, gener
 def test_the_first_weights_follow_from_the_seed_alone(named):
     weights = []
     for num_draws in (0, 3):
+        model = named("v1")
         torch.manual_seed(7)
         torch.randn(num_draws)
-        adapted = add_adapter(named("v1"), AdapterArguments(use_peft=True))
+        adapted = add_adapter(model, AdapterArguments(use_peft=True))
         weights.append({name: p for name, p in adapted.named_parameters() if "lora_A" in name})
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name])
