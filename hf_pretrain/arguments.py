@@ -22,6 +22,7 @@ from transformers import HfArgumentParser, PreTrainedTokenizerBase, TrainingArgu
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
+from .adapters import adapter_base, load_adapter
 from .configuration_minimind import PRESETS, MiniMindConfig
 from .conversion import is_ours, load_upstream
 from .data.conversations import CONVERSATION_KEYS, ConversationEncoder, parse_span_weights
@@ -110,12 +111,16 @@ class ModelArguments:
     def load_model(self, tokenizer: PreTrainedTokenizerBase, *, fsdp_size: int = 1) -> MiniMindForCausalLM:
         """
         The model that these arguments ask for, in float32, sharded over `fsdp_size` processes. Weights that MiniMind
-        itself wrote are converted on the way ([`~conversion.load_upstream`]).
+        itself wrote are converted on the way ([`~conversion.load_upstream`]); an adapter is put on its base model.
 
         Raises:
             `ValueError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
                 vocabulary, or a checkpoint that cannot be converted.
         """
+        base = adapter_base(self.model_name_or_path)
+        if base is not None:
+            model = dataclasses.replace(self, model_name_or_path=base).load_model(tokenizer, fsdp_size=fsdp_size)
+            return load_adapter(model, self.model_name_or_path)
         upstream = None
         if self.model_name_or_path and not is_ours(self.model_name_or_path):
             logger.warning(f"{self.model_name_or_path} was not written by hf_pretrain: converting it.")

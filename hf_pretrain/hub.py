@@ -32,6 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import logging
 
+from .adapters import is_adapted
 from .arguments import LMTrainingArguments
 from .configuration_minimind import CODE_FILES
 from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
@@ -212,6 +213,9 @@ class HubPushMixin(Trainer):
         output_dir = output_dir or self.args.output_dir
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.save_pretrained(output_dir, state_dict=state_dict, is_main_process=self.args.should_save)
+        if self.args.should_save and is_adapted(model):
+            # peft leaves a card to be filled in.
+            Path(output_dir, CARD_NAME).unlink()
         if self.args.should_save and self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
 

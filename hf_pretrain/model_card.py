@@ -11,6 +11,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -18,6 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
+from .adapters import is_adapted
 from .arguments import LMTrainingArguments
 from .configuration_minimind import MiniMindConfig
 from .data.corpora import LANGUAGES
@@ -101,26 +103,29 @@ def format_run_card(
     if facts.unigram_loss is not None:
         rows.append(("the same of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
     data_name = ", ".join(facts.public_datasets) or "unnamed"
+    adapter = model.active_peft_config if is_adapted(model) else None
+    base_name = facts.base_model if adapter is None else adapter.base_model_name_or_path
     start = "" if facts.base_model is None else f", from the weights of `{_public(facts.base_model)}`,"
     metadata = ModelCardData(
         language=args.hub_language or facts.languages,
         license=args.hub_license,
-        library_name="transformers",
+        library_name="transformers" if adapter is None else "peft",
         pipeline_tag="text-generation",
-        tags=TAGS,
+        tags=TAGS if adapter is None else [*TAGS, "lora"],
         datasets=facts.hub_datasets or None,
-        base_model=facts.base_model if facts.base_model and not _is_local(facts.base_model) else None,
+        base_model=base_name if base_name and not _is_local(base_name) else None,
         model_name=repo_id.split("/")[-1],
         eval_results=results or None,
     )
     sections = [
         _front(metadata, repo_id, f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}."),
         _table(rows) if results else "",
+        "" if adapter is None else "## Adapter\n\n" + _table(_adapter_rows(model)),
         "## Architecture\n\n" + _table(architecture_rows(model)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in [f"Datasets: {data_name}", *facts.data]),
         "## Training\n\n" + (f"![Loss over tokens]({CURVE_NAME})\n\n" if has_curve else "")
         + _table(_training_rows(args, state, sharding)),
-        _usage(repo_id, model.config),
+        _usage(repo_id, model.config) if adapter is None else _adapter_usage(repo_id),
         f"## Continue\n\n```bash\n{_continue(args, facts.recipe, repo_id)}\n```",
     ]  # fmt: skip
     return _join(sections)
@@ -188,10 +193,12 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
-    """Sizes of a MiniMind model as pairs of name and value."""
+    """Sizes of a MiniMind model, without its adapter, as pairs of name and value."""
     config: MiniMindConfig = model.config
     # Whole ones, also where ZeRO-3 has taken them apart.
     parameters = get_model_param_count(model)
+    if is_adapted(model):
+        parameters -= get_model_param_count(model, trainable_only=True)
     rows = [("parameters", f"{parameters:,}")]
     if config.num_experts:
         expert = 3 * config.hidden_size * config.moe_intermediate_size
@@ -218,6 +225,19 @@ def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
         ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', head apart'}"),
         ("positions", f"{config.max_position_embeddings:,}, rotary base {rope['rope_theta']:g} ({rope['rope_type']})"),
     ]
+
+
+def _adapter_rows(model: Any) -> list[tuple[str, str]]:
+    """What peft trained of a model, as pairs of name and value."""
+    config = model.active_peft_config
+    rows = [
+        ("base model", f"`{_public(config.base_model_name_or_path)}`"),
+        ("method", "DoRA" if config.use_dora else "LoRA"),
+        ("rank, alpha, dropout", f"{config.r}, {config.lora_alpha}, {config.lora_dropout:g}"),
+        ("adapted", ", ".join([*sorted(config.target_modules), *(config.target_parameters or [])])),
+        ("parameters of the adapter", f"{get_model_param_count(model, trainable_only=True):,}"),
+    ]
+    return rows
 
 
 def _training_rows(args: LMTrainingArguments, state: TrainerState, sharding: str) -> list[tuple[str, str]]:
@@ -288,6 +308,27 @@ With hf_pretrain's `recipes/convert.py`, for vLLM and for llama.cpp:
 ```bash
 python recipes/convert.py --from {repo_id} --to out/served --format {stock} && vllm serve out/served
 python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-cli -m out/gguf/{FILE_NAME}
+```"""
+
+
+def _adapter_usage(repo_id: str) -> str:
+    """How to load an adapter, and how to merge it."""
+    return f"""## Load
+
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+model = AutoPeftModelForCausalLM.from_pretrained("{repo_id}", trust_remote_code=True)
+```
+
+## Merge
+
+With hf_pretrain, into a checkpoint that needs no peft:
+
+```bash
+python recipes/convert.py --from {repo_id} --to out/merged
 ```"""
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from .adapters import base_model_of, is_adapted
 from .data.filling import FILLER_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
 from .hub import HubPushMixin
 from .loss import find_documents, prediction_weights
@@ -46,8 +47,9 @@ class MaskedLossTrainer(HubPushMixin):
         self._check_arguments()
         self._is_evaluating = False
         self._eval_sums: torch.Tensor | None = None
-        # Since the last log: sums over micro-batches of this rank, on the device.
+        # Since the last log: sums over micro-batches of this rank, on the device, and what they are called.
         self._logged_losses: torch.Tensor | None = None
+        self._logged_names: tuple[str, ...] = ()
         self._new_tokens: torch.Tensor | None = None
         self._steps_since_log = 0
         self._tokens_at_last_log = 0
@@ -183,18 +185,27 @@ class MaskedLossTrainer(HubPushMixin):
         if self._is_evaluating:
             outputs = model(**inputs, num_items_in_batch=1.0)
             self._check_outputs(outputs)
-            self._add_to_evaluation(outputs.ce_loss, inputs)
+            self._add_to_evaluation(outputs, inputs)
             loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
             return (loss, outputs) if return_outputs else loss
 
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_documents_in_batch=self._num_documents)
         self._check_outputs(outputs)
-        zero = torch.zeros_like(outputs.ce_loss)
-        parts = torch.stack([outputs.ce_loss, outputs.aux_loss if outputs.aux_loss is not None else zero]).detach()
-        self._logged_losses = parts if self._logged_losses is None else self._logged_losses + parts
+        loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
+        self._logged_names, losses = tuple(parts), torch.stack(list(parts.values())).detach()
+        self._logged_losses = losses if self._logged_losses is None else self._logged_losses + losses
         # Gradients are averaged over the ranks, so that each brings in its share this many times.
-        loss = outputs.loss * self.data_parallel_size
+        loss = loss * self.data_parallel_size
         return (loss, outputs) if return_outputs else loss
+
+    def _combine_losses(
+        self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """This micro-batch's share of the loss that is trained, and those of its parts that are logged."""
+        parts = {"ce_loss": outputs.ce_loss}
+        if outputs.aux_loss is not None:
+            parts["aux_loss"] = outputs.aux_loss
+        return outputs.loss, parts
 
     @staticmethod
     def _check_outputs(outputs: Any):
@@ -235,20 +246,13 @@ class MaskedLossTrainer(HubPushMixin):
             losses = self._logged_losses
             if self.accelerator.num_processes > 1:
                 losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
-            ce_loss, aux_loss = (losses / self._steps_since_log).tolist()
-            logs["ce_loss"] = ce_loss
-            if self.model_has_router:
-                logs["aux_loss"] = aux_loss
+            logs |= dict(zip(self._logged_names, (losses / self._steps_since_log).tolist(), strict=True))
             now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
             logs["tokens_per_second"] = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
             self._last_log_time, self._tokens_at_last_log = now, tokens
             self._logged_losses, self._steps_since_log = None, 0
         # Without a start time: Trainer's own throughput counts evaluation and saving as training.
         super().log(logs)
-
-    @property
-    def model_has_router(self) -> bool:
-        return bool(getattr(self.model.config, "num_experts", 0))
 
     @contextmanager
     def _clock_stopped(self):
@@ -273,7 +277,9 @@ class MaskedLossTrainer(HubPushMixin):
         """Saves float32 weights, also where DeepSpeed trains in bf16 and keeps the float32 ones in its optimizer."""
         half_precision_model = self.model
         weights = self._deepspeed_float32_weights()
-        if weights is not None and self.args.should_save:
+        if weights is not None and is_adapted(self.model):
+            state_dict = weights
+        elif weights is not None and self.args.should_save:
             self.model = type(half_precision_model)(half_precision_model.config)
             self.model.load_state_dict(weights)
             state_dict = None
@@ -283,14 +289,20 @@ class MaskedLossTrainer(HubPushMixin):
             self.model = half_precision_model
 
     def _deepspeed_float32_weights(self) -> dict[str, torch.Tensor] | None:
-        """The optimizer's copy of the weights on the CPU, gathered by all ranks; `None` where there is none."""
-        is_half_precision = isinstance(self.model, MiniMindForCausalLM) and self.model.dtype != torch.float32
+        """
+        The optimizer's copy of the weights on the CPU, gathered by all ranks, of an adapter alone where there is one;
+        `None` where there is none.
+        """
+        base_model = base_model_of(self.model)
+        is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
         if not self.is_deepspeed_enabled or not is_half_precision:
             return None
         from deepspeed.utils import safe_get_full_fp32_param
 
         weights = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if is_adapted(self.model) and not parameter.requires_grad:
+                continue
             weight = safe_get_full_fp32_param(parameter)
             if weight is None:
                 return None
@@ -299,13 +311,13 @@ class MaskedLossTrainer(HubPushMixin):
 
     # Evaluation
 
-    def _add_to_evaluation(self, ce_sum: torch.Tensor, inputs: dict[str, torch.Tensor]):
+    def _add_to_evaluation(self, outputs: Any, inputs: dict[str, torch.Tensor]):
         labels = inputs["labels"]
         num_bytes = torch.zeros((), dtype=torch.float64, device=labels.device)
         if self._token_bytes is not None:
             weights = prediction_weights(labels, inputs.get("loss_mask")).double()
             num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
-        sums = torch.stack([ce_sum.detach().double(), self._eval_weight.double(), num_bytes])
+        sums = torch.stack([outputs.ce_loss.detach().double(), self._eval_weight.double(), num_bytes])
         self._eval_sums = sums if self._eval_sums is None else self._eval_sums + sums
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:

@@ -1,9 +1,11 @@
 """
-Converts checkpoints: MiniMind weights of any generation in, six forms out.
+Converts checkpoints: MiniMind weights of any generation in, six forms out. An adapter is
+merged into its base model first.
 
     python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer path/of/v2 --to out/mine
     python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --dtype bfloat16
+    python recipes/convert.py --from out/adapter --to out/merged
     python recipes/convert.py --from out/pretrain --to out/gguf --format gguf --dtype q8_0
     python recipes/convert.py --from out/pretrain --to out/upstream --format upstream --generation v2
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
@@ -15,6 +17,7 @@ is printed and stands in the model card.
 import argparse
 from pathlib import Path
 
+from hf_pretrain.adapters import adapter_base, merge_adapter
 from hf_pretrain.arguments import parse_fields
 from hf_pretrain.conversion import UPSTREAM_FIELDS, load_upstream
 from hf_pretrain.exporting import EXPORT_FORMS, GGUF_TYPES, export
@@ -27,7 +30,8 @@ def main(args: argparse.Namespace) -> None:
     config = args.config
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
-    model = load_upstream(args.source, config=config)
+    is_adapter = adapter_base(args.source) is not None
+    model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.source)
     report = export(model, args.to, args.format, tokenizer=tokenizer, dtype=args.dtype, generation=args.generation)
     print(f"{args.to}: {report}")
@@ -50,7 +54,9 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", required=True, help="a .pth, a checkpoint directory, or a Hub id")
+    parser.add_argument(
+        "--from", dest="source", required=True, help="a .pth, a checkpoint or adapter directory, or a Hub id"
+    )
     parser.add_argument("--to", required=True, help="a new or empty directory")
     parser.add_argument("--format", choices=EXPORT_FORMS, default="minimind", help="minimind by default")
     parser.add_argument("--config", help="a JSON file, or name=value,..., for what the source does not say of itself")

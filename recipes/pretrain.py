@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.adapters import AdapterArguments, add_adapter
 from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.loading import load_documents
@@ -25,7 +26,12 @@ from hf_pretrain.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.tokenization import load_or_train_tokenizer
 
 
-def main(model_args: ModelArguments, data_args: DataArguments, training_args: LMTrainingArguments):
+def main(
+    model_args: ModelArguments,
+    adapter_args: AdapterArguments,
+    data_args: DataArguments,
+    training_args: LMTrainingArguments,
+):
     checkpoint = begin_run(training_args)
     is_main = training_args.process_index == 0
 
@@ -64,7 +70,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
     if eval_rows is None:
         training_args.eval_strategy = "no"
 
-    model = model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size)
+    model = add_adapter(model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size), adapter_args)
     trainer = MaskedLossTrainer(
         model=model,
         args=training_args,
@@ -89,4 +95,4 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: LM
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, DataArguments, LMTrainingArguments))
+    main(*parse_args(ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments))

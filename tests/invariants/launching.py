@@ -82,7 +82,7 @@ def run_probe(launcher: str, arguments: list[str], output_dir: Path, **environme
         steps=[entry for entry in history if "loss" in entry],
         eval_loss=[entry["eval_loss"] for entry in history if "eval_loss" in entry][-1],
         num_tokens=history[-1]["num_input_tokens_seen"],
-        weights=load_file(output_dir / "model.safetensors"),
+        weights=load_file(next(output_dir.glob("*model.safetensors"))),
         pos_cis_intact=[json.loads(p.read_text())["pos_cis_intact"] for p in output_dir.glob("probe_rank*.json")],
         output=result.stdout,
     )

@@ -15,6 +15,7 @@ import transformers.trainer
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.adapters import AdapterArguments, base_model_of
 from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
 
 
@@ -24,7 +25,7 @@ from pretrain import main  # noqa: E402
 
 class RotaryTableProbe(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        table, config = model.model.rotary_emb.pos_cis, model.config
+        table, config = base_model_of(model).model.rotary_emb.pos_cis, model.config
         # MiniMind v1's own lines, written out.
         exponents = torch.arange(0, config.head_dim, 2)[: config.head_dim // 2].float() / config.head_dim
         angles = torch.outer(
@@ -47,4 +48,4 @@ if __name__ == "__main__":
     transformers.trainer.DEFAULT_CALLBACKS.append(RotaryTableProbe)
     if os.environ.get("DOUBLE_GRADIENT"):
         sys.modules["pretrain"].MaskedLossTrainer = DoubledGradientTrainer
-    main(*parse_args(ModelArguments, DataArguments, LMTrainingArguments))
+    main(*parse_args(ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments))

@@ -1,0 +1,341 @@
+"""Adapters against their formula written out, saved, continued, resumed, merged, pushed, and under every launcher."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from torch.func import functional_call
+
+from hf_pretrain import MiniMindForCausalLM, ModelArguments
+from hf_pretrain.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
+from hf_pretrain.tokenization import train_tokenizer
+from tests.conftest import GENERATIONS
+from tests.hub_server import HubServer
+from tests.invariants.launching import ROOT, cpu_environment, run_probe, start
+from tests.invariants.test_launchers_agree import DEEPSPEED, assert_same_steps, workspace  # noqa: F401
+from tests.test_trainer import make_documents, make_trainer, train
+
+
+TOKEN = "hf_" + "x" * 20
+
+
+@pytest.fixture
+def named(build_model, tmp_path):
+    """A function to toy models that lie in a directory, by generation."""
+
+    def build(generation: str, **overrides) -> MiniMindForCausalLM:
+        build_model(**GENERATIONS[generation], initializer_range=0.1, **overrides).save_pretrained(tmp_path / "base")
+        return MiniMindForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+
+    return build
+
+
+def adapt(model: MiniMindForCausalLM, **arguments):
+    """An adapter of rank 4 with weights that do something."""
+    adapted = add_adapter(model, AdapterArguments(use_peft=True, lora_r=4, lora_alpha=8, **arguments))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    return adapted
+
+
+def written_out_deltas(adapter: dict[str, torch.Tensor], base: dict[str, torch.Tensor], scale: float):
+    """`scale * B @ A` for each adapted weight of `base`, and of each expert of stacked ones."""
+    deltas = {}
+    for name, b in adapter.items():
+        if ".lora_B." not in name:
+            continue
+        a = adapter[name.replace(".lora_B.", ".lora_A.")]
+        target = name.split("base_model.model.")[1].split(".lora_B.")[0] + ".weight"
+        if target not in base:
+            # peft wraps the stack that it takes first (gate_up_proj) inside of the second.
+            stem = target.removesuffix(".weight")
+            inner = stem.endswith(".base_layer")
+            target = stem.removesuffix(".base_layer") + (".gate_up_proj" if inner else ".down_proj")
+            num_experts = base[target].shape[0]
+            experts = zip(a.chunk(num_experts), b.unflatten(1, (-1, num_experts)).unbind(-1), strict=True)
+            deltas[target] = torch.stack([scale * b_of @ a_of for a_of, b_of in experts])
+        else:
+            deltas[target] = scale * b @ a
+    return deltas
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_logits_and_gradients_are_the_formula(named, input_ids, generation):
+    model = named(generation)
+    base = {name: weight.clone() for name, weight in model.state_dict().items()}
+    adapted = adapt(model)
+    loss = adapted(input_ids, labels=input_ids).loss
+    loss.backward()
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in trained)
+
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
+    deltas = written_out_deltas(leaves, base, scale=8 / 4)
+    projections = {name for name in base if "_proj" in name}
+    assert deltas.keys() == projections
+    weights = {name: base[name] + deltas.get(name, 0) for name in base if name != "lm_head.weight"}
+    plain = MiniMindForCausalLM(model.config)
+    expected = functional_call(plain, weights, (input_ids,), {"labels": input_ids}, tie_weights=True)
+    expected.loss.backward()
+    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6)
+    for name, leaf in leaves.items():
+        assert leaf.grad.abs().max() > 0, name
+        torch.testing.assert_close(trained[name].grad, leaf.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("generation", "arguments"),
+    [
+        *((generation, {}) for generation in GENERATIONS),
+        ("v1", {"use_dora": True, "lora_dropout": 0.1}),
+        ("v1-moe", {"use_dora": True, "lora_target_modules": ["q_proj", "gate_proj"]}),
+    ],
+)
+def test_saved_and_merged_it_is_the_same_model(named, input_ids, tmp_path, generation, arguments):
+    adapted = adapt(named(generation), **arguments).eval()
+    with torch.no_grad():
+        expected = adapted(input_ids).logits
+        assert (expected - named(generation)(input_ids).logits).abs().max() > 1e-2
+        adapted.save_pretrained(tmp_path / "adapter")
+        merged = merge_adapter(tmp_path / "adapter")
+        assert type(merged) is MiniMindForCausalLM
+        torch.testing.assert_close(merged(input_ids).logits, expected, rtol=0, atol=1e-5)
+        # As a checkpoint of its own.
+        merged.save_pretrained(tmp_path / "merged")
+        again = MiniMindForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(again(input_ids).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_the_first_weights_follow_from_the_seed_alone(named):
+    weights = []
+    for num_draws in (0, 3):
+        model = named("v1")
+        torch.manual_seed(7)
+        torch.randn(num_draws)
+        adapted = add_adapter(model, AdapterArguments(use_peft=True))
+        weights.append({name: p for name, p in adapted.named_parameters() if "lora_A" in name})
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
+
+
+def test_without_use_peft_nothing_happens(named):
+    model = named("v1")
+    assert add_adapter(model, AdapterArguments()) is model
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("generation", "arguments", "message"),
+    [
+        ("v1", {"lora_target_modules": ["q_proj", "lm_head"]}, "--lora_target_modules lm_head: this model has q_proj"),
+        ("v1", {"lora_target_modules": ["gate_up_proj"]}, "gate_up_proj: this model has"),
+        ("v1-moe", {"use_dora": True}, "--use_dora does not work on stacked experts"),
+        ("v3-moe", {"lora_dropout": 0.1}, "adapt the rest with --lora_target_modules q_proj k_proj v_proj o_proj"),
+        ("v1", {"load_in_4bit": True}, "--load_in_4bit needs CUDA"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(named, monkeypatch, generation, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        add_adapter(named(generation), AdapterArguments(use_peft=True, **arguments))
+
+
+def test_stacked_experts_are_refused_under_zero3(named, monkeypatch):
+    monkeypatch.setattr("hf_pretrain.adapters.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="ZeRO-3 does not work on stacked experts"):
+        add_adapter(named("v1-moe"), AdapterArguments(use_peft=True))
+    add_adapter(named("v1-moe"), AdapterArguments(use_peft=True, lora_target_modules=["q_proj"]))
+
+
+def test_a_model_without_a_name_is_refused(build_model):
+    with pytest.raises(ValueError, match="give --model_name_or_path"):
+        add_adapter(build_model(), AdapterArguments(use_peft=True))
+
+
+def test_arguments_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="add --use_peft"):
+        AdapterArguments(load_in_4bit=True)
+    with pytest.raises(ValueError, match="--lora_r 0"):
+        AdapterArguments(lora_r=0)
+
+
+def test_a_base_that_is_gone_is_named(named, tmp_path):
+    adapt(named("v1")).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"needs its base model .*base \(base_model_name_or_path in adapter_config"):
+        merge_adapter(tmp_path / "adapter")
+    assert adapter_base(tmp_path / "elsewhere") is None
+
+
+def test_an_adapter_is_trained_on(named, tmp_path, input_ids):
+    adapt(named("v1-moe")).save_pretrained(tmp_path / "adapter")
+    tokenizer = train_tokenizer(["a few words of text"] * 5, vocab_size=300)
+    model_args = ModelArguments(model_name_or_path=str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match="vocab_size is 160"):
+        model_args.load_model(tokenizer)
+    base = named("v1-moe", vocab_size=300)
+    adapted = adapt(base)
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = model_args.load_model(tokenizer)
+    assert add_adapter(model, AdapterArguments(use_peft=True, lora_r=64)) is model
+    torch.testing.assert_close(model(input_ids).logits, adapted(input_ids).logits, rtol=0, atol=1e-6)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, p in adapted.named_parameters() if p.requires_grad
+    }
+    with pytest.raises(ValueError, match="--load_in_4bit quantizes the base of a new adapter"):
+        add_adapter(model, AdapterArguments(use_peft=True, load_in_4bit=True))
+
+
+# Trainer
+
+
+@pytest.mark.parametrize("generation", ["v1", "v1-moe"])
+def test_the_trainer_trains_saves_and_resumes_the_adapter_alone(named, tmp_path, generation):
+    rows = make_documents(weighted=True)
+    arguments = {"save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch", "learning_rate": 1e-2}
+
+    def build(name: str, **kwargs):
+        torch.manual_seed(3)
+        adapted = add_adapter(named(generation), AdapterArguments(use_peft=True, lora_r=4))
+        return make_trainer(tmp_path / name, rows, model=adapted, arguments=arguments, **kwargs)
+
+    whole = build("whole", batch=8)
+    frozen = {name: p.clone() for name, p in whole.model.named_parameters() if not p.requires_grad}
+    first = {name: p.clone() for name, p in whole.model.named_parameters() if p.requires_grad}
+    steps = train(whole)
+    for name, parameter in whole.model.named_parameters():
+        same = torch.equal(parameter, frozen[name] if name in frozen else first[name])
+        assert same == (name in frozen), name
+    assert whole.evaluate()["eval_loss"] > 0
+
+    # The gradients of one big batch, whatever the accumulation.
+    for step, expected in zip(train(build("accumulated", batch=2, accumulation=4)), steps, strict=True):
+        for key in ("loss", "ce_loss", "grad_norm"):
+            assert step[key] == pytest.approx(expected[key], rel=2e-4), key
+
+    checkpoint = tmp_path / "whole/checkpoint-3"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt"} <= names
+    assert not [name for name in names if name.endswith(".py") or name in ("model.safetensors", "README.md")]
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32} and len(saved) == len(first)
+
+    resumed = build("resumed", batch=8)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, whole.model.get_parameter(name)), name
+
+
+# Recipes
+
+
+@pytest.fixture
+def toy_run(workspace):  # noqa: F811
+    def arguments(model: str, *more: str) -> list[str]:
+        return [
+            *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
+            *("--packing", "none", "--max_length", "32", "--validation_fraction", "0.2", "--max_steps", "6"),
+            *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
+            *("--learning_rate", "1e-2", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true"),
+            *("--use_peft", "--lora_r", "4", *more),
+        ]
+
+    return arguments
+
+
+PULL = """
+import sys, torch
+sys.modules["hf_pretrain"] = None  # as where it is not installed
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+model = AutoPeftModelForCausalLM.from_pretrained("user/adapter", trust_remote_code=True).eval()
+AutoTokenizer.from_pretrained("user/adapter")
+torch.save(model(torch.arange(20)[None]).logits, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  # noqa: F811
+    with HubServer(TOKEN) as server:
+        environment = {
+            **{"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
+            **{"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN},
+        }
+        push = "import sys; from hf_pretrain.hub import *; create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
+        result = start([sys.executable, "-c", push, str(workspace / "moe"), "user/base"], **environment)
+        assert result.returncode == 0, result.stdout[-3000:]
+        words = toy_run("", "--push_to_hub", "--hub_model_id", "user/adapter", "--output_dir", str(tmp_path / "run"))
+        words[1] = "user/base"
+        result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *words, "--bf16", "false"], **environment)
+        assert result.returncode == 0, result.stdout[-3000:]
+
+        files = set(server.repos["user/adapter"].files) - {".gitattributes"}
+        assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= files
+        assert not [name for name in files if name.endswith(".py") or name in ("model.safetensors", "config.json")]
+        card = ModelCard(server.repos["user/adapter"].files["README.md"].decode())
+        assert (card.data.base_model, card.data.library_name) == ("user/base", "peft")
+        trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/adapter_model.safetensors").values())
+        whole = sum(p.numel() for p in MiniMindForCausalLM.from_pretrained(workspace / "moe").parameters())
+        assert f"| parameters of the adapter | {trained:,} |" in card.text
+        assert f"| parameters | {whole:,} |" in card.text
+
+        logits_path = tmp_path / "logits.pt"
+        pull = [sys.executable, "-c", PULL, str(logits_path)]
+        result = subprocess.run(
+            pull, cwd=tmp_path, env=cpu_environment(**environment), capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        merging = ["--from", "user/adapter", "--to", str(tmp_path / "merged")]
+        result = start([sys.executable, str(ROOT / "recipes/convert.py"), *merging], **environment)
+        assert result.returncode == 0, result.stdout[-3000:]
+    logits = torch.load(logits_path)
+    base = MiniMindForCausalLM.from_pretrained(workspace / "moe")
+    ids = torch.arange(20)[None]
+    local = load_adapter(base, tmp_path / "run").eval()
+    torch.testing.assert_close(local(ids).logits, logits, rtol=0, atol=1e-5)
+    merged = MiniMindForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(ids).logits, logits, rtol=0, atol=1e-5)
+    assert (logits - MiniMindForCausalLM.from_pretrained(workspace / "moe")(ids).logits).abs().max() > 1e-2
+    assert Path(tmp_path / "merged/tokenizer.json").is_file()
+    assert json.loads((tmp_path / "run/adapter_config.json").read_text())["base_model_name_or_path"] == "user/base"
+
+
+@pytest.fixture
+def launch(toy_run, tmp_path):
+    def run(model: str, launcher: str, *more: str):
+        batch = ["8", "1"] if launcher == "python" else ["2", "2"]
+        batches = ["--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]]
+        number = len(list(tmp_path.iterdir()))
+        return run_probe(launcher, toy_run(model, *batches, *more), tmp_path / f"run{number}")
+
+    return run
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "ways"), [("moe", ["torchrun"]), ("dense", ["zero2", "zero3"])])
+def test_losses_agree_under_every_launcher(launch, model, ways):
+    reference = launch(model, "python", "--bf16", "false")
+    for way in ways:
+        launcher, arguments = ("deepspeed", DEEPSPEED[way]) if way in DEEPSPEED else (way, [])
+        run = launch(model, launcher, "--bf16", "false", *arguments)
+        assert_same_steps(run, reference)
+        assert run.weights.keys() == reference.weights.keys()
+        for name, weight in reference.weights.items():
+            torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=2e-4, msg=name)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_deepspeed_in_bf16_saves_the_float32_weights_of_its_optimizer(launch):
+    run = launch("dense", "deepspeed", "--bf16", "true", *DEEPSPEED["zero2"])
+    assert len(run.weights) == 2 * 7 * 2
+    for name, weight in run.weights.items():
+        assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float()), name

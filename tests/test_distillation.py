@@ -1,0 +1,394 @@
+"""Distillation against its formula written out, the cache of the teacher's answers, and what it is good for."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.distillation import (
+    DistillationArguments,
+    DistillationTrainer,
+    check_same_vocabulary,
+    keeps_documents_apart,
+    load_teacher,
+)
+from hf_pretrain.tokenization import train_tokenizer
+from tests.invariants.launching import ROOT, launcher_command, start
+from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
+from tests.test_trainer import make_documents, make_model, pack, train
+
+
+SIZES = [4, 1, 5, 3]
+
+
+def make_teacher(**overrides) -> MiniMindForCausalLM:
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = MiniMindConfig(**sizes | {"max_position_embeddings": 128, "initializer_range": 0.3} | overrides)
+    return MiniMindForCausalLM(config).eval().requires_grad_(False)
+
+
+def make_distiller(
+    tmp_path, rows, *, model=None, teacher=None, batch=4, accumulation=1, arguments=None, **distillation
+):
+    defaults = {
+        **{"max_steps": 1, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "warmup_steps": 0},
+        **{"max_grad_norm": 0, "weight_decay": 0, "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1},
+        **{"bf16": False, "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
+    }
+    return DistillationTrainer(
+        model=model if model is not None else make_model(),
+        teacher=teacher if teacher is not None else make_teacher(),
+        distillation_args=DistillationArguments("teacher", **distillation),
+        args=LMTrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            per_device_eval_batch_size=3,
+            **defaults | (arguments or {}),
+        ),
+        data_collator=DataCollatorForPackedRows(pad_token_id=0),
+        train_dataset=Dataset.from_list(rows),
+        # In another order, so that no row of one set can be taken for one of the other.
+        eval_dataset=Dataset.from_list(rows[::-1]),
+    )
+
+
+def written_out_loss(model, teacher, documents, *, kl, temperature, ce_weight):
+    """The formula, document by document: the loss, its cross-entropy and its divergence."""
+    ce = divergence = weight_sum = aux = num_documents = torch.zeros(())
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        weights = torch.tensor(document["loss_mask"])[1:]
+        if not weights.any():
+            continue
+        output = model(ids, output_router_logits=bool(model.config.num_experts))
+        with torch.no_grad():
+            p = (teacher(ids).logits[0, :-1] / temperature).softmax(-1)
+        q = (output.logits[0, :-1] / temperature).softmax(-1)
+        if kl == "reverse":
+            p, q = q, p
+        divergence = divergence + (weights * (p * (p / q).log()).sum(-1)).sum()
+        ce = ce + (F.cross_entropy(output.logits[0, :-1], ids[0, 1:], reduction="none") * weights).sum()
+        weight_sum, num_documents = weight_sum + weights.sum(), num_documents + 1
+        for logits in output.router_logits or ():
+            probabilities = logits.softmax(-1)
+            chosen = F.one_hot(probabilities.topk(2).indices, 4).sum(1).float()
+            aux = aux + 4 * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
+    ce, divergence = ce / weight_sum, temperature**2 * divergence / weight_sum
+    loss = ce_weight * ce + (1 - ce_weight) * divergence + 0.5 * aux / num_documents
+    return loss, ce, divergence
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize("num_experts", [0, 4])
+@pytest.mark.parametrize(("kl", "temperature", "ce_weight"), [("forward", 1.5, 0.3), ("reverse", 0.8, 0.0)])
+def test_a_step_is_the_formula(tmp_path, kl, temperature, ce_weight, num_experts, batch, accumulation):
+    documents = make_documents(weighted=True)
+    flags = {"kl": kl, "temperature": temperature, "ce_weight": ce_weight}
+    model = make_model(num_experts)
+    loss, ce, divergence = written_out_loss(model, make_teacher(), documents, **flags)
+    loss.backward()
+    expected = {name: p.detach() - 0.5 * p.grad for name, p in model.named_parameters()}
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+    trainer = make_distiller(
+        *(tmp_path, pack(documents, SIZES)),
+        **{"model": make_model(num_experts), "batch": batch, "accumulation": accumulation, **flags},
+    )
+    before = trainer.evaluate()
+    (step,) = train(trainer)
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert step["ce_loss"] == pytest.approx(ce.item(), rel=1e-5)
+    assert step["kl_loss"] == pytest.approx(divergence.item(), rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert before["eval_loss"] == pytest.approx(ce.item(), rel=1e-5)
+    assert before["eval_kl"] == pytest.approx(divergence.item(), rel=1e-5)
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=1e-5)
+
+
+def test_the_teacher_is_left_alone(tmp_path):
+    teacher = make_teacher(dropout=0.5)
+    weights = {name: p.clone() for name, p in teacher.named_parameters()}
+    trainer = make_distiller(tmp_path, make_documents(weighted=True), teacher=teacher, arguments={"max_steps": 3})
+    optimized = {id(p) for group in trainer.create_optimizer().param_groups for p in group["params"]}
+    train(trainer)
+    assert not teacher.training
+    for name, parameter in teacher.named_parameters():
+        assert id(parameter) not in optimized and parameter.grad is None and torch.equal(parameter, weights[name])
+
+
+def test_heads_padded_to_other_widths_share_the_vocabulary(tmp_path):
+    """Entries past the shared ones have no part in the divergence, whoever has more of them."""
+    documents = make_documents(weighted=True)
+    teacher = make_teacher()
+    wider = make_teacher(vocab_size=70)
+    weights = teacher.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.cat([weights[name], torch.ones(6, 48)])
+    wider.load_state_dict(weights)
+    steps = [train(make_distiller(tmp_path, documents, teacher=t)) for t in (teacher, wider)]
+    assert steps[0][0]["loss"] == pytest.approx(steps[1][0]["loss"], rel=1e-6)
+
+
+# Cache
+
+
+@pytest.mark.parametrize("kl", ["forward", "reverse"])
+def test_a_cache_of_the_whole_vocabulary_is_exact(tmp_path, kl):
+    rows = pack(make_documents(weighted=True), SIZES)
+    arguments = {"max_steps": 4}
+    live = make_distiller(tmp_path / "live", rows, batch=2, kl=kl, arguments=arguments)
+    cached = make_distiller(tmp_path / "cached", rows, batch=2, kl=kl, arguments=arguments, cache_teacher_logits=64)
+    assert cached.teacher is None
+    for step, expected in zip(train(cached), train(live), strict=True):
+        for key in ("loss", "kl_loss", "ce_loss", "grad_norm"):
+            assert step[key] == pytest.approx(expected[key], rel=1e-6), key
+    assert cached.evaluate()["eval_kl"] == pytest.approx(live.evaluate()["eval_kl"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kl", ["forward", "reverse"])
+def test_a_smaller_cache_joins_the_rest_into_one_class(tmp_path, kl):
+    documents, top_k, temperature = make_documents(weighted=True), 5, 1.5
+    trainer = make_distiller(tmp_path, pack(documents, SIZES), kl=kl, cache_teacher_logits=top_k)
+    total = weight_sum = 0.0
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        p, q = (
+            (m(ids).logits[0, :-1] / temperature).softmax(-1).detach().double() for m in (make_teacher(), make_model())
+        )
+        top = p.topk(top_k).indices
+        p, q = (torch.cat([x.gather(1, top), 1 - x.gather(1, top).sum(1, keepdim=True)], dim=1) for x in (p, q))
+        p, q = (p, q) if kl == "forward" else (q, p)
+        weights = torch.tensor(document["loss_mask"])[1:].double()
+        total += (weights * (p * (p / q).log()).sum(1)).sum().item()
+        weight_sum += weights.sum().item()
+    joined = trainer.evaluate()["eval_kl"]
+    assert joined == pytest.approx(temperature**2 * total / weight_sum, rel=1e-4)
+    assert joined < make_distiller(tmp_path / "live", documents, kl=kl).evaluate()["eval_kl"]
+    assert all(torch.isfinite(p.grad).all() for p in trainer.model.parameters() if p.grad is not None)
+    assert train(trainer)[0]["grad_norm"] > 0
+
+
+def test_a_cache_is_taken_again_only_for_the_same_question(tmp_path, monkeypatch):
+    rows = make_documents(weighted=True)
+    asked = []
+    ask = DistillationTrainer._ask
+    monkeypatch.setattr(DistillationTrainer, "_ask", lambda self, inputs: asked.append(1) or ask(self, inputs))
+
+    def num_asked(**kwargs) -> int:
+        asked.clear()
+        make_distiller(tmp_path, **{"rows": rows, "cache_teacher_logits": 5} | kwargs)
+        return len(asked)
+
+    assert num_asked() > 0
+    assert num_asked() == 0
+    other_teacher = make_teacher()
+    other_teacher.model.norm.weight.data[0] += 1e-3
+    for change in ({"temperature": 2.0}, {"cache_teacher_logits": 6}, {"rows": rows[1:]}, {"teacher": other_teacher}):
+        num_asked()
+        assert num_asked(**change) > 0, change
+        assert num_asked(**change) == 0, change
+    # A cache that was not finished.
+    (tmp_path / "teacher_logits/meta.json").unlink()
+    assert num_asked() > 0
+
+
+def test_a_resumed_run_goes_on_with_the_cache(tmp_path):
+    rows = make_documents(weighted=True)
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}
+    whole = make_distiller(tmp_path, rows, arguments=arguments, cache_teacher_logits=5)
+    train(whole)
+    resumed = make_distiller(tmp_path, rows, arguments=arguments, cache_teacher_logits=5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, whole.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("top_k", [0, 65])
+def test_a_cache_that_cannot_be_is_refused(tmp_path, top_k):
+    with pytest.raises(
+        ValueError, match=f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of 64"
+    ):
+        make_distiller(tmp_path, make_documents(), cache_teacher_logits=top_k)
+
+
+def test_rows_outside_of_the_cache_are_refused(tmp_path):
+    trainer = make_distiller(tmp_path, make_documents(), cache_teacher_logits=5)
+    with pytest.raises(ValueError, match="not in the teacher's cache"):
+        trainer.evaluate(Dataset.from_list(make_documents()))
+
+
+# Teachers
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3)).eval()
+
+
+def test_teachers_that_keep_packed_documents_apart_are_told_from_others():
+    assert keeps_documents_apart(make_teacher())
+    assert keeps_documents_apart(llama())
+    blind = llama()
+    # As an architecture that knows nothing of packed rows.
+    original = blind.forward
+    blind.forward = lambda **kwargs: original(**kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])})
+    assert not keeps_documents_apart(blind)
+
+
+def test_a_llama_teaches_packed_rows(tmp_path):
+    documents = [{**d, "input_ids": [i % 64 for i in d["input_ids"]]} for d in make_documents(weighted=True)]
+    teacher = llama().requires_grad_(False)
+    flags = {"kl": "forward", "temperature": 1.5, "ce_weight": 0.3}
+    model = make_model()
+    # Of its 320 entries the student shares 64.
+    full = teacher.forward
+    cut = lambda ids: type("Output", (), {"logits": full(ids).logits[..., :64]})  # noqa: E731
+    loss, *_ = written_out_loss(model, cut, documents, **flags)
+    (step,) = train(make_distiller(tmp_path, pack(documents, SIZES), teacher=teacher, **flags))
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
+    texts = ["some words to learn from", "and a few others"] * 5
+    tokenizer = train_tokenizer(texts, vocab_size=300)
+    llama().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match="holds no tokenizer.json"):
+        load_teacher(str(tmp_path / "llama"), tokenizer)
+    tokenizer.save_pretrained(tmp_path / "llama")
+    teacher = load_teacher(str(tmp_path / "llama"), tokenizer)
+    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    monkeypatch.setattr("hf_pretrain.distillation.keeps_documents_apart", lambda model: False)
+    with pytest.raises(ValueError, match="LlamaForCausalLM sees across the documents.*--packing none"):
+        load_teacher(str(tmp_path / "llama"), tokenizer)
+    load_teacher(str(tmp_path / "llama"), tokenizer, is_packed=False)
+
+    other = train_tokenizer(["quite different letters, so other pairs"] * 5, vocab_size=300)
+    with pytest.raises(ValueError, match=r"another vocabulary than the student: id \d+ is '.+' there and '.+' here"):
+        load_teacher(str(tmp_path / "llama"), other)
+    longer = train_tokenizer(texts, vocab_size=300)
+    longer.add_tokens(["<more>"])
+    with pytest.raises(ValueError, match=f"id {len(tokenizer)} is None there and '<more>' here"):
+        check_same_vocabulary(longer, tokenizer)
+
+
+def test_learned_positions_keep_nothing_apart():
+    """GPT-2 looks at the mask alone, or keeps documents apart as transformers' masks do: the check says what is so."""
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)).eval()
+    ids = torch.arange(12)[None]
+    positions = ids % 6
+    changed = torch.cat([ids[:, :6] + 20, ids[:, 6:]], dim=1)
+    logits = [gpt2(input_ids=i, position_ids=positions, use_cache=False).logits[:, 6:] for i in (ids, changed)]
+    assert keeps_documents_apart(gpt2) == torch.allclose(*logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kl": "sideways"}, "--kl sideways is unknown"),
+        ({"temperature": 0.0}, "--temperature 0 must be above 0"),
+        ({"ce_weight": 1.5}, "--ce_weight 1.5 must lie between 0 and 1"),
+        ({"teacher_name_or_path": None}, "Distillation needs a teacher"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DistillationArguments(**{"teacher_name_or_path": "teacher"} | arguments)
+
+
+# What it is good for
+
+
+def chain_rows(seed: int, num_rows: int) -> list[dict]:
+    """Rows of a Markov chain over 61 words, of which nobody knows more than such samples."""
+    table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(61, (num_rows, 1), generator=generator)
+    for _ in range(31):
+        ids = torch.cat([ids, torch.multinomial(table[ids[:, -1]], 1, generator=generator)], dim=1)
+    return [{"input_ids": (row + 3).tolist(), "seq_lengths": [32]} for row in ids]
+
+
+def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
+    """At the same steps on the same rows in the same order, from the same first weights; on rows that nobody saw."""
+    arguments = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 100, "logging_steps": 100}
+    teacher = make_teacher(initializer_range=0.1, hidden_size=64)
+    teaching = make_distiller(
+        *(tmp_path, chain_rows(1, 1200)),
+        **{"model": teacher.requires_grad_(True), "batch": 16, "ce_weight": 1.0, "arguments": arguments},
+    )
+    teaching.train()
+    held_out = Dataset.from_list(chain_rows(3, 60))
+    # Not a teacher of noise: log(61) is 4.11, and the entropy of the chain 2.45.
+    assert teaching.evaluate(held_out)["eval_loss"] < 3
+    closeness = {}
+    for ce_weight in (1.0, 0.5, 0.0):
+        student = make_distiller(
+            *(tmp_path, chain_rows(2, 100)),
+            **{"teacher": teacher.eval().requires_grad_(False), "batch": 8, "ce_weight": ce_weight},
+            **{"temperature": 1.0, "arguments": arguments | {"max_steps": 60}},
+        )
+        student.train()
+        closeness[ce_weight] = student.evaluate(held_out)["eval_kl"]
+    assert closeness[0.0] < 0.6 * closeness[0.5] < 0.6 * 0.6 * closeness[1.0], closeness
+
+
+# Recipe
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/distill.yaml")), ids=lambda path: path.parent.name)
+def test_every_yaml_parses(path, tmp_path):
+    classes = (ModelArguments, DistillationArguments, DataArguments, LMTrainingArguments)
+    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
+    model, distillation, _, training = parse_args(*classes, argv=argv)
+    assert model.model_preset == path.parent.name
+    assert distillation.teacher_name_or_path.startswith("out/")
+
+
+@pytest.mark.distributed
+def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
+    """Of packed rows: alive under ZeRO-3, which has to leave the teacher whole, and from a cache made by two ranks."""
+    generator = random.Random(1)
+    words = ["river", "stone", "green", "light", "walks", "under"]
+    texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    whole_vocabulary = str(MiniMindConfig.from_pretrained(workspace / "dense").vocab_size)
+
+    def launch(launcher: str, *more: str) -> list[dict]:
+        batch = ["4", "1"] if launcher == "python" else ["1", "2"]
+        output_dir = tmp_path / launcher
+        arguments = [
+            *("--model_name_or_path", str(workspace / "moe"), "--teacher_name_or_path", str(workspace / "dense")),
+            *("--dataset_name", str(tmp_path / "train.jsonl"), "--validation_fraction", "0.2", "--max_length", "32"),
+            *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
+            *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1", "--max_steps", "4"),
+            *("--save_strategy", "no", "--bf16", "false", "--disable_tqdm", "true", "--learning_rate", "1e-2"),
+            *("--output_dir", str(output_dir), "--eval_strategy", "no", *more),
+        ]
+        result = start([*launcher_command(launcher), str(ROOT / "recipes/distill.py"), *arguments])
+        assert result.returncode == 0, result.stdout[-4000:]
+        assert (output_dir / "teacher_logits/meta.json").is_file() == ("--cache_teacher_logits" in more)
+        return json.loads(Path(output_dir, "trainer_state.json").read_text())["log_history"]
+
+    reference = launch("python")
+    for way in (("torchrun", "--cache_teacher_logits", whole_vocabulary), ("deepspeed", *DEEPSPEED["zero3"])):
+        for entry, expected in zip(launch(*way), reference, strict=True):
+            for key in ("loss", "ce_loss", "kl_loss", "aux_loss", "eval_loss", "eval_kl"):
+                assert (key in entry) == (key in expected)
+                if key in expected:
+                    assert entry[key] == pytest.approx(expected[key], abs=1e-5), (key, way)
+            if "grad_norm" in expected:
+                assert entry["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), way
+    assert reference[-1]["eval_kl"] > 0
