@@ -188,8 +188,9 @@ class ChatArguments(SourceArguments):
 
     streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
     dataset_kind: str = field(
-        default="auto", metadata={"help": f"What the records are: auto, {', '.join(CONVERSATION_KEYS)}."}
+        default="auto", metadata={"help": f"What the records are: auto, {', '.join(CONVERSATION_KEYS)}; or text."}
     )
+    text_column: str = field(default="text", metadata={"help": "Of records that are text: where it stands."})
     max_length: int = field(
         default=512, metadata={"help": "Tokens a row, and of a conversation; the rest is cut off."}
     )
@@ -208,19 +209,22 @@ class ChatArguments(SourceArguments):
     preview: int = field(default=0, metadata={"help": "Print this many rows, what is trained on in colour, and stop."})
 
     def __post_init__(self):
-        if self.dataset_kind not in ("auto", *CONVERSATION_KEYS):
+        if self.dataset_kind not in ("auto", "text", *CONVERSATION_KEYS):
             raise ValueError(
-                f"--dataset_kind {self.dataset_kind} is unknown; use auto or one of {', '.join(CONVERSATION_KEYS)}."
+                f"--dataset_kind {self.dataset_kind} is unknown; use auto, {', '.join(CONVERSATION_KEYS)} or text."
             )
 
     @property
     def schema(self) -> str:
         """The name of the reader in `SCHEMAS`."""
-        return "conversation" if self.dataset_kind == "auto" else f"conversation:{self.dataset_kind}"
+        kinds = {"auto": "conversation", "text": "text"}
+        return kinds.get(self.dataset_kind) or f"conversation:{self.dataset_kind}"
 
     @property
-    def encoder(self) -> ConversationEncoder:
-        """From conversations to ids and weights."""
+    def encoder(self) -> ConversationEncoder | None:
+        """From conversations to ids and weights; `None` for text."""
+        if self.dataset_kind == "text":
+            return None
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
         return ConversationEncoder(self.train_on_inputs, parse_span_weights(self.span_weights), kwargs)
 

@@ -57,19 +57,21 @@ def load_conversations(
     data_args: ChatArguments, training_args: LMTrainingArguments, tokenizer: PreTrainedTokenizerFast
 ) -> ConversationRows:
     """
-    Conversations as rows with weights. The main process does the work, the others read its cache. Marks the chat
+    Conversations (or text) as rows with weights. The main process does the work, the others read its cache. Marks the chat
     template of the tokenizer if need be, and turns evaluation off where nothing is held out.
 
     Raises:
         `ValueError`: as [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
             [`~data.conversations.mark_template`] do.
     """
-    mark_template(tokenizer, data_args.chat_template)
+    if data_args.encoder is not None:
+        mark_template(tokenizer, data_args.chat_template)
     is_main = training_args.process_index == 0
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_documents = load_documents(
             data_args.dataset_name,
             schema=data_args.schema,
+            text_column=data_args.text_column,
             weights=data_args.dataset_weights,
             streaming=data_args.streaming,
             validation_fraction=data_args.validation_fraction,

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -61,8 +61,8 @@ class TeacherCache:
         starts (`np.ndarray` of shape `(num_rows + 1,)`): where in them each row begins.
     """
 
-    log_probs: np.ndarray
-    indices: np.ndarray
+    log_probs: np.memmap
+    indices: np.memmap
     starts: np.ndarray
 
     def collate(self, rows: list[int], seq_len: int) -> dict[str, torch.Tensor]:
@@ -175,8 +175,10 @@ def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
         np.lib.format.open_memmap(directory / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens, width))
 
 
-def _open(directory: Path, starts: np.ndarray, *, mode: str) -> TeacherCache:
-    log_probs, indices = (np.load(directory / f"{name}.npy", mmap_mode=mode) for name in ("log_probs", "indices"))
+def _open(directory: Path, starts: np.ndarray, *, mode: Literal["r", "r+"]) -> TeacherCache:
+    log_probs, indices = (
+        np.lib.format.open_memmap(directory / f"{name}.npy", mode=mode) for name in ("log_probs", "indices")
+    )
     return TeacherCache(log_probs, indices, starts)
 
 

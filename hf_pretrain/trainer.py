@@ -102,7 +102,7 @@ class MaskedLossTrainer(HubPushMixin):
         multiple = batch_size * self.data_parallel_size
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
-        collator = self.data_collator
+        collator: Any = self.data_collator
         self.data_collator = FillingCollator(collator)
         try:
             if not (is_training and self.args.dataloader_drop_last):

@@ -13,6 +13,7 @@ Every flag of `TrainingArguments` and of TRL's config for the algorithm works (`
 
 from pathlib import Path
 
+from hf_pretrain.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.arguments import ModelArguments, SourceArguments, parse_args
 from hf_pretrain.data.conversations import mark_template
 from hf_pretrain.data.loading import load_documents
@@ -23,7 +24,12 @@ from hf_pretrain.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.tokenization import load_tokenizer
 
 
-def main(model_args: ModelArguments, data_args: SourceArguments, training_args: PreferenceTrainingArguments):
+def main(
+    model_args: ModelArguments,
+    adapter_args: AdapterArguments,
+    data_args: SourceArguments,
+    training_args: PreferenceTrainingArguments,
+):
     checkpoint = begin_run(training_args)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
@@ -51,9 +57,12 @@ def main(model_args: ModelArguments, data_args: SourceArguments, training_args: 
         training_args.eval_strategy, training_args.eval_on_start = "no", False
 
     _, trainer_class = ALGORITHMS[training_args.algorithm]
+    model = add_adapter(model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size), adapter_args)
+    # With an adapter, the reference is the model without it.
+    needs_reference = training_args.needs_reference and not is_adapted(model)
     trainer = trainer_class(
-        model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),
-        ref_model=model_args.load_model(tokenizer) if training_args.needs_reference else None,
+        model=model,
+        ref_model=model_args.load_model(tokenizer) if needs_reference else None,
         args=training_args,
         train_dataset=train_pairs,
         eval_dataset=eval_pairs if len(eval_pairs) else None,
@@ -72,4 +81,4 @@ def main(model_args: ModelArguments, data_args: SourceArguments, training_args: 
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, SourceArguments, preference_arguments(), stage="dpo"))
+    main(*parse_args(ModelArguments, AdapterArguments, SourceArguments, preference_arguments(), stage="dpo"))

@@ -4,6 +4,7 @@ Fine-tunes a MiniMind on conversations, with the loss on what the assistant says
     python recipes/sft.py --model_name_or_path out/pretrain-tiny
     python recipes/sft.py --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
     python recipes/sft.py --model_name_or_path out/pretrain-tiny --preview 3
+    python recipes/sft.py --model_name_or_path out/sft-tiny --use_peft --dataset_name my/chats.jsonl --output_dir out/lora
     torchrun --standalone --nproc_per_node 4 recipes/sft.py --config recipes/minimind3/sft.yaml
     deepspeed --include localhost:0,1 recipes/sft.py --config recipes/tiny/sft.yaml --deepspeed ds_configs/zero2.json
 
@@ -12,6 +13,7 @@ Records are recognised by their fields: `conversations` (MiniMind, ShareGPT), `m
 """
 
 from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.adapters import AdapterArguments, add_adapter
 from hf_pretrain.arguments import ChatArguments, ModelArguments, SFTTrainingArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.model_card import RunFacts
@@ -20,7 +22,12 @@ from hf_pretrain.running import begin_run, end_run, load_conversations, train_an
 from hf_pretrain.tokenization import load_tokenizer
 
 
-def main(model_args: ModelArguments, data_args: ChatArguments, training_args: SFTTrainingArguments):
+def main(
+    model_args: ModelArguments,
+    adapter_args: AdapterArguments,
+    data_args: ChatArguments,
+    training_args: SFTTrainingArguments,
+):
     checkpoint = None if data_args.preview else begin_run(training_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
     rows = load_conversations(data_args, training_args, tokenizer)
@@ -32,7 +39,7 @@ def main(model_args: ModelArguments, data_args: ChatArguments, training_args: SF
     # How a chat samples; servers take a request's temperature only where sampling is on.
     model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     trainer = MaskedLossTrainer(
-        model=model,
+        model=add_adapter(model, adapter_args),
         args=training_args,
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
         train_dataset=rows.train,
@@ -52,4 +59,4 @@ def main(model_args: ModelArguments, data_args: ChatArguments, training_args: SF
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, ChatArguments, SFTTrainingArguments, stage="sft"))
+    main(*parse_args(ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments, stage="sft"))

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.arguments import ChatArguments, LMTrainingArguments, ModelArguments, SFTTrainingArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.distillation import (
     DistillationArguments,
@@ -350,7 +350,7 @@ def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/distill.yaml")), ids=lambda path: path.parent.name)
 def test_every_yaml_parses(path, tmp_path):
-    classes = (ModelArguments, DistillationArguments, DataArguments, LMTrainingArguments)
+    classes = (ModelArguments, DistillationArguments, ChatArguments, SFTTrainingArguments)
     argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
     model, distillation, _, training = parse_args(*classes, argv=argv)
     assert model.model_preset == path.parent.name
@@ -371,11 +371,12 @@ def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
         output_dir = tmp_path / launcher
         arguments = [
             *("--model_name_or_path", str(workspace / "moe"), "--teacher_name_or_path", str(workspace / "dense")),
-            *("--dataset_name", str(tmp_path / "train.jsonl"), "--validation_fraction", "0.2", "--max_length", "32"),
+            *("--dataset_name", str(tmp_path / "train.jsonl"), "--dataset_kind", "text"),
+            *("--validation_fraction", "0.2", "--max_length", "32"),
             *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
             *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1", "--max_steps", "4"),
             *("--save_strategy", "no", "--bf16", "false", "--disable_tqdm", "true", "--learning_rate", "1e-2"),
-            *("--output_dir", str(output_dir), "--eval_strategy", "no", *more),
+            *("--output_dir", str(output_dir), "--eval_strategy", "no", "--eval_on_start", "false", *more),
         ]
         result = start([*launcher_command(launcher), str(ROOT / "recipes/distill.py"), *arguments])
         assert result.returncode == 0, result.stdout[-4000:]
