@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -57,12 +57,12 @@ class TeacherCache:
     The open cache.
 
     Args:
-        log_probs, indices (`np.ndarray`): as the files have them, mapped, not read.
+        log_probs, indices (`np.memmap`): as the files have them, mapped, not read.
         starts (`np.ndarray` of shape `(num_rows + 1,)`): where in them each row begins.
     """
 
-    log_probs: np.ndarray
-    indices: np.ndarray
+    log_probs: np.memmap
+    indices: np.memmap
     starts: np.ndarray
 
     def collate(self, rows: list[int], seq_len: int) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
         np.lib.format.open_memmap(directory / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens, width))
 
 
-def _open(directory: Path, starts: np.ndarray, *, mode: str) -> TeacherCache:
+def _open(directory: Path, starts: np.ndarray, *, mode: Literal["r", "r+"]) -> TeacherCache:
     log_probs, indices = (np.load(directory / f"{name}.npy", mmap_mode=mode) for name in ("log_probs", "indices"))
     return TeacherCache(log_probs, indices, starts)
 
