@@ -213,7 +213,8 @@ class DistillationTrainer(MaskedLossTrainer):
         self.train_dataset = numbered[0]
         if self.eval_dataset is not None:
             self.eval_dataset = numbered[1]
-        self.data_collator: Any = TeacherCollator(self.data_collator, cache)
+        collator: Any = TeacherCollator(self.data_collator, cache)
+        self.data_collator = collator
         self.teacher = None
 
     def _set_signature_columns_if_needed(self):

@@ -57,7 +57,7 @@ class TeacherCache:
     The open cache.
 
     Args:
-        log_probs, indices (`np.ndarray`): as the files have them, mapped, not read.
+        log_probs, indices (`np.memmap`): as the files have them, mapped, not read.
         starts (`np.ndarray` of shape `(num_rows + 1,)`): where in them each row begins.
     """
 
