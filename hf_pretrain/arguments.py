@@ -185,7 +185,10 @@ class LMTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
     )
-    hub_license: str = field(default="apache-2.0", metadata={"help": "Licence of what is pushed, in its model card."})
+    trust_checkpoint: bool = field(
+        default=False, metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub."}
+    )
+    hub_license: str | None = field(default=None, metadata={"help": "Licence of what is pushed, in its model card."})
     hub_language: list[str] | None = field(
         default=None, metadata={"help": "Languages of the data, as ISO codes, in the model card."}
     )

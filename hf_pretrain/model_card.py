@@ -274,7 +274,8 @@ python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-
 
 
 def _continue(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
-    if getattr(args.hub_strategy, "value", args.hub_strategy) in ("checkpoint", "all_checkpoints"):
+    strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
+    if strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
         return f"python recipes/{recipe}.py --resume_from_hub {repo_id}   # with the flags of this run"
     return f"python recipes/{recipe}.py --model_name_or_path {repo_id}"
 

@@ -6,7 +6,7 @@ from transformers import set_seed
 
 from .arguments import LMTrainingArguments
 from .checkpointing import checkpoint_to_resume
-from .hub import HubPushMixin, pull_checkpoint
+from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve
 
@@ -23,6 +23,7 @@ def begin_run(training_args: LMTrainingArguments) -> str | None:
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
     if training_args.process_index == 0:
+        remove_staging(training_args.output_dir)
         print(training_args.launch_description)
     return checkpoint
 
