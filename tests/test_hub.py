@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM, hub
 from hf_pretrain.arguments import LMTrainingArguments
-from hf_pretrain.conversion import load_upstream
+from hf_pretrain.conversion import _resolve, load_upstream
 from hf_pretrain.exporting import export
 from hf_pretrain.hub import pull_checkpoint
 from hf_pretrain.model_card import _continue
@@ -304,7 +304,10 @@ STATE = {"last-checkpoint/trainer_state.json": '{"global_step": 5}'}
 
 
 def test_what_would_be_unpickled_needs_trust(publish, tmp_path):
-    shards = {"last-checkpoint/global_step5/mp_rank_00_model_states.pt": "", "last-checkpoint/optimizer_0/.metadata": ""}
+    shards = {
+        "last-checkpoint/global_step5/mp_rank_00_model_states.pt": "",
+        "last-checkpoint/optimizer_0/.metadata": "",
+    }
     args = publish("toy", STATE | shards | {"last-checkpoint/optimizer.pt": ""})
     pull_checkpoint(args)
     names = {path.name for path in Path(args.resume_from_checkpoint).rglob("*")}
@@ -330,6 +333,13 @@ def test_a_checkpoint_without_optimizer_is_not_gone_on_from(publish):
     shards = {"last-checkpoint/global_step5/a.pt": ""}
     with pytest.raises(ValueError, match="under another launcher"):
         pull_checkpoint(publish("zero", STATE | shards, trust_checkpoint=True))
+
+
+def test_a_conversion_downloads_no_checkpoints_beside_the_model(publish):
+    model = {"config.json": "{}", "model.safetensors": "a"}
+    checkpoints = {f"checkpoint-{step}/{name}": f"{step}" for step in (1, 2) for name in (*model, "rng_state.pth")}
+    publish("all", model | checkpoints)
+    assert {path.name for path in _resolve("user/all").iterdir()} == set(model)
 
 
 def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):
