@@ -18,9 +18,9 @@ from safetensors.torch import load, load_file
 from hf_pretrain import MiniMindForCausalLM, hub
 from hf_pretrain.arguments import LMTrainingArguments
 from hf_pretrain.conversion import _resolve, load_upstream
-from hf_pretrain.exporting import export
+from hf_pretrain.exporting import EXPORT_FORMS, export
 from hf_pretrain.hub import pull_checkpoint
-from hf_pretrain.model_card import _continue
+from hf_pretrain.model_card import _continue, format_conversion_card
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, start
 from tests.test_conversion import GOLDEN
@@ -350,6 +350,25 @@ def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):
         assert flag in _continue(args, "pretrain", "me/mine")
 
 
+@pytest.mark.parametrize("form", EXPORT_FORMS)
+def test_a_conversion_without_tokenizer_promises_none(form, build_model):
+    def card(has_tokenizer: bool) -> str:
+        return format_conversion_card(
+            build_model(),
+            repo_id="me/mine",
+            source="x.pth",
+            form=form,
+            report="done",
+            license=None,
+            has_tokenizer=has_tokenizer,
+        )
+
+    promises = ("AutoTokenizer", "vllm serve", "llama-cli")
+    assert any(promise in card(True) for promise in promises) == (form != "upstream")
+    assert not any(promise in card(False) for promise in promises)
+    assert ("No tokenizer is here" in card(False), "No tokenizer is here" in card(True)) == (True, False)
+
+
 def test_another_machine_may_have_downloaded_it_first(publish, monkeypatch):
     args = publish("toy", STATE | {"last-checkpoint/optimizer.pt": "", "last-checkpoint/a.json": "{}"})
     download = hub.snapshot_download
@@ -463,6 +482,7 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     assert float(difference) > 1e-4
     assert f"qwen3, float16: read back; largest logit difference on 8 rows {difference}" in text
     assert ModelCard(text).data.license == "mit" and "trust_remote_code" not in text and str(tmp_path) not in text
+    assert "No tokenizer is here" in text
 
     # And back in from the Hub.
     back = ["--from", "user/toy", "--to", str(tmp_path / "back"), "--format", "upstream"]
