@@ -77,17 +77,18 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     split = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
     model = backend["model"]
-    beyond = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    beyond = {name: model[name] for name in names if model.get(name)}
     is_gpt2 = (
         backend["normalizer"] is None
         and split == {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
         and model["type"] == "BPE"
-        and not any(model.get(name) for name in beyond)
+        and not beyond
     )
     if not is_gpt2:
         raise ValueError(
-            f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} and {split} after the "
-            f"normalizer {backend['normalizer']}. Use a byte-level BPE such as recipes/tokenizer.py trains."
+            f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} ({beyond or 'plain'}) "
+            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE such as recipes/tokenizer.py trains."
         )
     _adds_bos(tokenizer)
 

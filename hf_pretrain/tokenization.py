@@ -345,5 +345,5 @@ def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     `<think>` is here and in Qwen's tokenizers.
     """
     fields = json.loads(tokenizer.backend_tokenizer.to_str())
-    absent = {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
+    absent: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(fields | absent))
