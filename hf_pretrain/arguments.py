@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from transformers.utils import logging
 
 from .adapters import adapter_base, load_adapter
 from .configuration_minimind import PRESETS, MiniMindConfig
-from .conversion import is_ours, load_upstream
+from .conversion import is_ours, load_ours, load_upstream
 from .data.conversations import CONVERSATION_KEYS, ConversationEncoder, parse_span_weights
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer
@@ -38,13 +39,22 @@ def default_preset() -> str:
     return "minimind2-small" if torch.cuda.is_available() else "tiny"
 
 
+class _FieldLoader(yaml.SafeLoader):
+    """YAML in which 1e6 is a number: for PyYAML it is text, because it has no point."""
+
+
+_FieldLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> dict[str, Any]:
     """
     Config fields as they are typed: `name=value, name={key: value}`, the values in YAML. Raises `ValueError`, naming
     `flag`, for what is not of that form, or neither a field of the config nor `also_known`.
     """
     try:
-        fields = yaml.safe_load("{" + text.replace("=", ": ") + "}")
+        fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
     except yaml.YAMLError:
         fields = {text: None}
     known = {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys()
@@ -125,7 +135,10 @@ class ModelArguments:
         if self.model_name_or_path and not is_ours(self.model_name_or_path):
             logger.warning(f"{self.model_name_or_path} was not written by hf_pretrain: converting it.")
             upstream = load_upstream(self.model_name_or_path, config=self.overrides)
-            config = MiniMindConfig.from_dict(upstream.config.to_dict() | self.overrides)
+            try:
+                config = MiniMindConfig.from_dict(upstream.config.to_dict() | self.overrides)
+            except StrictDataclassError as error:
+                raise ValueError(f"--config_overrides {self.config_overrides}: {error}") from error
         else:
             config = self.load_config(tokenizer)
         check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=self.tokenizer_name_or_path or "the trained one")
@@ -141,7 +154,7 @@ class ModelArguments:
         if upstream is not None:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
         if self.model_name_or_path:
-            return MiniMindForCausalLM.from_pretrained(self.model_name_or_path, **loading)
+            return load_ours(self.model_name_or_path, **loading)
         # Built whole on every rank, also under ZeRO-3: the first weights are then the same bits under every launcher.
         config._attn_implementation = attn_implementation
         model = MiniMindForCausalLM(config)
@@ -245,7 +258,10 @@ class LMTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
     )
-    hub_license: str = field(default="apache-2.0", metadata={"help": "Licence of what is pushed, in its model card."})
+    trust_checkpoint: bool = field(
+        default=False, metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub."}
+    )
+    hub_license: str | None = field(default=None, metadata={"help": "Licence of what is pushed, in its model card."})
     hub_language: list[str] | None = field(
         default=None, metadata={"help": "Languages of the data, as ISO codes, in the model card."}
     )

@@ -12,16 +12,18 @@ do; v2 and v3 turn the channels `(i, i + head_dim / 2)`, as Llama does, which is
 and key projections (and of v3's query and key norms).
 """
 
+import copy
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -175,17 +177,19 @@ def load_upstream(
     if is_ours(path):
         if config:
             raise ValueError(f"{path} was written by hf_pretrain and says all about itself: leave the config out.")
-        return MiniMindForCausalLM.from_pretrained(path, dtype=dtype or "auto").eval()
-    raw = _read_config(path)
+        return load_ours(path, dtype=dtype or "auto").eval()
     if isinstance(config, str | Path):
         config = _read_json(Path(config))
-    raw |= config or {}
     tensors = _clean(_read_tensors(path), path)
 
-    form = _recognise(tensors, raw, path)
-    given = _read_fields(raw, form, has_experts=any(".experts." in name for name in tensors))
-    inferred = _infer_sizes(tensors, form, given)
-    minimind_config = MiniMindConfig(**given | inferred)
+    try:
+        raw = _merge(_read_config(path), config or {})
+        form = _recognise(tensors, raw, path)
+        given = _read_fields(raw, form, has_experts=any(".experts." in name for name in tensors))
+        inferred = _infer_sizes(tensors, form, given)
+        minimind_config = MiniMindConfig(**given | inferred)
+    except StrictDataclassError as error:
+        raise ValueError(f"{path}: a field of the config is of the wrong type. {error}") from error
     # A head that the file leaves out is the embedding.
     tensors.setdefault(FORMS[form].name("lm_head.weight"), tensors[FORMS[form].name("model.embed_tokens.weight")])
     state_dict = _join(tensors, form, minimind_config, path)
@@ -194,12 +198,58 @@ def load_upstream(
     file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
     model.load_state_dict(state_dict, strict=True)
+    _check_finite(model, path)
     model.config.dtype = model.dtype
     sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
     assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
     defaults = f" By MiniMind's defaults, for want of a config: {assumed}." if assumed else ""
     logger.warning(f"{path}: {describe_form(form)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
     return model
+
+
+def load_ours(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
+    """
+    `from_pretrained` of a checkpoint that this package wrote, which fills in nothing.
+
+    Raises:
+        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite, or the file damaged.
+    """
+    try:
+        model, info = MiniMindForCausalLM.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **loading
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} has no weights that can be read: {error}") from error
+    shapes = [
+        f"{name} is {tuple(found)} and should be {tuple(shape)}" for name, found, shape in info["mismatched_keys"]
+    ]
+    _check_names(f"{path} does not fit its config", info["missing_keys"], info["unexpected_keys"], shapes)
+    _check_finite(model, path)
+    return model
+
+
+def _check_finite(model: MiniMindForCausalLM, path: str | Path):
+    # NOTE: under ZeRO-3 the parameters are elsewhere and pass; there the first loss tells.
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(
+                f"{path}: {name} holds values that are not finite in {parameter.dtype}. The file is damaged, or they "
+                "are too large for this dtype: use bfloat16 or float32."
+            )
+
+
+def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[str], shapes: Iterable[str]):
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
+        for what, names in (
+            ("missing", sorted(missing)),
+            ("unexpected", sorted(unexpected)),
+            ("of another shape", sorted(shapes)),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(f"{complaint}. Tensors {'; '.join(problems)}.")
 
 
 def describe_form(form: str) -> str:
@@ -214,7 +264,8 @@ def _resolve(path: str | Path) -> Path:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
         patterns = ["*.json", "*.jinja", "*.safetensors", "*.bin", "*.pth"]
         try:
-            return Path(snapshot_download(str(path), allow_patterns=patterns))
+            # Whole checkpoints of a run lie in folders.
+            return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="*/*"))
         except OSError as error:
             raise ValueError(
                 f"{path} is neither a file or directory here nor a model that the Hub gives: {error}"
@@ -233,7 +284,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The fields of the config.json in or beside `path`; with transformers' defaults for its own architectures."""
+    """The fields of the config.json in or beside `path`."""
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.is_file():
         return {}
@@ -241,9 +292,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     if "format_version" in raw:
         logger.warning(f"{config} belongs to a checkpoint of hf_pretrain, not to {path.name}, and is left aside.")
         return {}
-    if raw.get("model_type") in FORMS:
-        raw = AutoConfig.from_pretrained(config.parent).to_dict()
-    return {name: value for name, value in raw.items() if value is not None}
+    return raw
+
+
+def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config, `given` above those of the file; with transformers' defaults for its architectures."""
+    fields = {**raw, **given}
+    if fields.get("model_type") in FORMS:
+        # transformers writes into what it is given.
+        fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
+        fields = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5 as the two fields of transformers 4, which can be given apart."""
+    rope = dict(fields.get("rope_parameters") or {})
+    split = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
+    if rope:
+        split["rope_scaling"] = rope
+    return {name: value for name, value in fields.items() if name != "rope_parameters"} | split
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -333,7 +401,13 @@ def _read_fields(raw: dict[str, Any], form: str, *, has_experts: bool) -> dict[s
     if form == "ernie4_5_moe":
         names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
         raw = {names.get(name, name): value for name, value in raw.items()}
-        raw["norm_topk_prob"] = raw["moe_norm_min"] < 1
+        # The sum of the top-k probabilities, at most 1, is divided by unless it is below this floor.
+        if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
+            raise ValueError(
+                f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
+                "1e-6) or never (exactly 1)."
+            )
+        raw["norm_topk_prob"] = raw["moe_norm_min"] != 1.0
     raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
     if raw.get("use_moe", has_experts) != has_experts:
         raise ValueError(
@@ -497,21 +571,13 @@ def _join(tensors: dict[str, torch.Tensor], form: str, config: MiniMindConfig, p
     if form == "ernie4_5_moe":
         tensors = _without_correction_biases(tensors, path)
 
-    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     shapes = [
         f"{name} is {tuple(tensors[name].shape)} and should be {tuple(shape)}"
         for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    problems = [
-        f"{len(names)} {what}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-        if names
-    ]
-    if problems:
-        raise ValueError(
-            f"{path} does not fit {describe_form(form)} of the sizes found. Tensors {'; '.join(problems)}."
-        )
+    complaint = f"{path} does not fit {describe_form(form)} of the sizes found"
+    _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), shapes)
     return {ours: FORMS[form].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}
 
 
@@ -530,6 +596,7 @@ __all__ = [
     "Form",
     "describe_form",
     "is_ours",
+    "load_ours",
     "load_upstream",
     "to_half_split",
     "to_interleaved",

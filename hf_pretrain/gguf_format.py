@@ -6,6 +6,8 @@ turns neighbouring channels in its `llama` and `ernie4_5-moe` graphs, as MiniMin
 in `qwen3` and `qwen3moe`.
 """
 
+import json
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +25,20 @@ from .modeling_minimind import MiniMindForCausalLM
 
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "ernie4_5_moe": "ernie4_5-moe"}
 FILE_NAME = "model.gguf"
+# What llama.cpp's ernie4_5-moe graph takes its weights by, written out: the check of a file must not use the table that
+# wrote it.
+_ERNIE_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 
 
 def _gguf() -> Any:
@@ -53,13 +69,39 @@ def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None
     if problem is not None:
         raise ValueError(f"No GGUF: {problem}. Forms that hold it: minimind, {gguf_form(config)}.")
     if tokenizer is not None:
-        pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
-        if tokenizer.backend_tokenizer.normalizer is not None or "use_regex=True" not in repr(pre_tokenizer):
-            raise ValueError(
-                f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {pre_tokenizer} after the "
-                f"normalizer {tokenizer.backend_tokenizer.normalizer}. Use a byte-level BPE such as "
-                "recipes/tokenizer.py trains."
-            )
+        _check_tokenizer(tokenizer)
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
+    """Raises `ValueError` unless llama.cpp's `gpt-2` splits text as `tokenizer` does."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    split = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
+    model = backend["model"]
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    beyond = {name: model[name] for name in names if model.get(name)}
+    is_gpt2 = (
+        backend["normalizer"] is None
+        and split == {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+        and model["type"] == "BPE"
+        and not beyond
+    )
+    if not is_gpt2:
+        raise ValueError(
+            f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} ({beyond or 'plain'}) "
+            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE such as recipes/tokenizer.py trains."
+        )
+    _adds_bos(tokenizer)
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether `tokenizer(text)` begins with bos; a `ValueError` if it adds anything else."""
+    plain, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+    if whole not in (plain, [tokenizer.bos_token_id, *plain]):
+        raise ValueError(
+            f"No GGUF: llama.cpp can put bos before a text, this tokenizer makes {whole} of {plain}. Change its "
+            "post_processor."
+        )
+    return whole != plain
 
 
 def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,7 +208,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(_adds_bos(tokenizer))
     writer.add_add_eos_token(False)
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
@@ -189,4 +231,72 @@ def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-__all__ = ["FILE_NAME", "check_gguf", "gguf_form", "gguf_tensors", "read_gguf_tensors", "write_gguf"]
+def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of an `ernie4_5-moe` file by our names, dequantized; what it should not hold, by its own."""
+    tensors = read_gguf_tensors(path)
+    ends = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    weights = {f"{ends[name]}.weight": tensors.pop(f"{name}.weight") for name in ends if f"{name}.weight" in tensors}
+    for name in [name for name in tensors if name.endswith(".ffn_gate_exps.weight")]:
+        layer = f"model.layers.{name.split('.')[1]}.mlp.experts"
+        gate, up = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        weights[f"{layer}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        weights[f"{layer}.down_proj"] = tensors.pop(name.replace("gate", "down"))
+    for name, tensor in tensors.items():
+        layer, _, part = name.removeprefix("blk.").removesuffix(".weight").partition(".")
+        weights[f"model.layers.{layer}.{_ERNIE_NAMES[part]}.weight" if part in _ERNIE_NAMES else name] = tensor
+    return weights
+
+
+def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
+    """Raises `RuntimeError` unless the sizes and constants in a file are those of `config`, no more and no less."""
+    architecture = ARCHITECTURES[gguf_form(config)]
+    expected: dict[str, float] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+    if config.num_experts:
+        expected |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    if architecture == "ernie4_5-moe":
+        expected |= {
+            "expert_shared_count": config.num_shared_experts,
+            "expert_shared_feed_forward_length": config.num_shared_experts * config.moe_intermediate_size,
+            "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 0,
+        }
+    expected = {f"{architecture}.{name}": value for name, value in expected.items()}
+    fields = _gguf().GGUFReader(path).fields
+    written = {name: field.contents() for name, field in fields.items() if name.startswith(f"{architecture}.")}
+    # Numbers with a fraction stand there in float32.
+    wrong = [
+        f"{name} is {written.get(name)} and should be {expected.get(name)}"
+        for name in sorted(written.keys() | expected.keys())
+        if not math.isclose(written.get(name, math.nan), expected.get(name, math.nan), rel_tol=1e-6)
+    ]
+    if wrong:
+        raise RuntimeError(f"{path} was written wrongly: {'; '.join(wrong)}. Please report this.")
+
+
+__all__ = [
+    "FILE_NAME",
+    "check_gguf",
+    "check_gguf_fields",
+    "gguf_form",
+    "gguf_tensors",
+    "read_ernie_weights",
+    "read_gguf_tensors",
+    "write_gguf",
+]

@@ -45,6 +45,8 @@ PUBLISHED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "*.model", *COD
 # Trainer pickles its arguments into this file. A checkpoint of another program may have it.
 _NEVER = "training_args.bin"
 _CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAINER_STATE_NAME))
+# How directories begin that hold a push or a download under way.
+_STAGING = ".hub-"
 
 
 def create_repository(repo_id: str, *, private: bool | None = None) -> str:
@@ -87,8 +89,12 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
     Makes `--resume_from_hub ID` a local checkpoint: downloads the newest one that was pushed into `output_dir`, and
     points `resume_from_checkpoint` at it. A local checkpoint that is as new is taken instead.
 
+    Without `--trust_checkpoint`, no file of it is unpickled: Trainer reads its own with `weights_only=True`, which
+    neither DeepSpeed's shards nor those of torch.distributed.checkpoint are.
+
     Raises:
-        `ValueError`: if the repository cannot be read or holds no checkpoint.
+        `ValueError`: if the repository cannot be read, holds no checkpoint or one without the state of the optimizer,
+            or if going on would unpickle it.
     """
     repo_id = args.resume_from_hub
     if repo_id is None:
@@ -98,43 +104,74 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
             f"--resume_from_hub {repo_id} and --resume_from_checkpoint {args.resume_from_checkpoint} name two "
             "checkpoints: leave one out."
         )
+    if args.deepspeed_plugin is not None and not args.trust_checkpoint:
+        raise ValueError(
+            f"--resume_from_hub {repo_id}: DeepSpeed unpickles its shards (global_step*/*.pt), which runs whatever code "
+            "was put into them. Add --trust_checkpoint if you trust everybody who can write to that repository."
+        )
     output_dir = Path(args.output_dir)
     with args.main_process_first(desc="downloading the checkpoint"):
         try:
-            folder, step = _newest_pushed(repo_id, args.hub_revision)
+            folder, step, files = _newest_pushed(repo_id, args.hub_revision)
             local = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
             if local is None or int(local.rpartition("-")[2]) < step:
                 local = str(output_dir / f"checkpoint-{step}")
-                _download(repo_id, folder, Path(local), args.hub_revision)
+                if not args.trust_checkpoint:
+                    files = [path for path in files if path.count("/") == 1]
+                state = "global_step" if args.deepspeed_plugin is not None else "optimizer"
+                if not any(path.startswith(f"{folder}/{state}") for path in files):
+                    raise ValueError(
+                        f"--resume_from_hub {repo_id}: {folder}/ has no optimizer state that this run can read, and "
+                        "would go on with a fresh one. It was saved with --save_only_model or --fsdp_size, or under "
+                        f"another launcher. Start a new run from its weights: --model_name_or_path {repo_id}."
+                    )
+                _download(repo_id, folder, files, Path(local), args.hub_revision)
         except OSError as error:
             raise ValueError(f"--resume_from_hub {repo_id}: {_describe(error)}") from error
     logger.warning(f"Resuming from {local} ({repo_id} has step {step}).")
     args.resume_from_checkpoint = local
 
 
-def _newest_pushed(repo_id: str, revision: str | None) -> tuple[str, int]:
-    """Folder and step of the newest checkpoint in a repository."""
+def _newest_pushed(repo_id: str, revision: str | None) -> tuple[str, int, list[str]]:
+    """Folder, step and files of the newest checkpoint in a repository."""
+    files = HfApi().list_repo_files(repo_id, revision=revision)
     found = []
-    for path in HfApi().list_repo_files(repo_id, revision=revision):
-        match = _CHECKPOINT.fullmatch(path)
-        if match:
-            state = Path(hf_hub_download(repo_id, path, revision=revision))
-            found.append((json.loads(state.read_text(encoding="utf-8"))["global_step"], match[1]))
+    for match in filter(None, map(_CHECKPOINT.fullmatch, files)):
+        state = Path(hf_hub_download(repo_id, match[0], revision=revision))
+        try:
+            step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} names no global_step ({error!r}).") from error
+        # It becomes part of a path.
+        if type(step) is not int or step < 0 or (match[2] is not None and step != int(match[2])):
+            raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} has the impossible global_step {step!r}.")
+        found.append((step, match[1]))
     if not found:
         raise ValueError(
             f"--resume_from_hub {repo_id}: the repository holds no checkpoint; it was not pushed with --hub_strategy "
             f"checkpoint. Train on from its weights with --model_name_or_path {repo_id}."
         )
     step, folder = max(found)
-    return folder, step
+    return folder, step, [path for path in files if path.startswith(f"{folder}/")]
 
 
-def _download(repo_id: str, folder: str, target: Path, revision: str | None):
+def _download(repo_id: str, folder: str, files: list[str], target: Path, revision: str | None):
     """Downloads beside `target` and renames, so that a download that breaks off leaves no half checkpoint."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".hub-", dir=target.parent) as scratch:
-        snapshot_download(repo_id, allow_patterns=f"{folder}/*", revision=revision, local_dir=scratch)
-        os.rename(Path(scratch) / folder, target)
+    with tempfile.TemporaryDirectory(prefix=_STAGING, dir=target.parent) as scratch:
+        snapshot_download(repo_id, allow_patterns=files, revision=revision, local_dir=scratch)
+        try:
+            os.rename(Path(scratch) / folder, target)
+        except OSError:
+            # Another machine on the same file system may have been first.
+            if not (target / TRAINER_STATE_NAME).is_file():
+                raise
+
+
+def remove_staging(output_dir: str | Path) -> None:
+    """Removes what pushes and downloads of a killed run left in `output_dir`; nothing may be under way there."""
+    for path in Path(output_dir).glob(f"{_STAGING}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _describe(error: BaseException) -> str:
@@ -182,7 +219,7 @@ class HubPushMixin(Trainer):
         if self._final_error is not None:
             return (
                 f"FAILED: {self._final_error}. The run is complete in {self.args.output_dir}; push it with `hf upload "
-                f"{self.hub_model_id} {self.args.output_dir} --exclude 'checkpoint-*' '*.jsonl' 'runs/*'`."
+                f"{self.hub_model_id} {self.args.output_dir} --exclude 'checkpoint-*' '*.jsonl' 'runs/*' '{_STAGING}*'`."
             )
         earlier = len(self._push_errors)
         failed = f" ({earlier} pushes during the run failed: {self._push_errors[-1]})" if earlier else ""
@@ -274,10 +311,12 @@ class HubPushMixin(Trainer):
 
     def _stage(self, checkpoint: Path, strategy: HubStrategy) -> tuple[Path, str | None]:
         """A directory of links, laid out as the repository; and the name in it of the whole checkpoint, if any."""
-        staging = Path(tempfile.mkdtemp(prefix=".hub-", dir=self.args.output_dir))
-        for path in (*checkpoint.iterdir(), Path(self.args.output_dir, CARD_NAME)):
+        staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.args.output_dir))
+        for path in checkpoint.iterdir():
             if path.is_file() and any(path.match(pattern) for pattern in PUBLISHED):
                 _link(path, staging / path.name)
+        # The next step writes its card into the same file.
+        shutil.copy2(Path(self.args.output_dir, CARD_NAME), staging)
         whole = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}.get(strategy)
         if whole is not None:
             ignore = shutil.ignore_patterns(_NEVER)
@@ -350,4 +389,4 @@ class HubPushMixin(Trainer):
             return None
 
 
-__all__ = ["PUBLISHED", "HubPushMixin", "create_repository", "pull_checkpoint", "push_folder"]
+__all__ = ["PUBLISHED", "HubPushMixin", "create_repository", "pull_checkpoint", "push_folder", "remove_staging"]

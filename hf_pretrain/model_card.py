@@ -158,7 +158,14 @@ def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) 
 
 
 def format_conversion_card(
-    model: PreTrainedModel, *, repo_id: str, source: str, form: str, report: str, license: str | None
+    model: PreTrainedModel,
+    *,
+    repo_id: str,
+    source: str,
+    form: str,
+    report: str,
+    license: str | None,
+    has_tokenizer: bool,
 ) -> str:
     """The card of a checkpoint converted to `form`: where it comes from, and how far the conversion is from it."""
     metadata = ModelCardData(
@@ -172,7 +179,7 @@ def format_conversion_card(
         _front(metadata, repo_id, f"Converted from `{_public(source)}`."),
         f"## Conversion\n\n{report}.",
         "## Architecture\n\n" + _table(architecture_rows(model)),
-        _usage(repo_id, model.config, form=form),
+        _usage(repo_id, model.config, form=form, has_tokenizer=has_tokenizer),
     ]
     return _join(sections)
 
@@ -277,14 +284,21 @@ def _cpu_name() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def _usage(repo_id: str, config: MiniMindConfig, *, form: str = "minimind") -> str:
-    """How to load and to serve what is in `form`."""
+def _usage(repo_id: str, config: MiniMindConfig, *, form: str = "minimind", has_tokenizer: bool = True) -> str:
+    """How to load and, where a tokenizer is beside it, to serve what is in `form`."""
+    without = "\n\nNo tokenizer is here: ids mean something only with the one that these weights were trained on."
+    if form == "gguf" and not has_tokenizer:
+        return f"## Serve\n\nllama.cpp reads `{FILE_NAME}`.{without}"
     if form == "gguf":
         return f"## Serve\n\n```bash\nllama-cli -hf {repo_id}\n```"
     if form == "upstream":
         load = f'from hf_pretrain.conversion import load_upstream\n\nmodel = load_upstream("{repo_id}")'
-        return f"## Load\n\nMiniMind's own scripts read `minimind.pth`; so does\n\n```python\n{load}\n```"
+        load = f"## Load\n\nMiniMind's own scripts read `minimind.pth`; so does\n\n```python\n{load}\n```"
+        return load if has_tokenizer else load + without
     trust = ", trust_remote_code=True" if form == "minimind" else ""
+    if not has_tokenizer:
+        load = f'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})'
+        return f"## Load\n\n```python\n{load}\n```{without}"
     load = f"""\
 ## Load
 
@@ -333,7 +347,8 @@ python recipes/convert.py --from {repo_id} --to out/merged
 
 
 def _continue(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
-    if getattr(args.hub_strategy, "value", args.hub_strategy) in ("checkpoint", "all_checkpoints"):
+    strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
+    if strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
         return f"python recipes/{recipe}.py --resume_from_hub {repo_id}   # with the flags of this run"
     return f"python recipes/{recipe}.py --model_name_or_path {repo_id}"
 

@@ -14,7 +14,7 @@ from .checkpointing import checkpoint_to_resume
 from .data.conversations import mark_template
 from .data.loading import load_documents
 from .data.packing import prepare_rows
-from .hub import HubPushMixin, pull_checkpoint
+from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve
 
@@ -31,6 +31,7 @@ def begin_run(training_args: LMTrainingArguments) -> str | None:
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
     if training_args.process_index == 0:
+        remove_staging(training_args.output_dir)
         print(training_args.launch_description)
     return checkpoint
 

@@ -46,6 +46,7 @@ def main(args: argparse.Namespace) -> None:
         form=args.format,
         report=str(report),
         license=args.hub_license,
+        has_tokenizer=tokenizer is not None,
     )
     (Path(args.to) / CARD_NAME).write_text(card, encoding="utf-8")
     if args.push:

@@ -4,18 +4,28 @@ import json
 import math
 import os
 import pickle
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.arguments import ModelArguments
 from hf_pretrain.conversion import load_upstream, to_half_split, to_interleaved
 from hf_pretrain.tokenization import load_tokenizer
+from tests.invariants.launching import ROOT
 from tests.test_modeling_minimind import assert_near
 
 
@@ -368,6 +378,52 @@ def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):
     assert loaded.config.router_aux_loss_coef == pytest.approx(0.001 * 2 / 2)
 
 
+def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_ids, tmp_path):
+    """With the defaults of that architecture, and the spelling of transformers 4."""
+    sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "max_position_embeddings": 256,
+    }
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 16}
+    theta = {"rope_theta": 500.0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=scaling | theta)).eval()
+    model.save_pretrained(tmp_path)
+    bare = tmp_path / "bare/llama.safetensors"
+    bare.parent.mkdir()
+    shutil.copy(tmp_path / "model.safetensors", bare)
+    expected = model(input_ids).logits
+    assert_near(load_upstream(tmp_path)(input_ids).logits, expected)
+    old = sizes | theta | {"model_type": "llama", "rope_scaling": scaling, "tie_word_embeddings": False}
+    assert_near(load_upstream(bare, config=old)(input_ids).logits, expected)
+    # Given beside a config.json, one part of it wins alone.
+    slow, less = {"rope_theta": 20.0}, scaling | {"factor": 2.0}
+    assert load_upstream(tmp_path, config=slow).config.rope_parameters == scaling | slow
+    assert load_upstream(tmp_path, config={"rope_scaling": less}).config.rope_parameters == less | theta
+    del old["rope_theta"], old["rope_scaling"]
+    assert load_upstream(bare, config=old).config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
+    assert load_upstream(bare, config=old).config.rms_norm_eps == LlamaConfig().rms_norm_eps
+
+
+@pytest.mark.parametrize("floor, message", [(1e-12, None), (1.0, None), (0.6, "moe_norm_min=0.6"), (2.0, "=2.0")])
+def test_the_floor_of_ernie_s_normalisation(floor, message, input_ids, tmp_path):
+    config = Ernie4_5_MoeConfig(
+        vocab_size=160, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1,
+        moe_layer_start_index=0, moe_norm_min=floor, initializer_range=0.3, max_position_embeddings=256,
+    )  # fmt: skip
+    model = Ernie4_5_MoeForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    if message is None:
+        assert_near(load_upstream(tmp_path)(input_ids).logits, model(input_ids).logits)
+    else:
+        with pytest.raises(ValueError, match=message):
+            load_upstream(tmp_path)
+
+
 def test_a_head_that_is_missing_and_not_tied(tmp_path):
     weights = weights_of("C_dense")
     del weights["lm_head.weight"]
@@ -411,6 +467,69 @@ def test_our_own_checkpoints_load_too(build_model, input_ids, tmp_path):
     assert torch.equal(load_upstream(tmp_path)(input_ids).logits, model(input_ids).logits)
     with pytest.raises(ValueError, match="leave the config out"):
         load_upstream(tmp_path, config={"num_attention_heads": 2})
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (drop(QUERY), f"1 missing: {QUERY}"),
+        (put("model.layers.1.mlp.lora.weight", torch.ones(2)), "1 unexpected: model.layers.1.mlp.lora.weight"),
+        (put(QUERY, torch.ones(7)), rf"{QUERY} is \(7,\) and should be \(32, 32\)"),
+        (put(QUERY, torch.full((32, 32), math.nan)), f"{QUERY} holds values that are not finite"),
+        (None, "no weights that can be read"),
+    ],
+)
+def test_a_damaged_checkpoint_of_ours_is_refused(change, message, build_model, tmp_path):
+    """Nothing of it may be filled in at random, neither here nor where training starts from it."""
+    build_model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = load_tokenizer(FIXTURES / "tokenizers/v1")
+    tokenizer.backend_tokenizer.model = type(tokenizer.backend_tokenizer.model)(vocab={"a": 3}, merges=[])
+    arguments = ModelArguments(model_name_or_path=str(tmp_path))
+    for model in (load_upstream(tmp_path), arguments.load_model(tokenizer)):
+        assert torch.equal(model.get_parameter(QUERY), weights[QUERY])
+    if change is None:
+        content = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    else:
+        change(weights)
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load_upstream(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        arguments.load_model(tokenizer)
+
+
+def test_a_cast_that_overflows_is_refused(build_model, tmp_path):
+    shutil.copy(GOLDEN / "B_dense/config.json", tmp_path)
+    torch.save(weights_of("B_dense") | {NORM: torch.full((32,), 1e5)}, tmp_path / "x.pth")
+    ours = build_model()
+    ours.get_parameter(NORM).data.fill_(1e5)
+    ours.save_pretrained(tmp_path / "ours")
+    for path in (tmp_path, tmp_path / "ours"):
+        assert load_upstream(path, dtype=torch.bfloat16).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=f"{NORM} holds values that are not finite in torch.float16"):
+            load_upstream(path, dtype=torch.float16)
+
+
+def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatch):
+    shutil.copy(GOLDEN / "A_dense/weights.pth", tmp_path / "x.pth")
+
+    def convert(config: str, target: str):
+        words = ["--from", str(tmp_path / "x.pth"), "--to", str(tmp_path / target), "--config", config]
+        monkeypatch.setattr(sys, "argv", ["convert.py", *words])
+        runpy.run_path(str(ROOT / "recipes/convert.py"), run_name="__main__")
+
+    convert("num_attention_heads=4,rope_theta=1e6,rms_norm_eps=1e-05", "out")
+    config = load_upstream(tmp_path / "out").config
+    assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (1e6, 1e-5)
+    with pytest.raises(ValueError, match="x.pth: a field of the config is of the wrong type.*rms_norm_eps"):
+        convert("num_attention_heads=4,rope_theta=1e6,rms_norm_eps=small", "other")
 
 
 def test_nine_ids_of_the_published_tokenizers_mean_the_same():

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, exporting
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, exporting, gguf_format
 from hf_pretrain.conversion import FORMS, load_upstream
 from hf_pretrain.exporting import DTYPES, EXPORT_FORMS, check_fits, export, misfit, to_stock_model
 from hf_pretrain.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
@@ -211,6 +212,11 @@ def test_the_router_loss_means_the_same_in_their_formula(form, num_layers, top_k
         ),
         ({"head_dim": 16}, "v1", "heads of another width .*: minimind, llama\\.$"),
         ({"hidden_act": "gelu"}, "v1", "activation gelu. .*: minimind, llama, upstream .v2.\\.$"),
+        (
+            {"max_position_embeddings": 40000},
+            "v1",
+            "more positions than the 32,768 .*: minimind, llama, upstream .v2.\\.$",
+        ),
     ],
 )
 def test_misfits_name_the_part_and_the_forms_that_hold_it(overrides, form, message):
@@ -225,6 +231,41 @@ def test_a_router_loss_that_the_form_takes_otherwise_is_said(build_model, tmp_pa
     assert "over a whole batch" not in caplog.text
     export(model, tmp_path / "c", "ernie4_5_moe")
     assert "ernie4_5_moe takes its router loss over a whole batch" in caplog.text
+
+
+MOE = {"num_experts": 4, "num_shared_experts": 1}
+V3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 2048}
+V3_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change, positions, fits",
+    [
+        ({}, 32768, True),
+        ({"rope_theta": 5e5}, 32768, True),
+        ({"attention_factor": None}, 32768, False),  # None leaves it out
+        ({"attention_factor": 1.25}, 32768, False),
+        ({"truncate": False}, 32768, False),
+        ({"factor": 8.0}, 32768, False),
+        ({}, 2048, False),  # v3 does not scale a table that is no longer than the original
+    ],
+)
+def test_the_yarn_of_v3_is_one_alone(change, positions, fits, build_model, tmp_path):
+    rope = {name: value for name, value in (V3_ROPE | change).items() if value is not None}
+    model = build_model(qk_norm=True, max_position_embeddings=positions, rope_parameters=rope)
+    assert (misfit(model.config, "v3") is None) == fits
+    if fits:
+        export(model, tmp_path / "out", "upstream", generation="v3")
+        table = load_upstream(tmp_path / "out").model.rotary_emb.pos_cis
+        assert torch.equal(table, model.model.rotary_emb.pos_cis)
+
+
+def test_that_stock_training_has_no_router_loss_is_said(build_model, tmp_path, caplog):
+    export(build_model(), tmp_path / "dense", "llama")
+    assert "output_router_logits" not in caplog.text
+    export(build_model(num_experts=4), tmp_path / "out", "ernie4_5_moe")
+    assert "trains it without any router loss. Set it to True" in caplog.text
+    assert AutoConfig.from_pretrained(tmp_path / "out").output_router_logits is False
 
 
 @torch.no_grad()
@@ -246,6 +287,35 @@ def test_a_form_written_wrongly_is_noticed(build_model, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "to_half_split", lambda tensor, head_dim: tensor)
     with pytest.raises(RuntimeError, match="is not the same model: llama, float32"):
         export(build_model(), tmp_path / "out", "llama")
+
+
+@pytest.mark.parametrize("num_wrong, overrides, is_noticed", [(1, {}, True), (1, MOE, False), (2, MOE, True)])
+def test_a_few_wrong_rows_are_noticed(num_wrong, overrides, is_noticed, build_model, tmp_path, monkeypatch):
+    """Of the eight that are compared; with experts one may differ, by a near tie of two of them."""
+    rows = torch.randint(6400, (8, 64), generator=torch.Generator().manual_seed(0))
+
+    def write_wrongly(model, form):
+        stock = to_stock_model(model, form)
+        stock.model.embed_tokens.weight.data[rows[:num_wrong, 0]] *= -1
+        return stock
+
+    monkeypatch.setattr(exporting, "to_stock_model", write_wrongly)
+    model = build_model(vocab_size=6400, tie_word_embeddings=False, **overrides)
+    form = "ernie4_5_moe" if overrides else "llama"
+    if is_noticed:
+        with pytest.raises(RuntimeError, match="is not the same model"):
+            export(model, tmp_path / "out", form)
+    else:
+        assert export(model, tmp_path / "out", form).relative_difference > 1e-3
+
+
+@pytest.mark.parametrize("overrides", [{}, {"num_experts": 4}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_are_not_finite_pass_nowhere(overrides, dtype, build_model, tmp_path):
+    model = build_model(**overrides)
+    model.model.norm.weight.data.fill_(1e38)
+    with pytest.raises(RuntimeError, match="is not the same model: .* nan"):
+        export(model, tmp_path / "out", "ernie4_5_moe" if overrides else "llama", dtype=dtype)
 
 
 def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
@@ -303,6 +373,48 @@ def test_gguf_carries_the_tokenizer(tokenizer_name, with_vocabulary, tmp_path):
     assert (types[-1] == gguf.TokenType.UNUSED) == (tokenizer_name == "ours")
 
 
+@pytest.mark.parametrize(
+    "part, value",
+    [
+        (
+            "pre_tokenizer",
+            pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        ),
+        ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+        ("pre_tokenizer", pre_tokenizers.Whitespace()),
+        ("normalizer", normalizers.NFKC()),
+        ("model", models.WordLevel({"a": 0}, unk_token="a")),
+        ("model", models.BPE({"a": 0}, [], end_of_word_suffix="</w>")),
+    ],
+)
+def test_gguf_refuses_what_llama_cpp_would_split_differently(part, value, with_vocabulary, tmp_path):
+    tokenizer = train_tokenizer([TEXT], vocab_size=330)
+    setattr(tokenizer.backend_tokenizer, part, value)
+    with pytest.raises(ValueError, match="llama.cpp splits text as GPT-2 does"):
+        export(with_vocabulary(), tmp_path / "out", "gguf", tokenizer=tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gguf_says_whether_the_tokenizer_adds_bos(with_vocabulary, tmp_path):
+    tokenizer = train_tokenizer([TEXT], vocab_size=330)
+
+    def add(template: str):
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=template,
+            pair=template.replace("$A", "$A $B"),
+            special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)],
+        )
+
+    add("<|im_start|> $A")
+    export(with_vocabulary(), tmp_path / "out", "gguf", tokenizer=tokenizer)
+    assert gguf.GGUFReader(tmp_path / "out" / FILE_NAME).fields["tokenizer.ggml.add_bos_token"].contents() is True
+    for template in ("$A <|im_end|>", "<|im_end|> $A"):
+        add(template)
+        with pytest.raises(ValueError, match="llama.cpp can put bos before a text"):
+            export(with_vocabulary(), tmp_path / "other", "gguf", tokenizer=tokenizer)
+
+
 ARCHITECTURES = {
     "llama": {},
     "qwen3": {"qk_norm": True},
@@ -338,6 +450,43 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
             blocks = expected.reshape(-1, 32).abs().amax(dim=1, keepdim=True) / 127
             bound = (blocks * 0.57).expand(-1, 32).reshape(expected.shape)
         assert ((tensor - expected).abs() <= bound + 1e-7).all(), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("key, value", [("rope_freq_base", 7.0), ("layer_norm_rms_eps", 0.5), ("head_count_kv", 4)])
+def test_a_wrong_number_in_a_gguf_is_noticed(architecture, key, value, build_model, tmp_path, monkeypatch):
+    """Where transformers reads the file by the model's config, its logits would not tell."""
+    add = getattr(gguf.GGUFWriter, f"add_{key}")
+    monkeypatch.setattr(gguf.GGUFWriter, f"add_{key}", lambda writer, _: add(writer, value))
+    with pytest.raises(RuntimeError, match=f"{architecture}.* is {value} and should be "):
+        export(build_model(**ARCHITECTURES[architecture]), tmp_path / "out", "gguf")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_number_too_many_in_a_gguf_is_noticed(architecture, build_model, tmp_path, monkeypatch):
+    add_config = gguf_format._add_config
+    monkeypatch.setattr(
+        gguf_format,
+        "_add_config",
+        lambda writer, config: [add_config(writer, config), writer.add_rope_scaling_factor(2.0)],
+    )
+    with pytest.raises(RuntimeError, match=f"{architecture}.rope.scaling.factor is 2.0 and should be None"):
+        export(build_model(**ARCHITECTURES[architecture]), tmp_path / "out", "gguf")
+
+
+def test_swapped_experts_in_a_gguf_are_noticed(build_model, tmp_path, monkeypatch):
+    """By the names that the writer and its check both used to take from one table."""
+    swap = {"ffn_gate_exps": "ffn_up_exps", "ffn_up_exps": "ffn_gate_exps"}
+
+    def swapped(model):
+        for name, tensor in gguf_tensors(model):
+            part = name.split(".")[-2]
+            yield name.replace(part, swap.get(part, part)), tensor
+
+    monkeypatch.setattr(gguf_format, "gguf_tensors", swapped)
+    for overrides in (ARCHITECTURES["ernie4_5-moe"], ARCHITECTURES["qwen3moe"]):
+        with pytest.raises(RuntimeError, match="is not the same model"):
+            export(build_model(**overrides), tmp_path / str("qk_norm" in overrides), "gguf")
 
 
 def test_rows_that_q8_does_not_divide_are_f16(build_model, tmp_path):

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file
 
-from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.conversion import load_upstream
-from hf_pretrain.exporting import export
-from tests.hub_server import HubServer
+from hf_pretrain import MiniMindForCausalLM, hub
+from hf_pretrain.arguments import LMTrainingArguments
+from hf_pretrain.conversion import _resolve, load_upstream
+from hf_pretrain.exporting import EXPORT_FORMS, export
+from hf_pretrain.hub import pull_checkpoint
+from hf_pretrain.model_card import _continue, format_conversion_card
+from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, start
 from tests.test_conversion import GOLDEN
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
@@ -60,6 +63,26 @@ def run(workspace, environment, tmp_path) -> Callable[..., subprocess.CompletedP
         return start(command, **environment | extra)
 
     return run_recipe
+
+
+@pytest.fixture
+def publish(server, monkeypatch, tmp_path) -> Callable[..., LMTrainingArguments]:
+    """Puts a repository onto the Hub that this process sees; returns the arguments of a run that resumes from it."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+    def publish_files(name: str, files: dict[str, str], **arguments) -> LMTrainingArguments:
+        server.repos[f"user/{name}"] = Repo(private=False)
+        server.repos[f"user/{name}"].commit("all", {path: content.encode() for path, content in files.items()})
+        output_dir = str(tmp_path / "runs" / name / "run")
+        return LMTrainingArguments(
+            output_dir=output_dir, resume_from_hub=f"user/{name}", use_cpu=True, bf16=False, **arguments
+        )
+
+    return publish_files
 
 
 def files_of(server: HubServer, repo_id: str = "user/toy") -> set[str]:
@@ -147,7 +170,7 @@ def test_zero2_checkpoints_travel(run, server, tmp_path):
     assert sum("optim_states" in path for path in shards) == 2
     assert not [path for path in files_of(server) if path.startswith("zero_to")]
     assert "deepspeed, DeepSpeed ZeRO-2" in server.repos["user/toy"].files["README.md"].decode()
-    more = ["--max_steps", "3", "--resume_from_hub", "user/toy"]
+    more = ["--max_steps", "3", "--resume_from_hub", "user/toy", "--trust_checkpoint"]
     result = run(*zero2, *CONSTANT, *more, launcher="deepspeed", output_dir="second")
     assert result.returncode == 0, result.stdout[-4000:]
     assert run(*zero2, *CONSTANT, "--max_steps", "3", launcher="deepspeed", output_dir="whole").returncode == 0
@@ -208,6 +231,11 @@ def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
     for step in range(1, 5):
         state = json.loads(server.repos["user/toy"].files[f"checkpoint-{step}/trainer_state.json"])
         assert state["global_step"] == step
+    # Each commit with the card of its own step, however late it is made.
+    for step, (sha, message) in enumerate(server.repos["user/toy"].commits[1:5], start=1):
+        assert message == f"Step {step}"
+        card = server.repos["user/toy"].snapshots[sha]["README.md"].decode()
+        assert f"ended at step {step} of 4" in card
 
 
 @pytest.mark.slow
@@ -232,9 +260,11 @@ def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
     assert "Resuming from" in result.stdout and "checkpoint-2 (user/toy has step 2)" in result.stdout
     whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
-    # Again, after local checkpoints have gone further.
+    # Again, after local checkpoints have gone further, and a kill in the middle of a push.
+    (tmp_path / "second/.hub-old/last-checkpoint").mkdir(parents=True)
     result = run("--max_steps", "6", *saving, "--resume_from_hub", "user/toy", output_dir="second")
     assert "checkpoint-4 (user/toy has step 2)" in result.stdout and result.returncode == 0
+    assert not list((tmp_path / "second").glob(".hub-*"))
 
     assert run(*pushing[:3], "--hub_strategy", "end", output_dir="third").returncode == 0
     server.repos["user/toy"].files.clear()
@@ -249,6 +279,117 @@ def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
     assert not (tmp_path / "fourth/model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    "folder, state, message",
+    [
+        ("last-checkpoint", '{"global_step": "/../../../planted"}', "impossible global_step '/../../../planted'"),
+        ("last-checkpoint", '{"global_step": true}', "impossible global_step True"),
+        ("last-checkpoint", '{"global_step": -1}', "impossible global_step -1"),
+        ("checkpoint-5", '{"global_step": 6}', "checkpoint-5/trainer_state.json has the impossible global_step 6"),
+        ("last-checkpoint", '{"epoch": 1}', "names no global_step .KeyError"),
+        ("last-checkpoint", "[5]", "names no global_step .TypeError"),
+        ("last-checkpoint", '{"global_step": 5', "names no global_step .JSONDecodeError"),
+    ],
+)
+def test_the_step_of_a_checkpoint_is_read_with_suspicion(folder, state, message, publish, tmp_path):
+    """It becomes part of a path."""
+    files = {f"{folder}/trainer_state.json": state, f"{folder}/optimizer.pt": "", f"{folder}/planted.sh": "echo"}
+    args = publish("toy", files)
+    with pytest.raises(ValueError, match=message):
+        pull_checkpoint(args)
+    assert args.resume_from_checkpoint is None and not list((tmp_path / "runs").rglob("*"))
+
+
+STATE = {"last-checkpoint/trainer_state.json": '{"global_step": 5}'}
+
+
+def test_what_would_be_unpickled_needs_trust(publish, tmp_path):
+    shards = {
+        "last-checkpoint/global_step5/mp_rank_00_model_states.pt": "",
+        "last-checkpoint/optimizer_0/.metadata": "",
+    }
+    args = publish("toy", STATE | shards | {"last-checkpoint/optimizer.pt": ""})
+    pull_checkpoint(args)
+    names = {path.name for path in Path(args.resume_from_checkpoint).rglob("*")}
+    assert names == {"trainer_state.json", "optimizer.pt"}
+
+    for trust_checkpoint in (False, True):
+        args = publish(f"zero-{trust_checkpoint}", STATE | shards, trust_checkpoint=trust_checkpoint)
+        args.deepspeed_plugin = object()  # as --deepspeed, or accelerate, sets it
+        if trust_checkpoint:
+            pull_checkpoint(args)
+            assert Path(args.resume_from_checkpoint, "global_step5").is_dir()
+        else:
+            with pytest.raises(ValueError, match="DeepSpeed unpickles .* Add --trust_checkpoint"):
+                pull_checkpoint(args)
+            assert not Path(args.output_dir).exists()
+
+
+def test_a_checkpoint_without_optimizer_is_not_gone_on_from(publish):
+    weights = {"last-checkpoint/model.safetensors": "", "last-checkpoint/scheduler.pt": ""}
+    args = publish("toy", STATE | weights)
+    with pytest.raises(ValueError, match="last-checkpoint/ has no optimizer state .* --model_name_or_path user/toy"):
+        pull_checkpoint(args)
+    shards = {"last-checkpoint/global_step5/a.pt": ""}
+    with pytest.raises(ValueError, match="under another launcher"):
+        pull_checkpoint(publish("zero", STATE | shards, trust_checkpoint=True))
+
+
+def test_a_conversion_downloads_no_checkpoints_beside_the_model(publish):
+    model = {"config.json": "{}", "model.safetensors": "a"}
+    checkpoints = {f"checkpoint-{step}/{name}": f"{step}" for step in (1, 2) for name in (*model, "rng_state.pth")}
+    publish("all", model | checkpoints)
+    assert {path.name for path in _resolve("user/all").iterdir()} == set(model)
+
+
+def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):
+    for save_only_model, flag in ((False, "--resume_from_hub me/mine"), (True, "--model_name_or_path me/mine")):
+        args = LMTrainingArguments(
+            output_dir=str(tmp_path), hub_strategy="checkpoint", save_only_model=save_only_model, use_cpu=True
+        )
+        assert flag in _continue(args, "pretrain", "me/mine")
+
+
+@pytest.mark.parametrize("form", EXPORT_FORMS)
+def test_a_conversion_without_tokenizer_promises_none(form, build_model):
+    def card(has_tokenizer: bool) -> str:
+        return format_conversion_card(
+            build_model(),
+            repo_id="me/mine",
+            source="x.pth",
+            form=form,
+            report="done",
+            license=None,
+            has_tokenizer=has_tokenizer,
+        )
+
+    promises = ("AutoTokenizer", "vllm serve", "llama-cli")
+    assert any(promise in card(True) for promise in promises) == (form != "upstream")
+    assert not any(promise in card(False) for promise in promises)
+    assert ("No tokenizer is here" in card(False), "No tokenizer is here" in card(True)) == (True, False)
+
+
+def test_another_machine_may_have_downloaded_it_first(publish, monkeypatch):
+    args = publish("toy", STATE | {"last-checkpoint/optimizer.pt": "", "last-checkpoint/a.json": "{}"})
+    download = hub.snapshot_download
+
+    def download_after_another(*words, **options):
+        target = Path(args.output_dir, "checkpoint-5")
+        target.mkdir()
+        (target / name).write_text("of the other machine")
+        return download(*words, **options)
+
+    monkeypatch.setattr(hub, "snapshot_download", download_after_another)
+    name = "half.json"
+    with pytest.raises(ValueError, match="Directory not empty"):
+        pull_checkpoint(args)
+    shutil.rmtree(args.output_dir)
+    name = "trainer_state.json"
+    pull_checkpoint(args)
+    assert Path(args.resume_from_checkpoint, name).read_text() == "of the other machine"
+    assert [path.name for path in Path(args.output_dir).iterdir()] == ["checkpoint-5"]
+
+
 @pytest.mark.slow
 def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
     server.fail = lambda method, path: 403 if "/commit/" in path else None
@@ -257,7 +398,7 @@ def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
     assert result.returncode == 0, result.stdout[-4000:]
     last_line = result.stdout.strip().splitlines()[-1]
     assert last_line.startswith("Hub                FAILED: 403")
-    assert f"hf upload user/toy {tmp_path / 'run'}" in last_line
+    assert f"hf upload user/toy {tmp_path / 'run'} --exclude 'checkpoint-*' '*.jsonl' 'runs/*' '.hub-*'" in last_line
     assert load_file(tmp_path / "run/model.safetensors") and (tmp_path / "run/checkpoint-2").is_dir()
 
     # A push that fails during the run does not stop the one at the end.
@@ -297,7 +438,8 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
     assert run(*arguments, "--learning_rate", "3e-4").returncode == 0
     text = server.repos["user/toy"].files["README.md"].decode()
     data = ModelCard(text).data
-    assert (data.license, data.language, data.library_name) == ("apache-2.0", ["en"], "transformers")
+    # Nobody asked for a licence.
+    assert (data.license, data.language, data.library_name) == (None, ["en"], "transformers")
     assert (data.pipeline_tag, data.tags) == ("text-generation", ["minimind", "hf_pretrain"])
     state = json.loads((tmp_path / "run/trainer_state.json").read_text())
     evaluation = [entry for entry in state["log_history"] if "eval_loss" in entry][-1]
@@ -340,6 +482,7 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     assert float(difference) > 1e-4
     assert f"qwen3, float16: read back; largest logit difference on 8 rows {difference}" in text
     assert ModelCard(text).data.license == "mit" and "trust_remote_code" not in text and str(tmp_path) not in text
+    assert "No tokenizer is here" in text
 
     # And back in from the Hub.
     back = ["--from", "user/toy", "--to", str(tmp_path / "back"), "--format", "upstream"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.exporting import export
@@ -107,19 +108,27 @@ def test_logits_and_greedy_continuation(name, tmp_path):
     assert compared >= 4
 
 
-@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours"])
+@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "ours, adding bos"])
 def test_it_tokenizes_and_chats_alike(tokenizer_name, tmp_path):
-    if tokenizer_name == "ours":
+    if tokenizer_name.startswith("ours"):
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
+        if "bos" in tokenizer_name:
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", 1)]
+            )
     else:
         tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name)
     export(build(), tmp_path / "out", "gguf", tokenizer=tokenizer)
     chat = [{"role": "user", "content": "你好 world, 12"}]
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
-        read = post("/tokenize", content=TEXT, parse_special=True)["tokens"]
+        read = post("/tokenize", content=TEXT, parse_special=True, add_special=True)["tokens"]
         prompt = post("/apply-template", messages=chat)["prompt"]
+        # A bos that it will add itself is cut off the prompt.
+        prompt_ids = post("/tokenize", content=prompt, parse_special=True, add_special=True)["tokens"]
     assert read == tokenizer(TEXT).input_ids
-    assert prompt == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt_ids == tokenizer(expected, add_special_tokens=False).input_ids
+    assert expected.endswith(prompt)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
