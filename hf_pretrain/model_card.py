@@ -87,11 +87,12 @@ def format_run_card(
     has_curve: bool,
 ) -> str:
     """The card of a training run, from what it measured up to now."""
-    evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
+    evaluations = [entry for entry in state.log_history if entry.keys() & {"eval_loss", "eval_reward"}]
     measured = {
         "held-out loss (nats per token)": "eval_loss",
         "held-out perplexity": "eval_perplexity",
         "held-out bits per byte": "eval_bits_per_byte",
+        "held-out mean reward": "eval_reward",
     }
     results = {name: evaluations[-1][key] for name, key in measured.items() if evaluations and key in evaluations[-1]}
     rows = [(name, f"{value:.4f}") for name, value in results.items()]

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl.chat_template_utils import qwen3_template
 from trl.models import prepare_deepspeed
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
@@ -98,8 +99,17 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             raise ValueError(
                 "--remove_unused_columns would take the columns away that the rewards read; leave it out."
             )
-        # Trainer would look for token ids in rows that are prompts. TRL counts the tokens.
+        if self.use_transformers_continuous_batching and self.bf16 is not False:
+            # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, for good.
+            raise ValueError(
+                "--use_transformers_continuous_batching under bf16 makes TRL cast the weights that are trained to "
+                "bfloat16, and small steps are lost. Add --bf16 false."
+            )
         super().__post_init__()
+        if self.use_transformers_continuous_batching and self.device.type == "cpu":
+            # Of all memory of the machine; by TRL's default, half of it.
+            given = self.transformers_continuous_batching_config or {}
+            self.transformers_continuous_batching_config = {"max_memory_percent": 0.05} | given
         if self.enable_thinking is not None:
             self.chat_template_kwargs = (self.chat_template_kwargs or {}) | {"enable_thinking": self.enable_thinking}
 
@@ -112,6 +122,10 @@ class _OnlineTrainer(RouterLossMixin):
         # new model has not. With an adapter, the policy without it is the reference, and TRL sees to that.
         needs_reference = args.beta != 0.0 and not is_peft_model(model)
         reference = copy.deepcopy(model).requires_grad_(False) if needs_reference else None
+        tokenizer = kwargs["processing_class"]
+        if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
+            # Ours writes thoughts and tool calls as Qwen3's does. TRL recognises its own templates alone.
+            tokenizer.response_template = qwen3_template
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:
             args.beta, args.sync_ref_model = 0.0, False

@@ -80,7 +80,10 @@ def sample_continuations(
 
 
 def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: float | None = None):
-    """Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`)."""
+    """
+    Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`); of a run with
+    rewards, the rewards.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("No loss curve: matplotlib is missing (pip install 'hf_pretrain[plots]').")
         return
@@ -88,7 +91,8 @@ def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: f
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
+    measure = "reward" if any("reward" in entry for entry in log_history) else "loss"
+    for key, label, style in ((measure, "training", "-"), (f"eval_{measure}", "held out", "o-")):
         points = [
             (entry["num_input_tokens_seen"] / 1e6, entry[key])
             for entry in log_history
@@ -97,7 +101,7 @@ def plot_loss_curve(log_history: list[dict[str, Any]], path: Path, *, unigram: f
         axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label, markersize=3, linewidth=1.2)
     if unigram is not None:
         axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")
-    axes.set(xlabel="tokens seen (millions)", ylabel="loss (nats per token)")
+    axes.set(xlabel="tokens seen (millions)", ylabel="mean reward" if measure == "reward" else "loss (nats per token)")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path)
@@ -118,6 +122,8 @@ def format_report(
         lines.append(f"Held-out loss      {metrics['eval_loss']:.4f} nats per token{beside}")
     if "eval_bits_per_byte" in metrics:
         lines.append(f"Bits per byte      {metrics['eval_bits_per_byte']:.4f}")
+    if "eval_reward" in metrics:
+        lines.append(f"Held-out reward    {metrics['eval_reward']:.4f}")
     lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
     lines.append(f"To go on           {continue_command(args)}")
     if push_report is not None:
