@@ -99,13 +99,13 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             raise ValueError(
                 "--remove_unused_columns would take the columns away that the rewards read; leave it out."
             )
-        if self.use_transformers_continuous_batching and self.bf16 is not False:
+        super().__post_init__()
+        if self.use_transformers_continuous_batching and self.bf16:
             # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, for good.
             raise ValueError(
                 "--use_transformers_continuous_batching under bf16 makes TRL cast the weights that are trained to "
                 "bfloat16, and small steps are lost. Add --bf16 false."
             )
-        super().__post_init__()
         if self.use_transformers_continuous_batching and self.device.type == "cpu":
             # Of all memory of the machine; by TRL's default, half of it.
             given = self.transformers_continuous_batching_config or {}

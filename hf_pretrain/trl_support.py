@@ -66,7 +66,8 @@ class RouterLossMixin(HubPushMixin):
 
     @contextmanager
     def _capturing(self) -> Iterator[list[torch.Tensor]]:
-        self._captured = captured = []
+        captured: list[torch.Tensor] = []
+        self._captured = captured
         try:
             yield captured
         finally:
