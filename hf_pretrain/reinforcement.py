@@ -6,9 +6,7 @@ What is ours: the router loss, saving, pushing and the card ([`~trl_support.Rout
 is a copy of the policy at the start, and figures that mean what they say: evaluation reports rewards and no loss.
 """
 
-import ast
 import copy
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +21,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from .arguments import LMTrainingArguments
-from .rewards import REWARDS, load_function
+from .rewards import REWARDS, answer_of, load_function
 from .trl_support import RouterLossMixin
 
 
@@ -50,17 +48,13 @@ class TaskArguments:
     )
     tools: list[str] | None = field(
         default=None,
-        metadata={"help": "Tools that the model may call while it answers: calculator, or module.path:function."},
+        metadata={
+            "help": "Tools that the model may call while it answers: calculator, minimind, or module.path:function."
+        },
     )
     environment: str | None = field(
         default=None, metadata={"help": "module.path:Class of an environment with reset() and tools as its methods."}
     )
-
-    def load_tools(self) -> list[Callable[..., Any]] | None:
-        """The tools by name; raises `ValueError` as [`~rewards.load_function`] does."""
-        if self.tools is None:
-            return None
-        return [TOOLS.get(name) or load_function(name, flag="--tools", known=TOOLS) for name in self.tools]
 
     def load_environment(self) -> Callable[[], Any] | None:
         """The class of the environment, if there is one."""
@@ -120,7 +114,8 @@ class _OnlineTrainer(RouterLossMixin):
     def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
         # NOTE: TRL reads the reference again from where the config says that the policy came from, which a converted or
         # new model has not. With an adapter, the policy without it is the reference, and TRL sees to that.
-        needs_reference = args.beta != 0.0 and not is_peft_model(model)
+        has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
+        needs_reference = args.beta != 0.0 and not has_adapter
         reference = copy.deepcopy(model).requires_grad_(False) if needs_reference else None
         tokenizer = kwargs["processing_class"]
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
@@ -151,6 +146,11 @@ class _OnlineTrainer(RouterLossMixin):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """TRL counts tokens where it generates them."""
 
+    def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:
+        """The last completions of this process, as pairs of question and answer."""
+        prompts, completions = (list(self._logs[name])[-num_samples:] for name in ("prompt", "completion"))
+        return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Generates and scores; the loss, whose mean over a group is near zero whatever the policy, is left out."""
         super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -172,42 +172,4 @@ class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
 
 ALGORITHMS: dict[str, type[_OnlineTrainer]] = {"grpo": MiniMindGRPOTrainer, "rloo": MiniMindRLOOTrainer}
 
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
-
-
-def calculator(expression: str) -> str:
-    """
-    Calculates the value of an expression.
-
-    Args:
-        expression: Numbers, + - * / and parentheses, such as 12 * (3 + 4).
-
-    Returns:
-        The value.
-    """
-
-    def value(node: ast.AST) -> float:
-        match node:
-            case ast.Expression(body=body):
-                return value(body)
-            case ast.Constant(value=int() | float() as number):
-                return number
-            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(operand))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-        raise ValueError(f"{expression!r} holds something else than numbers, + - * / and parentheses.")
-
-    return f"{value(ast.parse(expression, mode='eval')):g}"
-
-
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
-
-
-__all__ = ["GRPOTrainingArguments", "MiniMindGRPOTrainer", "MiniMindRLOOTrainer", "TaskArguments", "calculator"]
+__all__ = ["ALGORITHMS", "GRPOTrainingArguments", "MiniMindGRPOTrainer", "MiniMindRLOOTrainer", "TaskArguments"]

@@ -3,7 +3,7 @@ Reinforces a chat model with rewards that can be verified: GRPO, its CISPO and D
 
     python recipes/grpo.py --model_name_or_path out/sft-tiny
     python recipes/grpo.py --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
-    python recipes/grpo.py --model_name_or_path out/sft --dataset_name my/agent_rl.jsonl --rewards solution --tools my.tools:search
+    python recipes/grpo.py --model_name_or_path out/sft --dataset_name my/agent_rl.jsonl --rewards solution --tools minimind
     torchrun --standalone --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
 `--loss_type cispo` or `dapo` choose the loss, `--algorithm rloo` RLOO, `--enable_thinking false` puts an empty thought
@@ -19,13 +19,14 @@ from hf_pretrain.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArg
 from hf_pretrain.rewards import load_reward_functions
 from hf_pretrain.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.tools import load_tools
 
 
 def main(model_args: ModelArguments, task_args: TaskArguments, training_args: GRPOTrainingArguments):
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is missing: reinforcement starts from a chat model (recipes/sft.py).")
     rewards = load_reward_functions(task_args.rewards)
-    tools, environment = task_args.load_tools(), task_args.load_environment()
+    tools, environment = load_tools(task_args.tools), task_args.load_environment()
     checkpoint = begin_run(training_args)
     is_main = training_args.process_index == 0
 
@@ -33,6 +34,8 @@ def main(model_args: ModelArguments, task_args: TaskArguments, training_args: GR
         task_args.dataset_name,
         validation_fraction=task_args.validation_fraction,
         seed=training_args.seed,
+        # Tools that can be called are described by the chat template.
+        describe_tools=tools is None and environment is None,
         max_rejected_ratio=task_args.max_rejected_ratio,
         rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
     )
@@ -63,7 +66,7 @@ def main(model_args: ModelArguments, task_args: TaskArguments, training_args: GR
         ),
     )
     metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
-    end_run(trainer, metrics)
+    end_run(trainer, metrics, samples=trainer.last_answers())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """GRPO and RLOO on toy models: the router loss by its formula, the reference, tools, and the recipe as people run it."""
 
-import ast
 import json
 import math
 
@@ -9,6 +8,7 @@ import torch
 import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers.utils import get_json_schema
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.arguments import ModelArguments, parse_args
@@ -17,10 +17,10 @@ from hf_pretrain.reinforcement import (
     GRPOTrainingArguments,
     MiniMindGRPOTrainer,
     TaskArguments,
-    calculator,
 )
 from hf_pretrain.rewards import load_reward_functions
 from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tools import MINIMIND_TOOLS, calculator, load_tools
 from tests.hub_server import HubServer
 from tests.invariants.launching import BIN, ROOT, launcher_command, start
 
@@ -255,7 +255,25 @@ def teach(model: MiniMindForCausalLM, tokenizer, conversation: list[dict], tools
     raise AssertionError(f"the conversation was not learnt: loss {loss}")
 
 
-def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(tokenizer, tmp_path):
+class Desk:
+    """An environment whose only tool is the calculator."""
+
+    def reset(self, **row) -> str | None:
+        self.num_calls = 0
+
+    def get_reward(self) -> float:
+        return float(self.num_calls)
+
+    def calculator(self, expression: str) -> str:
+        self.num_calls += 1
+        return calculator(expression)
+
+
+Desk.calculator.__doc__ = calculator.__doc__
+
+
+@pytest.mark.parametrize("means", ["tools", "environment"])
+def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(tokenizer, tmp_path, means):
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12 + 30"}}}
     conversation = [
         {"role": "user", "content": "What is 12 + 30?"},
@@ -291,7 +309,7 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(t
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": [conversation[:1]] * 4}),
         processing_class=tokenizer,
-        tools=[calculator],
+        **({"tools": [calculator]} if means == "tools" else {"environment_factory": Desk}),
     )
     inputs = trainer._prepare_inputs([{"prompt": conversation[:1]}] * 2)
     for rollout in rollouts:
@@ -305,14 +323,27 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(t
     trainer.train()
     (entry,) = [entry for entry in trainer.state.log_history if "tools/call_frequency" in entry]
     assert (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (1.0, 0.0)
+    assert means == "tools" or entry["rewards/Desk/mean"] == 1.0
 
 
 def test_the_calculator_calculates_and_nothing_else():
-    assert calculator("12 * (3 + 4) / -2") == "-42"
-    for expression in ("__import__('os')", "2 ** 99", "'a' * 3", "1 +"):
+    assert calculator("12 * (3 + 4) / -2") == "-42.0" and calculator("（2^10 − 24）÷ 10") == "100.0"
+    for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.sqrt(4)"):
         with pytest.raises((ValueError, SyntaxError)):
             calculator(expression)
-    assert ast.parse(calculator("1 / 4"), mode="eval")
+
+
+def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
+    schemas = {tool.__name__: get_json_schema(tool)["function"]["parameters"] for tool in load_tools(["minimind"])}
+    assert schemas["unit_converter"]["required"] == ["value", "from_unit", "to_unit"]
+    assert schemas["unit_converter"]["properties"]["value"]["type"] == "number"
+    assert "required" not in schemas["get_current_time"] or schemas["get_current_time"]["required"] == []
+    _, convert, weather, time, rate, translate = MINIMIND_TOOLS
+    assert json.loads(convert(10, "km", "miles")) == {"result": 6.2137}
+    assert json.loads(weather("北京"))["temperature"] == "28°C" and json.loads(weather("Rome"))["condition"] == "晴"
+    assert json.loads(time("Europe/Paris"))["datetime"] == "2025-03-07 07:30:00"
+    assert json.loads(rate("USD", "CNY")) == {"from": "USD", "to": "CNY", "rate": 7.21}
+    assert json.loads(translate("Good morning", "chinese")) == {"translated_text": "早上好"}
 
 
 # Arguments

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, describe_tools, load_tasks, read_task
+from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
 from hf_pretrain.rewards import (
     arithmetic_reward,
     format_reward,
@@ -170,7 +170,7 @@ def test_tools_are_described_as_the_chat_template_does():
     tokenizer = train_tokenizer(["text"], vocab_size=300)
     question = {"role": "user", "content": "Hi"}
     system = {"role": "system", "content": "Be brief."}
-    ours = [{"role": "system", "content": describe_tools(TOOLS, "Be brief.")}, question]
+    ours = [{"role": "system", "content": tools_message(TOOLS, "Be brief.")}, question]
     render = tokenizer.apply_chat_template
     assert render(ours, tokenize=False) == render([system, question], tools=TOOLS, tokenize=False)
 
@@ -186,8 +186,10 @@ def test_minimind_agent_records_become_tasks():
     }
     task = read_task(record)
     assert [message["role"] for message in task["prompt"]] == ["system", "user"]
-    assert task["prompt"][0]["content"] == describe_tools(TOOLS, "Help.")
+    assert task["prompt"][0]["content"] == tools_message(TOOLS, "Help.")
     assert task["solution"] == ["5", "timer"] and json.loads(task["tools"]) == TOOLS
+    # Beside tools that the trainer renders itself, the system message stays as it is.
+    assert read_task(record, describe_tools=False)["prompt"][0]["content"] == "Help."
     plain = read_task({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]})
     assert plain["prompt"] == [{"role": "user", "content": "Hi"}] and plain["solution"] == []
 

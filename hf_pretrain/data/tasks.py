@@ -25,7 +25,7 @@ import datasets
 from datasets import Dataset
 
 from .corpora import load_embedded
-from .formats import BadRecord, read_file
+from .formats import BadRecord, file_format, read_file
 from .loading import _are_on_side, _find_sources, _RejectedLines
 
 
@@ -74,7 +74,7 @@ TOOLS_INSTRUCTION = (
 )
 
 
-def describe_tools(tools: list[dict[str, Any]], system: str = "") -> str:
+def tools_message(tools: list[dict[str, Any]], system: str = "") -> str:
     """The system message that the chat template makes of `tools`, described by their JSON schemas."""
     lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in tools)
     return (f"{system}\n\n" if system else "") + TOOLS_INTRODUCTION + lines + TOOLS_INSTRUCTION
@@ -159,7 +159,7 @@ def _tool_calls(generator: random.Random) -> Iterator[dict[str, Any]]:
         )
         tools = generator.sample(TOOLS, len(TOOLS))
         yield {
-            "prompt": [{"role": "system", "content": describe_tools(tools)}, {"role": "user", "content": content}],
+            "prompt": [{"role": "system", "content": tools_message(tools)}, {"role": "user", "content": content}],
             "solution": [json.dumps({"name": name, "arguments": arguments})],
             "tools": json.dumps(tools),
         }
@@ -187,11 +187,11 @@ def _load_embedded_tasks(name: str, seed: int) -> Iterator[dict[str, Any]]:
 # Files
 
 
-def read_task(record: Any) -> dict[str, Any]:
+def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     """
     A task from a record: TRL's (`prompt`, messages or text, and whatever columns the rewards read), or MiniMind's
     (`conversations`, whose last message is the answer to be replaced, tools in the system message, and the target in
-    `gt`, which becomes `solution`).
+    `gt`, which becomes `solution`). With `describe_tools`, the tools become part of the system message.
 
     Raises:
         `BadRecord`: if it is neither.
@@ -209,8 +209,9 @@ def read_task(record: Any) -> dict[str, Any]:
     tools = next((message["tools"] for message in messages if message.get("tools")), None)
     if tools is not None:
         parsed = _parse_tools(tools)
-        system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else ""
-        prompt.insert(0, {"role": "system", "content": describe_tools(parsed, system)})
+        if describe_tools:
+            system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else ""
+            prompt.insert(0, {"role": "system", "content": tools_message(parsed, system)})
         tools = json.dumps(parsed, ensure_ascii=False)
     target = record.get("gt", [])
     solution = [str(value) for value in (target if isinstance(target, list) else [target])]
@@ -241,23 +242,39 @@ def _parse_tools(tools: Any) -> list[dict[str, Any]]:
     return tools
 
 
-def _load_tasks(name: str, seed: int, rejected: _RejectedLines) -> list[dict[str, Any]]:
+def _read_records(name: str) -> Iterator[tuple[str, int, Any]]:
+    """Source, line and content of every record under a name that is not embedded."""
+    sources = _find_sources(name)
+    if sources is None:
+        rest, _, revision = name.partition("@")
+        path, _, config = rest.partition(":")
+        try:
+            records = datasets.load_dataset(path, config or None, revision=revision or None, split="train")
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(
+                f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
+            ) from error
+        yield from ((name, line, record) for line, record in enumerate(records, start=1))
+        return
+    for source in sources:
+        if file_format(Path(source)) not in (".jsonl", ".json"):
+            raise ValueError(f"{source}: tasks are read from .jsonl and .json. Convert the file.")
+        yield from ((source, line, record) for line, record in read_file(Path(source), text_column="prompt"))
+
+
+def _load_tasks(name: str, seed: int, describe_tools: bool, rejected: _RejectedLines) -> list[dict[str, Any]]:
     """Everything under one name."""
     if re.match(r"embedded(:|$)", name):
         return list(_load_embedded_tasks(name, seed))
-    sources = _find_sources(name)
-    if sources is None:
-        return [read_task(record) for record in datasets.load_dataset(name, split="train")]
     rows = []
-    for source in sources:
-        for line, record in read_file(Path(source), text_column="prompt"):
-            rejected.num_lines += 1
-            try:
-                if isinstance(record, BadRecord):
-                    raise record
-                rows.append(read_task(record))
-            except BadRecord as error:
-                rejected.add(source, line, error.reason)
+    for source, line, record in _read_records(name):
+        rejected.num_lines += 1
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            rows.append(read_task(record, describe_tools=describe_tools))
+        except BadRecord as error:
+            rejected.add(source, line, error.reason)
     rejected.check_ratio()
     if not rows:
         raise ValueError(f"--dataset_name {name} holds no task.{rejected.describe()}")
@@ -269,6 +286,7 @@ def load_tasks(
     *,
     validation_fraction: float = 0.01,
     seed: int = 42,
+    describe_tools: bool = True,
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
 ) -> tuple[Dataset, Dataset]:
@@ -280,6 +298,8 @@ def load_tasks(
             Hub id, of records as [`read_task`] takes.
         validation_fraction (`float`, defaults to 0.01): share of the tasks to hold out.
         seed (`int`, defaults to 42): of the embedded tasks.
+        describe_tools (`bool`, defaults to `True`): put the tools of MiniMind's records into the system message. Those
+            that the trainer can call are described by the chat template instead.
         max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated.
         rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in.
 
@@ -287,7 +307,7 @@ def load_tasks(
         `ValueError`: if a name leads to no task, too many lines are bad, or nothing is left to train on.
     """
     rejected = _RejectedLines(max_rejected_ratio, rejected_path)
-    rows = [row for name in dataset_names for row in _load_tasks(name, seed, rejected)]
+    rows = [row for name in dataset_names for row in _load_tasks(name, seed, describe_tools, rejected)]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     held_out = _are_on_side([json.dumps(row["prompt"]) for row in rows], validation_fraction, True)
     sides = [
@@ -301,4 +321,4 @@ def load_tasks(
     return train, validation
 
 
-__all__ = ["ANSWER_FORMATS", "EMBEDDED_TASKS", "describe_tools", "load_tasks", "read_task"]
+__all__ = ["ANSWER_FORMATS", "EMBEDDED_TASKS", "load_tasks", "read_task", "tools_message"]
