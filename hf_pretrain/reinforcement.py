@@ -8,12 +8,14 @@ is a copy of the policy at the start, and figures that mean what they say: evalu
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.chat_template_utils import qwen3_template
 from trl.models import prepare_deepspeed
@@ -108,6 +110,19 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             self.chat_template_kwargs = (self.chat_template_kwargs or {}) | {"enable_thinking": self.enable_thinking}
 
 
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with the same weights, whole on every rank, also where ZeRO-3 has taken those of `model` apart."""
+    twin = type(model)(copy.deepcopy(model.config))
+    gathered: AbstractContextManager = nullcontext()
+    if is_deepspeed_zero3_enabled():
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(list(model.parameters()))
+    with gathered:
+        twin.load_state_dict(model.state_dict())
+    return twin.to(model.device)
+
+
 class _OnlineTrainer(RouterLossMixin):
     """What GRPO and RLOO of ours have in common."""
 
@@ -116,7 +131,7 @@ class _OnlineTrainer(RouterLossMixin):
         # new model has not. With an adapter, the policy without it is the reference, and TRL sees to that.
         has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
         needs_reference = args.beta != 0.0 and not has_adapter
-        reference = copy.deepcopy(model).requires_grad_(False) if needs_reference else None
+        reference = _copy(model).requires_grad_(False) if needs_reference else None
         tokenizer = kwargs["processing_class"]
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
             # Ours writes thoughts and tool calls as Qwen3's does. TRL recognises its own templates alone.

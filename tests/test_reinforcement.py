@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from hf_pretrain.rewards import load_reward_functions
 from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.tools import MINIMIND_TOOLS, calculator, load_tools
 from tests.hub_server import HubServer
-from tests.invariants.launching import BIN, ROOT, launcher_command, start
+from tests.invariants.launching import ROOT, launcher_command, start
 
 
 RECIPE = str(ROOT / "recipes/grpo.py")
@@ -376,6 +377,7 @@ def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
     [
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown; use one of grpo, rloo"),
         ({"remove_unused_columns": True}, "the rewards read"),
+        ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
     ],
 )
@@ -455,16 +457,26 @@ def test_a_pushed_run_is_the_model_and_our_card(workspace, tmp_path):
 
 
 @pytest.mark.distributed
-def test_two_processes_share_the_groups_and_agree(workspace):
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", RECIPE]
-    flags = ("--algorithm", "rloo", "--beta", "0.1", "--gradient_accumulation_steps", "2")
-    result = start([*command, *recipe_arguments(workspace, "two", *flags)])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher):
+    flags = ["--beta", "0.1", "--gradient_accumulation_steps", "2", "--use_cpu"]
+    if launcher == "torchrun":
+        flags += ["--algorithm", "rloo"]
+    else:
+        flags += ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
+    result = start([*launcher_command(launcher), RECIPE, *recipe_arguments(workspace, launcher, *flags)])
     assert result.returncode == 0, result.stdout[-3000:]
-    history = [entry for entry in log_of(workspace, "two") if "reward" in entry]
-    assert len(history) == 2 and all("aux_loss" in entry for entry in history)
+    history = [entry for entry in log_of(workspace, launcher) if "reward" in entry]
+    assert len(history) == 2 and all({"aux_loss", "kl"} <= entry.keys() for entry in history)
     assert "2 process(es) on CPU" in result.stdout and result.stdout.count("Held-out reward") == 1
+    weights = load_file(workspace / launcher / "model.safetensors")
+    assert any(
+        (weights[name] != value).any() for name, value in load_file(workspace / "toy/model.safetensors").items()
+    )
 
 
 def test_the_recipe_needs_a_model_to_start_from(tmp_path):
-    result = start([*launcher_command("python"), RECIPE, "--output_dir", str(tmp_path / "run")])
-    assert result.returncode != 0 and "--model_name_or_path is missing" in result.stdout
+    main = runpy.run_path(RECIPE)["main"]
+    training = GRPOTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(ValueError, match="--model_name_or_path is missing"):
+        main(ModelArguments(), TaskArguments(), training)
