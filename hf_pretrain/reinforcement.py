@@ -95,6 +95,11 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             raise ValueError(
                 "--remove_unused_columns would take the columns away that the rewards read; leave it out."
             )
+        if self.fsdp_size > 1 and self.beta != 0.0:
+            raise ValueError(
+                f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or ZeRO-3 "
+                "(--deepspeed ds_configs/zero3.json)."
+            )
         super().__post_init__()
         if self.use_transformers_continuous_batching and self.bf16:
             # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, for good.

@@ -418,16 +418,27 @@ def log_of(workspace, output_dir: str) -> list[dict]:
     return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
 
 
-def test_the_recipe_is_resumed_where_it_stopped_and_leaves_a_whole_directory(workspace):
+def test_the_recipe_saves_pushes_and_resumes_where_it_stopped(workspace, tmp_path):
     saving = ("--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4")
-    whole = start([*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "whole", *saving)])
-    assert whole.returncode == 0, whole.stdout[-3000:]
+    environment = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_toy"}
+    with HubServer("hf_toy") as server:
+        flags = (*saving, "--push_to_hub", "--hub_model_id", "user/toy")
+        command = [*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "whole", *flags)]
+        whole = start(command, HF_ENDPOINT=server.endpoint, **environment)
+        assert whole.returncode == 0, whole.stdout[-3000:]
+        pushed = dict(server.repos["user/toy"].files)
     run = workspace / "whole"
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py", "loss_curve.png"):
-        assert (run / name).is_file(), whole.stdout[-3000:]
+    expected = {"model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py", "loss_curve.png"}
+    assert expected <= {path.name for path in run.iterdir()} and expected <= pushed.keys()
     assert not list(run.rglob("training_args.bin"))
+    assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
     (held_out,) = [entry["eval_reward"] for entry in log_of(workspace, "whole") if "eval_reward" in entry]
     assert f"Held-out reward    {held_out:.4f}" in whole.stdout and "Held-out loss" not in whole.stdout
+    assert whole.stdout.count("Sample ") == 3
+    card = pushed["README.md"].decode()
+    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "recipes/grpo.py" in card
+    assert f"| held-out mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
+    assert "held-out loss" not in card and "trl" not in card.lower()
 
     (run / "checkpoint-4").rename(workspace / "checkpoint-4")
     again = [*recipe_arguments(workspace, "whole", *saving), "--resume_from_checkpoint", "auto"]
@@ -437,23 +448,6 @@ def test_the_recipe_is_resumed_where_it_stopped_and_leaves_a_whole_directory(wor
     first = load_file(workspace / "checkpoint-4/model.safetensors")
     second = load_file(run / "model.safetensors")
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
-
-
-def test_a_pushed_run_is_the_model_and_our_card(workspace, tmp_path):
-    environment = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_toy"}
-    with HubServer("hf_toy") as server:
-        flags = ("--push_to_hub", "--hub_model_id", "user/toy", "--save_strategy", "steps", "--save_steps", "1")
-        command = [*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "pushed", *flags)]
-        result = start(command, HF_ENDPOINT=server.endpoint, **environment)
-        assert result.returncode == 0, result.stdout[-3000:]
-        files = dict(server.repos["user/toy"].files)
-    assert files.keys() >= {"model.safetensors", "config.json", "modeling_minimind.py", "tokenizer.json", "README.md"}
-    assert not [name for name in files if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
-    card = files["README.md"].decode()
-    (held_out,) = [entry["eval_reward"] for entry in log_of(workspace, "pushed") if "eval_reward" in entry]
-    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "recipes/grpo.py" in card
-    assert f"| held-out mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
-    assert "held-out loss" not in card and "trl" not in card.lower()
 
 
 @pytest.mark.distributed
