@@ -1,7 +1,7 @@
 """
 Reinforces a chat model with rewards that can be verified: GRPO, its CISPO and DAPO losses, or RLOO.
 
-    python recipes/grpo.py --model_name_or_path out/sft-tiny
+    python recipes/grpo.py --config recipes/tiny/grpo.yaml --model_name_or_path out/sft-tiny
     python recipes/grpo.py --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
     python recipes/grpo.py --model_name_or_path out/sft --dataset_name my/agent_rl.jsonl --rewards solution --tools minimind
     torchrun --standalone --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
