@@ -16,15 +16,20 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
-from trl.chat_template_utils import qwen3_template
-from trl.models import prepare_deepspeed
-from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from .arguments import LMTrainingArguments
 from .rewards import REWARDS, answer_of, load_function
 from .trl_support import RouterLossMixin
+
+
+try:
+    from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+    from trl.chat_template_utils import qwen3_template
+    from trl.models import prepare_deepspeed
+    from trl.trainer.callbacks import SyncRefModelCallback
+    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+except ImportError as error:
+    raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
 
 
 @dataclass
