@@ -140,7 +140,7 @@ def test_a_reward_that_is_not_there_is_named(names, words):
 
 
 def test_embedded_tasks_are_the_same_for_the_same_seed():
-    names = [f"embedded:{name}" for name in EMBEDDED_TASKS]
+    names = ["embedded:arithmetic", "embedded:idiom-task", "embedded:tool-call"]
     train, held_out = load_tasks(names, validation_fraction=0.1, seed=1)
     again, _ = load_tasks(names, validation_fraction=0.1, seed=1)
     assert train[:] == again[:]
