@@ -172,8 +172,9 @@ class _OnlineTrainer(RouterLossMixin):
         """TRL counts tokens where it generates them."""
 
     def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:
-        """The last completions of this process, as pairs of question and answer."""
-        prompts, completions = (list(self._logs[name])[-num_samples:] for name in ("prompt", "completion"))
+        """Completions of the last prompts, one of each, as pairs of question and answer."""
+        every = slice(None, None, self.num_generations_eval)
+        prompts, completions = (list(self._logs[name])[every][-num_samples:] for name in ("prompt", "completion"))
         return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
