@@ -3,6 +3,15 @@
 from transformers.trainer_callback import ProgressCallback
 
 
+HELD_OUT = {
+    "eval_loss": "held-out loss",
+    "eval_bits_per_byte": "bits per byte",
+    "eval_kl": "divergence from the teacher",
+    "eval_rewards/accuracies": "reward accuracy",
+    "eval_reward": "held-out reward",
+}
+
+
 class TrainingProgressCallback(ProgressCallback):
     """A progress bar with loss and tokens/s beside the time left; held-out results stay on lines of their own."""
 
@@ -14,9 +23,7 @@ class TrainingProgressCallback(ProgressCallback):
             if "tokens_per_second" in logs:
                 shown["tok/s"] = f"{logs['tokens_per_second']:,.0f}"
             self.training_bar.set_postfix(shown)
-        elif "eval_loss" in logs:
-            line = f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}"
-            for key, name in (("eval_bits_per_byte", "bits per byte"), ("eval_rewards/accuracies", "reward accuracy")):
-                if key in logs:
-                    line += f", {name} {logs[key]:.4f}"
-            self.training_bar.write(line)
+            return
+        shown = [f"{name} {logs[key]:.4f}" for key, name in HELD_OUT.items() if key in logs]
+        if shown:
+            self.training_bar.write(f"step {state.global_step}: {', '.join(shown)}")

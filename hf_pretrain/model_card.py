@@ -35,6 +35,7 @@ HELD_OUT_METRICS = {
     "eval_perplexity": "perplexity",
     "eval_bits_per_byte": "bits per byte",
     "eval_rewards/accuracies": "reward accuracy",
+    "eval_reward": "mean reward",
 }
 
 
@@ -97,7 +98,7 @@ def format_run_card(
     has_curve: bool,
 ) -> str:
     """The card of a training run, from what it measured up to now."""
-    evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
+    evaluations = [entry for entry in state.log_history if entry.keys() & {"eval_loss", "eval_reward"}]
     results = held_out_results(evaluations[-1] if evaluations else {}, facts)
     rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if facts.unigram_loss is not None:

@@ -135,7 +135,10 @@ def plot_loss_curve(
     unigram: float | None = None,
     loss_unit: str = "nats per token",
 ):
-    """Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`)."""
+    """
+    Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`); of a run with
+    rewards, the rewards.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("No loss curve: matplotlib is missing (pip install 'hf_pretrain[plots]').")
         return
@@ -143,7 +146,8 @@ def plot_loss_curve(
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
+    measure = "reward" if any("reward" in entry for entry in log_history) else "loss"
+    for key, label, style in ((measure, "training", "-"), (f"eval_{measure}", "held out", "o-")):
         points = [
             (entry["num_input_tokens_seen"] / 1e6, entry[key])
             for entry in log_history
@@ -152,7 +156,7 @@ def plot_loss_curve(
         axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label, markersize=3, linewidth=1.2)
     if unigram is not None:
         axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")
-    axes.set(xlabel="tokens seen (millions)", ylabel=f"loss ({loss_unit})")
+    axes.set(xlabel="tokens seen (millions)", ylabel="mean reward" if measure == "reward" else f"loss ({loss_unit})")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path)
@@ -174,6 +178,7 @@ def format_report(
         ("eval_loss", "Held-out loss", f" {loss_unit}"),
         ("eval_bits_per_byte", "Bits per byte", ""),
         ("eval_rewards/accuracies", "Reward accuracy", ""),
+        ("eval_reward", "Held-out reward", ""),
     ):
         if key in metrics:
             beside = f" ({start[key]:.4f} before)" if start and key in start else ""

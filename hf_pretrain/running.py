@@ -116,7 +116,7 @@ def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict
 def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
     """Plots the loss curve, pushes where that is asked for, and prints the report."""
     training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
-    evaluations = [entry for entry in history if "eval_loss" in entry]
+    evaluations = [entry for entry in history if entry.keys() & {"eval_loss", "eval_reward"}]
     is_main = training_args.process_index == 0
     if is_main:
         curve = Path(training_args.output_dir, CURVE_NAME)

@@ -1,0 +1,324 @@
+"""
+Tasks for reinforcement: prompts whose answers can be checked, embedded or from files of the user's own.
+
+| name | a prompt asks for | checked by |
+|---|---|---|
+| `embedded:answer-format` | an answer of a given shape to a question from the dialogues | `format` |
+| `embedded:arithmetic` | the result of adding, subtracting or multiplying two numbers | `arithmetic` |
+| `embedded:idiom-task` | the second half of a Chinese idiom from the idiom corpus | `idiom` |
+| `embedded:tool-call` | a call of one of the tools that the system message lists | `tool_call` |
+
+A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: what TRL calls a conversational prompt, and the
+columns that its reward functions read. Embedded tasks are the same for the same seed.
+"""
+
+import json
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Dataset
+
+from .corpora import load_embedded
+from .formats import BadRecord, file_format, read_file
+from .loading import _are_on_side, _find_sources, _RejectedLines
+
+
+NUM_EMBEDDED = 2000
+# A line of a dialogue that is one question.
+ENGLISH_QUESTION = re.compile(
+    r"(?<=^[AB]: )(What|Who|How|Why|When|Where|Which|Do|Does|Did|Are|Is|Can|Have|Will)\b[^.!?\n]{5,60}\?$", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """
+    A shape that an answer can be asked to have.
+
+    Args:
+        instruction (`str`): how a prompt asks for it.
+        parts (`tuple[str, ...]`): regular expressions, each to match the whole of what is checked.
+        with_thought (`bool`): whether the thought before the answer is checked too.
+    """
+
+    instruction: str
+    parts: tuple[str, ...]
+    with_thought: bool = False
+
+
+ANSWER_FORMATS = {
+    "sentence": AnswerFormat(
+        "Answer in one short sentence that begins with a capital letter and ends with a full stop.",
+        # One line; the capital letter; one full stop, at the end; two to twelve words.
+        (r".+", r"(?s)[A-Z].*", r"(?s)[^.!?]+\.", r"\S+(\s+\S+){1,11}"),
+    ),
+    "number": AnswerFormat("Answer with a number and nothing else.", (r"-?\d+(\.\d+)?",)),
+    "reasoning": AnswerFormat(
+        "Think first, between <think> and </think>, then answer.",
+        (r"(?s)<think>.*", r"(?s).*\S.*</think>.*", r"(?s).*</think>\s*\S.*", r"(?s)(?!.*</think>.*</think>).*"),
+        with_thought=True,
+    ),
+}
+
+# What the chat template says of tools, as a system message: TRL renders no tools that it cannot call.
+TOOLS_INTRODUCTION = "These tools can be called, each described by one line of JSON:\n<tools>\n"
+TOOLS_INSTRUCTION = (
+    "</tools>\nTo call one, write its name and arguments as JSON:\n"
+    '<tool_call>\n{"name": <tool name>, "arguments": <object>}\n</tool_call>'
+)
+
+
+def tools_message(tools: list[dict[str, Any]], system: str = "") -> str:
+    """The system message that the chat template makes of `tools`, described by their JSON schemas."""
+    lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in tools)
+    return (f"{system}\n\n" if system else "") + TOOLS_INTRODUCTION + lines + TOOLS_INSTRUCTION
+
+
+def _tool(name: str, description: str, **properties: str) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": kind} for key, kind in properties.items()},
+        "required": list(properties),
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS = [
+    _tool("get_weather", "The weather in a city.", city="string"),
+    _tool("set_timer", "Starts a timer.", minutes="integer"),
+    _tool("translate", "Translates a word.", word="string", language="string"),
+]
+_CITIES = ["Beijing", "Paris", "London", "Tokyo", "Berlin", "Rome", "Madrid", "Moscow"]
+_WORDS = ["river", "green", "apple", "house", "music", "friend", "winter", "bread"]
+_LANGUAGES = ["French", "German", "Spanish", "Italian"]
+
+
+# The embedded tasks: rows from a source of chance
+
+
+def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
+    lines = (
+        line for part in ("chatterbot", "chitchat") for d in load_embedded(part) for line in d["text"].split("\n")
+    )
+    found = (ENGLISH_QUESTION.search(line) for line in lines)
+    questions = list(dict.fromkeys(match[0] for match in found if match is not None))
+    generator.shuffle(questions)
+    for question in questions:
+        content = f"{question} {ANSWER_FORMATS['sentence'].instruction}"
+        yield {"prompt": [{"role": "user", "content": content}], "answer_format": "sentence"}
+
+
+def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
+    operations: dict[str, Callable[[int, int], int]] = {
+        "+": lambda a, b: a + b,
+        "-": lambda a, b: a - b,
+        "*": lambda a, b: a * b,
+    }
+    while True:
+        sign = generator.choice("++--*")
+        largest = 9 if sign == "*" else 50
+        a, b = generator.randint(0, largest), generator.randint(0, largest)
+        content = f"What is {a} {sign} {b}? {ANSWER_FORMATS['number'].instruction}"
+        yield {
+            "prompt": [{"role": "user", "content": content}],
+            "solution": [str(operations[sign](a, b))],
+            "answer_format": "number",
+        }
+
+
+def _idioms(generator: random.Random) -> Iterator[dict[str, Any]]:
+    endings = defaultdict(list)
+    for document in load_embedded("idiom"):
+        idiom = document["text"].split(" (")[0]
+        if len(idiom) == 4:
+            endings[idiom[:2]].append(idiom[2:])
+    beginnings = list(endings)
+    generator.shuffle(beginnings)
+    for beginning in beginnings:
+        # Several idioms may begin alike: each of them is right.
+        solution = [ending for found in endings[beginning] for ending in (found, beginning + found)]
+        yield {"prompt": [{"role": "user", "content": f"补全成语：{beginning}__"}], "solution": solution}
+
+
+def _tool_calls(generator: random.Random) -> Iterator[dict[str, Any]]:
+    while True:
+        city, word, language = map(generator.choice, (_CITIES, _WORDS, _LANGUAGES))
+        minutes = generator.randint(1, 60)
+        content, name, arguments = generator.choice(
+            [
+                (f"What is the weather in {city}?", "get_weather", {"city": city}),
+                (f"Set a timer for {minutes} minutes.", "set_timer", {"minutes": minutes}),
+                (f"What is {word} in {language}?", "translate", {"word": word, "language": language}),
+            ]
+        )
+        tools = generator.sample(TOOLS, len(TOOLS))
+        yield {
+            "prompt": [{"role": "system", "content": tools_message(tools)}, {"role": "user", "content": content}],
+            "solution": [json.dumps({"name": name, "arguments": arguments})],
+            "tools": json.dumps(tools),
+        }
+
+
+EMBEDDED_TASKS: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
+    "answer-format": _answer_formats,
+    "arithmetic": _arithmetic,
+    "idiom-task": _idioms,
+    "tool-call": _tool_calls,
+}
+TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
+
+
+def _load_embedded_tasks(name: str, seed: int) -> Iterator[dict[str, Any]]:
+    task = name.removeprefix("embedded:")
+    if task not in EMBEDDED_TASKS:
+        known = ", ".join(f"embedded:{task}" for task in EMBEDDED_TASKS)
+        raise ValueError(f"--dataset_name {name}: no such embedded task. There are: {known}.")
+    rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
+    for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
+        yield TASK_COLUMNS | row | {"task": task}
+
+
+# Files
+
+
+def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
+    """
+    A task from a record: TRL's (`prompt`, messages or text, and whatever columns the rewards read), or MiniMind's
+    (`conversations`, whose last message is the answer to be replaced, tools in the system message, and the target in
+    `gt`, which becomes `solution`). With `describe_tools`, the tools become part of the system message.
+
+    Raises:
+        `BadRecord`: if it is neither.
+    """
+    if not isinstance(record, dict):
+        raise BadRecord('not an object; write it as {"prompt": [{"role": "user", "content": ...}]}')
+    if "prompt" in record:
+        prompt = record["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {**record, "prompt": [_read_message(message) for message in _non_empty_list(messages, "prompt")]}
+    if "conversations" not in record:
+        raise BadRecord("neither `prompt` nor `conversations`; give one of them")
+    *messages, _ = _non_empty_list(record["conversations"], "conversations")
+    prompt = [_read_message(message) for message in _non_empty_list(messages, "conversations without the answer")]
+    tools = next((message["tools"] for message in messages if message.get("tools")), None)
+    if tools is not None:
+        parsed = _parse_tools(tools)
+        if describe_tools:
+            system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else ""
+            prompt.insert(0, {"role": "system", "content": tools_message(parsed, system)})
+        tools = json.dumps(parsed, ensure_ascii=False)
+    target = record.get("gt", [])
+    solution = [str(value) for value in (target if isinstance(target, list) else [target])]
+    return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
+
+
+def _non_empty_list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"`{name}` holds no message; write a list of them")
+    return value
+
+
+def _read_message(message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise BadRecord('a message is no object with "role" and "content"')
+    if not all(isinstance(message[key], str) for key in ("role", "content")):
+        raise BadRecord('the "role" or "content" of a message is no text')
+    return {"role": message["role"], "content": message["content"]}
+
+
+def _parse_tools(tools: Any) -> list[dict[str, Any]]:
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except json.JSONDecodeError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRecord("`tools` of a message is no list of JSON schemas")
+    return tools
+
+
+def _read_records(name: str) -> Iterator[tuple[str, int, Any]]:
+    """Source, line and content of every record under a name that is not embedded."""
+    sources = _find_sources(name)
+    if sources is None:
+        rest, _, revision = name.partition("@")
+        path, _, config = rest.partition(":")
+        try:
+            records = datasets.load_dataset(path, config or None, revision=revision or None, split="train")
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(
+                f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
+            ) from error
+        yield from ((name, line, record) for line, record in enumerate(records, start=1))
+        return
+    for source in sources:
+        if file_format(Path(source)) not in (".jsonl", ".json"):
+            raise ValueError(f"{source}: tasks are read from .jsonl and .json. Convert the file.")
+        yield from ((source, line, record) for line, record in read_file(Path(source), text_column="prompt"))
+
+
+def _load_tasks(name: str, seed: int, describe_tools: bool, rejected: _RejectedLines) -> list[dict[str, Any]]:
+    """Everything under one name."""
+    if re.match(r"embedded(:|$)", name):
+        return list(_load_embedded_tasks(name, seed))
+    rows = []
+    for source, line, record in _read_records(name):
+        rejected.num_lines += 1
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            rows.append(read_task(record, describe_tools=describe_tools))
+        except BadRecord as error:
+            rejected.add(source, line, error.reason)
+    rejected.check_ratio()
+    if not rows:
+        raise ValueError(f"--dataset_name {name} holds no task.{rejected.describe()}")
+    return rows
+
+
+def load_tasks(
+    dataset_names: list[str],
+    *,
+    validation_fraction: float = 0.01,
+    seed: int = 42,
+    describe_tools: bool = True,
+    max_rejected_ratio: float = 0.01,
+    rejected_path: str | Path | None = None,
+) -> tuple[Dataset, Dataset]:
+    """
+    Tasks to train on and tasks to hold out, chosen by a hash of their prompts.
+
+    Args:
+        dataset_names (`list[str]`): each one `embedded:<task>`, a path, glob or directory (`.jsonl`, `.json`), or a
+            Hub id, of records as [`read_task`] takes.
+        validation_fraction (`float`, defaults to 0.01): share of the tasks to hold out.
+        seed (`int`, defaults to 42): of the embedded tasks.
+        describe_tools (`bool`, defaults to `True`): put the tools of MiniMind's records into the system message. Those
+            that the trainer can call are described by the chat template instead.
+        max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated.
+        rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in.
+
+    Raises:
+        `ValueError`: if a name leads to no task, too many lines are bad, or nothing is left to train on.
+    """
+    rejected = _RejectedLines(max_rejected_ratio, rejected_path)
+    rows = [row for name in dataset_names for row in _load_tasks(name, seed, describe_tools, rejected)]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    held_out = _are_on_side([json.dumps(row["prompt"]) for row in rows], validation_fraction, True)
+    sides = [
+        [row for row, is_held_out in zip(rows, held_out, strict=True) if is_held_out is side] for side in (False, True)
+    ]
+    if not sides[0]:
+        raise ValueError(f"--validation_fraction {validation_fraction} holds out all {len(rows)} tasks. Lower it.")
+    train, validation = (
+        Dataset.from_list([{column: row.get(column) for column in columns} for row in side]) for side in sides
+    )
+    return train, validation
+
+
+__all__ = ["ANSWER_FORMATS", "EMBEDDED_TASKS", "load_tasks", "read_task", "tools_message"]

@@ -1,0 +1,242 @@
+"""
+Reward functions that can be verified, with TRL's signature: `reward(completions, **columns) -> list[float | None]`.
+
+A completion is a list of messages (or a text); the columns are those of the tasks (`data/tasks.py`). `None` means that
+a reward does not apply to a row, so that several tasks can be mixed with several rewards.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .data.tasks import ANSWER_FORMATS
+
+
+# For an answer that is not right, all its parts that are taken together are worth this much.
+PARTIAL_CREDIT = 0.2
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)")
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+
+Completion = str | list[dict[str, Any]]
+
+
+def answer_of(completion: Completion, *, with_thought: bool = False) -> str:
+    """The text of the last message of the assistant, by default without what it thought before."""
+    if isinstance(completion, str):
+        text, thought = completion, ""
+    else:
+        message = next((m for m in reversed(completion) if m.get("role") == "assistant"), {})
+        text, thought = message.get("content") or "", message.get("reasoning_content") or ""
+    if with_thought:
+        return f"<think>\n{thought}\n</think>\n\n{text}".strip() if thought else text.strip()
+    return text.rpartition("</think>")[2].strip()
+
+
+def _column(values: list[Any] | None, completions: list[Completion]) -> list[Any]:
+    return [None] * len(completions) if values is None else values
+
+
+def _score(
+    name: str, completions: list[Completion], task: list[str | None] | None, score: Callable[[int, str], float | None]
+) -> list[float | None]:
+    """`score(row, answer)` of each completion whose row is of the task `name`, or of none."""
+    tasks = _column(task, completions)
+    return [
+        score(row, answer_of(completion)) if tasks[row] in (None, name) else None
+        for row, completion in enumerate(completions)
+    ]
+
+
+def format_reward(
+    completions: list[Completion], *, answer_format: list[str | None], **columns: Any
+) -> list[float | None]:
+    """1 for an answer of the shape that `answer_format` names in `ANSWER_FORMATS`; else 0.2 times its share of the parts."""
+    rewards: list[float | None] = []
+    for completion, name in zip(completions, answer_format, strict=True):
+        if name is None:
+            rewards.append(None)
+            continue
+        shape = ANSWER_FORMATS[name]
+        answer = answer_of(completion, with_thought=shape.with_thought)
+        share = sum(re.fullmatch(part, answer) is not None for part in shape.parts) / len(shape.parts)
+        rewards.append(1.0 if share == 1 else PARTIAL_CREDIT * share)
+    return rewards
+
+
+def arithmetic_reward(
+    completions: list[Completion], *, solution: list[list[str]], task: list[str | None] | None = None, **columns: Any
+) -> list[float | None]:
+    """1 if the last number of the answer is the solution, 0.2 if there is one at all."""
+
+    def score(row: int, answer: str) -> float:
+        numbers = _NUMBER.findall(answer.replace(",", ""))
+        if numbers and float(numbers[-1]) == float(_values(solution[row])[0]):
+            return 1.0
+        return PARTIAL_CREDIT if numbers else 0.0
+
+    return _score("arithmetic", completions, task, score)
+
+
+def idiom_reward(
+    completions: list[Completion], *, solution: list[list[str]], task: list[str | None] | None = None, **columns: Any
+) -> list[float | None]:
+    """1 for an idiom that goes on as the prompt begins, whole or its second half; 0.2 for any two or four characters."""
+
+    def score(row: int, answer: str) -> float:
+        characters = "".join(re.findall(r"[\u4e00-\u9fff]", answer))
+        if characters in solution[row] or any(len(idiom) == 4 and idiom in answer for idiom in solution[row]):
+            return 1.0
+        return PARTIAL_CREDIT if len(characters) in (2, 4) else 0.0
+
+    return _score("idiom-task", completions, task, score)
+
+
+def solution_reward(
+    completions: list[Completion], *, solution: list[list[str] | str], **columns: Any
+) -> list[float | None]:
+    """
+    The share of the solution's values that the answer holds, as text or as a number: how MiniMind's agent stage checks
+    its `gt`. Tool calls that wait for their result hold nothing.
+    """
+    rewards: list[float | None] = []
+    for completion, target in zip(completions, solution, strict=True):
+        values = _values(target)
+        answer = _TOOL_CALL.sub("", answer_of(completion)).replace(",", "")
+        numbers = [float(number) for number in _NUMBER.findall(answer)]
+        found = [_holds(answer, numbers, value.strip().replace(",", "")) for value in values]
+        rewards.append(sum(found) / len(values) if values else None)
+    return rewards
+
+
+def _values(solution: list[str] | str) -> list[str]:
+    return [solution] if isinstance(solution, str) else solution or []
+
+
+def _holds(answer: str, numbers: list[float], value: str) -> bool:
+    if _NUMBER.fullmatch(value):
+        return any(abs(number - float(value)) < 1e-6 for number in numbers)
+    return value != "" and value.lower() in answer.lower()
+
+
+def tool_call_reward(
+    completions: list[Completion],
+    *,
+    tools: list[str | None],
+    solution: list[list[str]] | None = None,
+    task: list[str | None] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """
+    0.25 for one `<tool_call>` that parses, 0.5 if its name and arguments fit the schema of a tool, 1 if they are those
+    of the solution, or if there is none.
+    """
+    solutions = _column(solution, completions)
+    tasks = _column(task, completions)
+    rewards: list[float | None] = []
+    for row, completion in enumerate(completions):
+        if tools[row] is None or tasks[row] not in (None, "tool-call"):
+            rewards.append(None)
+            continue
+        calls = _tool_calls(completion)
+        if len(calls) != 1:
+            rewards.append(0.0)
+        elif not _fits(calls[0], json.loads(tools[row])):
+            rewards.append(0.25)
+        elif tasks[row] is not None and calls[0] != json.loads(solutions[row][0]):
+            rewards.append(0.5)
+        else:
+            rewards.append(1.0)
+    return rewards
+
+
+def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
+    """The calls of a completion's last assistant message, whether TRL parsed them or not; none where one is broken."""
+    message = {} if isinstance(completion, str) else next((m for m in completion if m.get("tool_calls")), {})
+    calls = [call.get("function", call) for call in message.get("tool_calls", [])]
+    try:
+        calls += [json.loads(text) for text in _TOOL_CALL.findall(answer_of(completion))]
+    except json.JSONDecodeError:
+        return []
+    is_whole = all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls)
+    return [{"name": call["name"], "arguments": call["arguments"]} for call in calls] if is_whole else []
+
+
+def _fits(call: dict[str, Any], tools: list[dict[str, Any]]) -> bool:
+    """Whether a call names a tool and gives the arguments that its schema asks for, each of its type."""
+    schemas = {tool["name"]: tool.get("parameters", {}) for tool in (tool.get("function", tool) for tool in tools)}
+    arguments = call["arguments"]
+    if call["name"] not in schemas or not isinstance(arguments, dict):
+        return False
+    properties = schemas[call["name"]].get("properties", {})
+    required = schemas[call["name"]].get("required", [])
+    if not set(required) <= arguments.keys() <= properties.keys():
+        return False
+    return all(
+        isinstance(value, _JSON_TYPES.get(properties[key].get("type"), object))
+        and not (isinstance(value, bool) and properties[key].get("type") in ("integer", "number"))
+        for key, value in arguments.items()
+    )
+
+
+REWARDS: dict[str, Callable[..., list[float | None]]] = {
+    "format": format_reward,
+    "arithmetic": arithmetic_reward,
+    "idiom": idiom_reward,
+    "solution": solution_reward,
+    "tool_call": tool_call_reward,
+}
+
+
+def load_reward_functions(names: list[str]) -> list[Callable[..., list[float | None]] | str]:
+    """
+    Reward functions by name: a key of `REWARDS`, `module.path:function` (the current directory is looked into too), or
+    `owner/model`, a directory or Hub id of a reward model, which TRL loads itself.
+
+    Raises:
+        `ValueError`: if there is none under a name.
+    """
+    if not names:
+        raise ValueError(f"--rewards names none: give one or more of {', '.join(REWARDS)}, or module.path:function.")
+    return [_load_reward(name) for name in names]
+
+
+def _load_reward(name: str) -> Callable[..., list[float | None]] | str:
+    if name in REWARDS:
+        return REWARDS[name]
+    if ":" not in name and "/" in name:
+        return name
+    return load_function(name, flag="--rewards", known=REWARDS)
+
+
+def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..., Any]:
+    """What `module.path:function` names; `ValueError` that says which part of it is wrong, naming `flag`."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise ValueError(f"{flag} {name} is unknown. Give one of {', '.join(known)}, or module.path:function.")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{flag} {name}: the module {module_name} cannot be imported from here or from the environment ({error})."
+        ) from error
+    function = vars(module).get(function_name)
+    if not callable(function):
+        raise ValueError(f"{flag} {name}: {module.__file__} has no function {function_name!r}.")
+    return function
+
+
+__all__ = ["REWARDS", "load_function", "load_reward_functions", *(function.__name__ for function in REWARDS.values())]

@@ -1,0 +1,77 @@
+"""
+Reinforces a chat model with rewards that can be verified: GRPO, its CISPO and DAPO losses, or RLOO.
+
+    python recipes/grpo.py --config recipes/tiny/grpo.yaml --model_name_or_path out/sft-tiny
+    python recipes/grpo.py --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
+    python recipes/grpo.py --model_name_or_path out/sft --dataset_name my/agent_rl.jsonl --rewards solution --tools minimind
+    torchrun --standalone --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
+
+`--loss_type cispo` or `dapo` choose the loss, `--algorithm rloo` RLOO, `--enable_thinking false` puts an empty thought
+before each answer, `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works; `--help` lists ours too.
+"""
+
+from pathlib import Path
+
+from hf_pretrain.adapters import AdapterArguments, add_adapter
+from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.data.tasks import load_tasks
+from hf_pretrain.model_card import RunFacts
+from hf_pretrain.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments
+from hf_pretrain.rewards import load_reward_functions
+from hf_pretrain.running import begin_run, end_run, train_and_evaluate
+from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.tools import load_tools
+
+
+def main(
+    model_args: ModelArguments,
+    adapter_args: AdapterArguments,
+    task_args: TaskArguments,
+    training_args: GRPOTrainingArguments,
+):
+    rewards = load_reward_functions(task_args.rewards)
+    tools, environment = load_tools(task_args.tools), task_args.load_environment()
+    checkpoint = begin_run(training_args)
+    is_main = training_args.process_index == 0
+
+    train_tasks, eval_tasks = load_tasks(
+        task_args.dataset_name,
+        validation_fraction=task_args.validation_fraction,
+        seed=training_args.seed,
+        # Tools that can be called are described by the chat template.
+        describe_tools=tools is None and environment is None,
+        max_rejected_ratio=task_args.max_rejected_ratio,
+        rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
+    )
+    if len(eval_tasks) == 0:
+        training_args.eval_strategy = "no"
+    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    model = add_adapter(model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size), adapter_args)
+
+    trainer = ALGORITHMS[training_args.algorithm](
+        model,
+        args=training_args,
+        reward_funcs=rewards,
+        train_dataset=train_tasks,
+        eval_dataset=eval_tasks if len(eval_tasks) else None,
+        processing_class=tokenizer,
+        tools=tools,
+        environment_factory=environment,
+        run_facts=RunFacts(
+            stage=f"reinforcement ({training_args.algorithm}, {training_args.loss_type} loss)",
+            recipe="grpo",
+            datasets=task_args.dataset_name,
+            data=[
+                f"Training: {len(train_tasks):,} tasks, {training_args.num_generations} completions each",
+                f"Held out: {len(eval_tasks):,} tasks",
+                f"Rewards: {', '.join(task_args.rewards)}",
+            ],
+            base_model=model_args.model_name_or_path,
+        ),
+    )
+    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
+    end_run(trainer, metrics, samples=trainer.last_answers())
+
+
+if __name__ == "__main__":
+    main(*parse_args(ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments, stage="grpo"))

@@ -1,0 +1,477 @@
+"""GRPO and RLOO on toy models: the router loss by its formula, the reference, tools, and the recipe as people run it."""
+
+import json
+import math
+import runpy
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers.utils import get_json_schema
+
+from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.reinforcement import (
+    ALGORITHMS,
+    GRPOTrainingArguments,
+    MiniMindGRPOTrainer,
+    TaskArguments,
+)
+from hf_pretrain.rewards import load_reward_functions
+from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tools import MINIMIND_TOOLS, calculator, load_tools
+from tests.hub_server import HubServer
+from tests.invariants.launching import ROOT, launcher_command, start
+
+
+RECIPE = str(ROOT / "recipes/grpo.py")
+COEFFICIENT = 0.5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    texts = [
+        "What is 12 + 30? Blue sky. Green tree.",
+        '{"name": "calculator", "arguments": {"expression": "2 + 3"}}',
+    ] * 9
+    return train_tokenizer(texts, vocab_size=360)
+
+
+def toy_model(*, num_experts: int = 0, **fields) -> MiniMindForCausalLM:
+    torch.manual_seed(0)
+    experts = (
+        {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if num_experts else {}
+    )
+    return MiniMindForCausalLM(
+        MiniMindConfig(
+            vocab_size=360,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            **experts,
+            **fields,
+        )
+    )
+
+
+def toy_tasks(num_tasks: int = 16) -> Dataset:
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Sky {n}?"}] for n in range(num_tasks)]})
+
+
+def long_reward(completions, **columns):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def toy_trainer(tokenizer, tmp_path, *, model=None, algorithm="grpo", trainer=None, **kwargs):
+    defaults = {
+        "output_dir": str(tmp_path / "run"),
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "disable_tqdm": True,
+    }
+    arguments = GRPOTrainingArguments(**defaults | kwargs, algorithm=algorithm)
+    return ALGORITHMS[algorithm](
+        model or toy_model(),
+        args=arguments,
+        reward_funcs=long_reward,
+        train_dataset=toy_tasks(),
+        processing_class=tokenizer,
+        **(trainer or {}),
+    )
+
+
+# Router loss
+
+
+def written_router_loss(model: MiniMindForCausalLM, input_ids: torch.Tensor, mask: torch.Tensor) -> float:
+    """Switch Transformers' loss, expert by expert and token by token, from the routers' own logits."""
+    logits_of: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda module, args, output: logits_of.append(output[0]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model.model(input_ids=input_ids, attention_mask=mask)
+    for hook in hooks:
+        hook.remove()
+    total = 0.0
+    for row in range(len(input_ids)):
+        for logits in logits_of:
+            table = logits.view(*input_ids.shape, -1)[row][mask[row].bool()].softmax(-1).tolist()
+            experts = range(len(table[0]))
+            chosen = [sorted(experts, key=lambda e, token=token: -token[e])[:2] for token in table]
+            for expert in experts:
+                load = sum(expert in choice for choice in chosen) / (2 * len(table))
+                total += len(experts) * load * sum(token[expert] for token in table) / len(table)
+    return total / len(input_ids)
+
+
+def toy_batch(trainer) -> dict[str, torch.Tensor]:
+    """What TRL hands to `compute_loss`: two completions, one prompt padded on the left, one completion on the right."""
+    torch.manual_seed(1)
+    ones = torch.ones(2, 4, dtype=torch.long)
+    prompt_mask, completion_mask = ones.clone(), ones.clone()
+    prompt_mask[0, :2] = 0
+    completion_mask[1, 3:] = 0
+    return {
+        "prompt_ids": torch.randint(40, 300, (2, 4)),
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(40, 300, (2, 4)),
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.0, -1.0]),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_the_router_loss_is_ours_by_its_formula(tokenizer, tmp_path, algorithm, num_micro_batches):
+    losses = []
+    for coefficient in (COEFFICIENT, 0.0):
+        model = toy_model(num_experts=4, router_aux_loss_coef=coefficient)
+        trainer = toy_trainer(tokenizer, tmp_path, model=model, algorithm=algorithm)
+        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = num_micro_batches
+        model.train()
+        batch = toy_batch(trainer)
+        if algorithm == "rloo":
+            batch["old_logps"] = torch.zeros(2)
+        losses.append(trainer.compute_loss(model, batch))
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    expected = COEFFICIENT * written_router_loss(model, ids, mask)
+    # TRL's GRPO divides by the micro-batches itself, Trainer does so for its RLOO.
+    expected /= num_micro_batches if algorithm == "grpo" else 1
+    assert (losses[0] - losses[1]).item() == pytest.approx(expected, rel=1e-5)
+    losses[0].backward()
+
+
+def test_the_router_loss_reaches_the_routers_and_only_while_training(tokenizer, tmp_path):
+    model = toy_model(num_experts=4, router_aux_loss_coef=COEFFICIENT)
+    trainer = toy_trainer(tokenizer, tmp_path, model=model)
+    trainer.current_gradient_accumulation_steps = 1
+    batch = toy_batch(trainer) | {"advantages": torch.zeros(2)}
+    model.train()
+    trainer.compute_loss(model, batch).backward()
+    assert all(layer.mlp.gate.weight.grad.abs().max() > 0 for layer in model.model.layers)
+    assert len(trainer._metrics["train"]["aux_loss"]) == 1
+    model.eval()
+    with torch.no_grad():
+        assert trainer.compute_loss(model, batch).item() == 0.0
+    assert not trainer._metrics["eval"]["aux_loss"]
+
+
+def test_the_router_loss_of_an_adapter(tokenizer, tmp_path):
+    peft = pytest.importorskip("peft")
+    adapted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(toy_model(num_experts=4, router_aux_loss_coef=COEFFICIENT), adapted)
+    trainer = toy_trainer(tokenizer, tmp_path, model=model)
+    trainer.train()
+    logged = [entry["aux_loss"] for entry in trainer.state.log_history if "aux_loss" in entry]
+    # Two layers whose load is nearly even.
+    assert len(logged) == 2 and all(value == pytest.approx(2.0, rel=0.1) for value in logged)
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "beta": 0.1},
+        {"algorithm": "rloo", "beta": 0.05},
+        {"use_transformers_continuous_batching": True},
+    ],
+    ids=lambda flags: "-".join(map(str, flags.values())),
+)
+def test_every_parameter_moves_under_every_loss(tokenizer, tmp_path, flags):
+    model = toy_model()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, **flags)
+    trainer.train()
+    assert all((parameter != before[name]).any() for name, parameter in model.named_parameters())
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(history) == 2 and all(math.isfinite(entry["grad_norm"]) for entry in history)
+    assert trainer.state.num_input_tokens_seen > 0
+
+
+def test_the_reference_is_the_policy_as_it_was(tokenizer, tmp_path):
+    model = toy_model()
+    start_weights = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, beta=0.1, max_steps=3, warmup_steps=0)
+    trainer.train()
+    reference = trainer.ref_model.state_dict()
+    assert all(torch.equal(reference[name], value) for name, value in start_weights.items())
+    kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+    assert kl[0] == pytest.approx(0.0, abs=1e-5) and kl[1] > 1e-4
+    assert trainer.args.beta == 0.1
+
+
+def test_no_telemetry_is_sent(tokenizer, tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda *args, **kwargs: sent.append(kwargs))
+    monkeypatch.delenv("CI", raising=False)
+    toy_trainer(tokenizer, tmp_path)
+    assert sent == []
+
+
+@pytest.mark.parametrize(("thinking", "has_empty_thought"), [(True, False), (False, True), (None, False)])
+def test_thinking_on_and_off(tokenizer, tmp_path, thinking, has_empty_thought):
+    trainer = toy_trainer(tokenizer, tmp_path, enable_thinking=thinking)
+    (ids,) = trainer._tokenize_prompts([[{"role": "user", "content": "Sky?"}]])[0]
+    assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is has_empty_thought
+
+
+# Tools
+
+
+def teach(model: MiniMindForCausalLM, tokenizer, conversation: list[dict], tools: list) -> None:
+    """Fits a toy model to one conversation until it repeats it."""
+    encoding = tokenizer.apply_chat_template(
+        conversation, tools=tools, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+    )
+    ids = encoding["input_ids"]
+    labels = ids.masked_fill(torch.as_tensor(encoding["assistant_masks"]) == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(300):
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 5e-3:
+            return
+    raise AssertionError(f"the conversation was not learnt: loss {loss}")
+
+
+class Desk:
+    """An environment whose only tool is the calculator."""
+
+    def reset(self, **row) -> str | None:
+        self.num_calls = 0
+
+    def get_reward(self) -> float:
+        return float(self.num_calls)
+
+    def calculator(self, expression: str) -> str:
+        self.num_calls += 1
+        return calculator(expression)
+
+
+Desk.calculator.__doc__ = calculator.__doc__
+
+
+@pytest.mark.parametrize("means", ["tools", "environment"])
+def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(tokenizer, tmp_path, means):
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12 + 30"}}}
+    conversation = [
+        {"role": "user", "content": "What is 12 + 30?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "calculator", "content": "42"},
+        {"role": "assistant", "content": "Blue 42."},
+    ]
+    model = toy_model()
+    teach(model, tokenizer, conversation, [calculator])
+    rollouts = []
+
+    def reward(completions, **columns):
+        rollouts.extend(completions)
+        return [float(number) for number in range(len(completions))]
+
+    arguments = GRPOTrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=160,
+        temperature=0.1,
+        max_steps=1,
+        logging_steps=1,
+        save_strategy="no",
+        eval_strategy="no",
+    )
+    trainer = MiniMindGRPOTrainer(
+        model,
+        args=arguments,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_dict({"prompt": [conversation[:1]] * 4}),
+        processing_class=tokenizer,
+        **({"tools": [calculator]} if means == "tools" else {"environment_factory": Desk}),
+    )
+    inputs = trainer._prepare_inputs([{"prompt": conversation[:1]}] * 2)
+    for rollout in rollouts:
+        assert [message["role"] for message in rollout] == ["assistant", "tool", "assistant"]
+        assert rollout[0]["tool_calls"] == [call]
+        assert rollout[1]["content"] == "42" and rollout[2]["content"] == "Blue 42."
+    # The tool's words are seen and not learnt.
+    ids, mask = inputs["completion_ids"][0], inputs["tool_mask"][0]
+    assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(ids[mask == 0])
+    assert "42" not in tokenizer.decode(ids[mask == 1]).split("</tool_call>")[0].replace("12 + 30", "")
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "tools/call_frequency" in entry]
+    assert (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (1.0, 0.0)
+    assert means == "tools" or entry["rewards/Desk/mean"] == 1.0
+
+
+def test_the_calculator_calculates_and_nothing_else():
+    assert calculator("12 * (3 + 4) / -2") == "-42.0" and calculator("（2^10 − 24）÷ 10") == "100.0"
+    for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.sqrt(4)"):
+        with pytest.raises((ValueError, SyntaxError)):
+            calculator(expression)
+
+
+def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
+    schemas = {tool.__name__: get_json_schema(tool)["function"]["parameters"] for tool in load_tools(["minimind"])}
+    assert schemas["unit_converter"]["required"] == ["value", "from_unit", "to_unit"]
+    assert schemas["unit_converter"]["properties"]["value"]["type"] == "number"
+    assert "required" not in schemas["get_current_time"] or schemas["get_current_time"]["required"] == []
+    _, convert, weather, time, rate, translate = MINIMIND_TOOLS
+    assert json.loads(convert(10, "km", "miles")) == {"result": 6.2137}
+    assert json.loads(weather("北京"))["temperature"] == "28°C" and json.loads(weather("Rome"))["condition"] == "晴"
+    assert json.loads(time("Europe/Paris"))["datetime"] == "2025-03-07 07:30:00"
+    assert json.loads(rate("USD", "CNY")) == {"from": "USD", "to": "CNY", "rate": 7.21}
+    assert json.loads(translate("Good morning", "chinese")) == {"translated_text": "早上好"}
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/grpo.yaml")), ids=lambda path: path.parent.name)
+def test_every_yaml_names_its_preset_and_parses(path, tmp_path):
+    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "true"]
+    model, tasks, training = parse_args(ModelArguments, TaskArguments, GRPOTrainingArguments, argv=argv)
+    assert model.model_preset == path.parent.name and model.model_preset in PRESETS
+    assert training.learning_rate == float(yaml.safe_load(path.read_text())["learning_rate"])
+    rewards = yaml.safe_load(path.read_text())["rewards"]
+    assert tasks.rewards == ([rewards] if isinstance(rewards, str) else rewards)
+    load_reward_functions(tasks.rewards)
+
+
+def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
+    from hf_pretrain.arguments import LMTrainingArguments
+
+    ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    base = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    own = {"learning_rate", "remove_unused_columns", "run_name", "logging_dir"}
+    different = {name for name, value in vars(base).items() if getattr(ours, name) != value} - own
+    assert {name for name in different if not name.startswith("_")} <= {"distributed_state", "accelerator_config"}
+    assert not ours.gradient_checkpointing and ours.bf16 == base.bf16
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"algorithm": "ppo"}, "--algorithm ppo is unknown; use one of grpo, rloo"),
+        ({"remove_unused_columns": True}, "the rewards read"),
+        ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
+        ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
+    ],
+)
+def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
+    with pytest.raises(ValueError, match=words):
+        GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
+
+
+def test_rloo_refuses_tools(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="use --algorithm grpo"):
+        toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"tools": [calculator]})
+
+
+# The recipe
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("grpo")
+    toy_model(num_experts=4).save_pretrained(path / "toy")
+    tokenizer.save_pretrained(path / "toy")
+    lines = [json.dumps({"prompt": f"What is {n} + 30?", "solution": [str(n + 30)]}) for n in range(24)]
+    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def recipe_arguments(workspace, output_dir: str, *flags: str) -> list[str]:
+    return [
+        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "tasks.jsonl")),
+        *("--rewards", "solution", "arithmetic", "--output_dir", str(workspace / output_dir), "--max_steps", "2"),
+        *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--num_generations", "2"),
+        *("--max_completion_length", "8", "--logging_steps", "1", "--validation_fraction", "0.2"),
+        *("--save_strategy", "no", "--eval_strategy", "no", "--bf16", "false", "--learning_rate", "1e-2", *flags),
+    ]
+
+
+def log_of(workspace, output_dir: str) -> list[dict]:
+    return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
+
+
+def test_the_recipe_saves_pushes_and_resumes_where_it_stopped(workspace, tmp_path):
+    saving = ("--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4")
+    environment = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_toy"}
+    with HubServer("hf_toy") as server:
+        flags = (*saving, "--push_to_hub", "--hub_model_id", "user/toy")
+        command = [*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "whole", *flags)]
+        whole = start(command, HF_ENDPOINT=server.endpoint, **environment)
+        assert whole.returncode == 0, whole.stdout[-3000:]
+        pushed = dict(server.repos["user/toy"].files)
+    run = workspace / "whole"
+    expected = {"model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py", "loss_curve.png"}
+    assert expected <= {path.name for path in run.iterdir()} and expected <= pushed.keys()
+    assert not list(run.rglob("training_args.bin"))
+    assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
+    (held_out,) = [entry["eval_reward"] for entry in log_of(workspace, "whole") if "eval_reward" in entry]
+    assert f"Held-out reward    {held_out:.4f}" in whole.stdout and "Held-out loss" not in whole.stdout
+    # Of a generation batch of four, two prompts.
+    assert whole.stdout.count("Sample ") == 2
+    card = pushed["README.md"].decode()
+    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "recipes/grpo.py" in card
+    assert f"| held-out mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
+    assert "held-out loss" not in card and "trl" not in card.lower()
+
+    (run / "checkpoint-4").rename(workspace / "checkpoint-4")
+    again = [*recipe_arguments(workspace, "whole", *saving), "--resume_from_checkpoint", "auto"]
+    resumed = start([*launcher_command("python"), RECIPE, *again])
+    assert resumed.returncode == 0, resumed.stdout[-3000:]
+    assert [entry["step"] for entry in log_of(workspace, "whole") if "reward" in entry] == [1, 2, 3, 4]
+    first = load_file(workspace / "checkpoint-4/model.safetensors")
+    second = load_file(run / "model.safetensors")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher):
+    flags = ["--beta", "0.1", "--gradient_accumulation_steps", "2", "--use_cpu"]
+    if launcher == "torchrun":
+        flags += ["--algorithm", "rloo"]
+    else:
+        flags += ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
+    result = start([*launcher_command(launcher), RECIPE, *recipe_arguments(workspace, launcher, *flags)])
+    assert result.returncode == 0, result.stdout[-3000:]
+    history = [entry for entry in log_of(workspace, launcher) if "reward" in entry]
+    assert len(history) == 2 and all({"aux_loss", "kl"} <= entry.keys() for entry in history)
+    assert "2 process(es) on CPU" in result.stdout and result.stdout.count("Held-out reward") == 1
+    weights = load_file(workspace / launcher / "model.safetensors")
+    assert any(
+        (weights[name] != value).any() for name, value in load_file(workspace / "toy/model.safetensors").items()
+    )
+
+
+def test_the_recipe_needs_a_model_to_start_from(tmp_path):
+    main = runpy.run_path(RECIPE)["main"]
+    training = GRPOTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(ValueError, match="--model_name_or_path is missing"):
+        main(ModelArguments(), TaskArguments(), training)

@@ -1,0 +1,237 @@
+"""Every built-in reward on answers that are right, partly right and wrong, and the tasks that they are for."""
+
+import json
+import sys
+
+import pytest
+
+from hf_pretrain.data.formats import BadRecord
+from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
+from hf_pretrain.rewards import (
+    arithmetic_reward,
+    format_reward,
+    idiom_reward,
+    load_reward_functions,
+    solution_reward,
+    tool_call_reward,
+)
+from hf_pretrain.tokenization import train_tokenizer
+
+
+def says(*texts: str) -> list[list[dict]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("shape", "answer", "reward"),
+    [
+        ("sentence", "The sky is blue.", 1.0),
+        ("sentence", "<think>\nwhat now\n</think>\n\nThe sky is blue.", 1.0),
+        ("sentence", "the sky is blue.", 0.2 * 3 / 4),
+        ("sentence", "The sky is blue", 0.2 * 3 / 4),
+        ("sentence", "The sky. It is blue.", 0.2 * 3 / 4),
+        ("sentence", "The sky is blue?", 0.2 * 3 / 4),
+        ("sentence", "Sky.", 0.2 * 3 / 4),
+        ("sentence", "The sky\nis blue.", 0.2 * 3 / 4),
+        ("sentence", "The " + "very " * 12 + "blue sky.", 0.2 * 3 / 4),
+        ("sentence", "", 0.0),
+        ("number", "42", 1.0),
+        ("number", "42!", 0.0),
+        ("reasoning", "<think>\nIt is day.\n</think>\n\nBlue.", 1.0),
+        ("reasoning", "<think>\nIt is day.\n</think>", 0.2 * 3 / 4),
+        ("reasoning", "Blue.", 0.2 * 1 / 4),
+        (None, "Blue.", None),
+    ],
+)
+def test_the_format_reward_counts_parts(shape, answer, reward):
+    assert format_reward(says(answer), answer_format=[shape]) == [pytest.approx(reward)]
+
+
+def test_a_thought_that_was_parsed_counts_as_one_that_was_not():
+    parsed = [[{"role": "assistant", "reasoning_content": "It is day.", "content": "Blue."}]]
+    assert format_reward(parsed, answer_format=["reasoning"]) == [1.0]
+
+
+def test_arithmetic_takes_the_last_number():
+    answers = says("19", "12 + 7 = 19.", "It is 19.0", "12 + 7 = 18", "nineteen", "-19", "1,019")
+    rewards = arithmetic_reward(answers, solution=[["19"]] * 7)
+    assert rewards == [1.0, 1.0, 1.0, 0.2, 0.0, 0.2, 0.2]
+
+
+def test_an_idiom_is_finished_in_any_way_that_the_dictionary_knows():
+    solution = ["三窟", "狡兔三窟", "三穴", "狡兔三穴"]
+    answers = says("三窟", "狡兔三穴。", "成语是狡兔三窟", "四窟", "我不知道啊", "rabbit")
+    assert idiom_reward(answers, solution=[solution] * 6) == [1.0, 1.0, 1.0, 0.2, 0.0, 0.0]
+
+
+def test_the_solution_reward_is_upstreams_share_of_gt():
+    answers = says("It is 1,200 and Sunny.", "It is 1200.0", "12000", '<tool_call>{"name": "1200"}</tool_call>')
+    assert solution_reward(answers, solution=[["1200", "sunny"]] * 4) == [1.0, 0.5, 0.0, 0.0]
+    assert solution_reward(says("yes"), solution=[[]]) == [None]
+    assert solution_reward(says("so 7 it is"), solution=["7"]) == [1.0]
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        (call("set_timer", minutes=5), 1.0),
+        (call("set_timer", minutes=6), 0.5),
+        (call("get_weather", city="Rome"), 0.5),
+        (call("set_timer", minutes="5"), 0.25),
+        (call("set_timer", minutes=True), 0.25),
+        (call("set_timer"), 0.25),
+        (call("set_timer", minutes=5, loud=True), 0.25),
+        (call("set_alarm", minutes=5), 0.25),
+        (call("set_timer", minutes=5) * 2, 0.0),
+        ('<tool_call>{"name": "set_timer"}</tool_call>', 0.0),
+        ("<tool_call>{set_timer}</tool_call>", 0.0),
+        ("Five minutes.", 0.0),
+    ],
+)
+def test_a_tool_call_parses_fits_and_is_right(answer, reward):
+    columns = {"tools": [json.dumps(TOOLS)], "task": ["tool-call"]}
+    solution = [[json.dumps({"name": "set_timer", "arguments": {"minutes": 5}})]]
+    assert tool_call_reward(says(answer), solution=solution, **columns) == [reward]
+
+
+def test_a_parsed_tool_call_counts_as_a_written_one():
+    function = {"name": "set_timer", "arguments": {"minutes": 5}}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    assert tool_call_reward([[message]], tools=[json.dumps(TOOLS)]) == [1.0]
+
+
+def test_rewards_leave_rows_of_other_tasks_alone():
+    columns = {"task": ["arithmetic", "idiom-task"], "solution": [["3"], ["意"]], "tools": [None, None]}
+    assert arithmetic_reward(says("3", "3"), **columns) == [1.0, None]
+    assert idiom_reward(says("意", "意"), **columns) == [None, 1.0]
+    assert tool_call_reward(says("3", "3"), **columns) == [None, None]
+
+
+# Names
+
+
+def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def long(completions, **columns):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    builtin, own, model = load_reward_functions(["format", "my_rewards:long", "owner/reward-model"])
+    assert builtin is format_reward and own(["a", "b"]) == [1.0, 1.0] and model == "owner/reward-model"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["fromat"], "--rewards fromat is unknown. Give one of format, arithmetic"),
+        (["no_such_module:reward"], "the module no_such_module cannot be imported"),
+        (["hf_pretrain.rewards:nothing"], "rewards.py has no function 'nothing'"),
+        ([], "names none"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_named(names, words):
+    with pytest.raises(ValueError, match=words):
+        load_reward_functions(names)
+
+
+# Tasks
+
+
+def test_embedded_tasks_are_the_same_for_the_same_seed():
+    names = ["embedded:arithmetic", "embedded:idiom-task", "embedded:tool-call"]
+    train, held_out = load_tasks(names, validation_fraction=0.1, seed=1)
+    again, _ = load_tasks(names, validation_fraction=0.1, seed=1)
+    assert train[:] == again[:]
+    first, other = (load_tasks(["embedded:arithmetic"], seed=seed)[0][:] for seed in (1, 2))
+    assert first != other
+    prompts = {json.dumps(prompt) for prompt in train["prompt"]}
+    assert len(held_out) and not prompts & {json.dumps(prompt) for prompt in held_out["prompt"]}
+
+
+@pytest.mark.parametrize("name", EMBEDDED_TASKS)
+def test_the_solution_of_every_embedded_task_gets_the_whole_reward(name):
+    rewards = {"answer-format": "format", "arithmetic": "arithmetic", "idiom-task": "idiom", "tool-call": "tool_call"}
+    (reward,) = load_reward_functions([rewards[name]])
+    tasks, _ = load_tasks([f"embedded:{name}"], validation_fraction=0.0)
+    if name == "answer-format":
+        answers = ["It is so."] * len(tasks)
+    elif name == "tool-call":
+        answers = [f"<tool_call>\n{solution[0]}\n</tool_call>" for solution in tasks["solution"]]
+    else:
+        answers = [solution[0] for solution in tasks["solution"]]
+    columns = {column: tasks[column] for column in tasks.column_names if column != "prompt"}
+    assert set(reward(says(*answers), **columns)) == {1.0}
+    wrong = set(reward(says(*["@"] * len(tasks)), **columns))
+    assert max(wrong) < 0.2
+
+
+def test_tools_are_described_as_the_chat_template_does():
+    tokenizer = train_tokenizer(["text"], vocab_size=300)
+    question = {"role": "user", "content": "Hi"}
+    system = {"role": "system", "content": "Be brief."}
+    ours = [{"role": "system", "content": tools_message(TOOLS, "Be brief.")}, question]
+    render = tokenizer.apply_chat_template
+    assert render(ours, tokenize=False) == render([system, question], tools=TOOLS, tokenize=False)
+
+
+def test_minimind_agent_records_become_tasks():
+    record = {
+        "conversations": [
+            {"role": "system", "content": "Help.", "tools": json.dumps(TOOLS)},
+            {"role": "user", "content": "Five minutes, please."},
+            {"role": "assistant", "content": ""},
+        ],
+        "gt": [5, "timer"],
+    }
+    task = read_task(record)
+    assert [message["role"] for message in task["prompt"]] == ["system", "user"]
+    assert task["prompt"][0]["content"] == tools_message(TOOLS, "Help.")
+    assert task["solution"] == ["5", "timer"] and json.loads(task["tools"]) == TOOLS
+    # Beside tools that the trainer renders itself, the system message stays as it is.
+    assert read_task(record, describe_tools=False)["prompt"][0]["content"] == "Help."
+    plain = read_task({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]})
+    assert plain["prompt"] == [{"role": "user", "content": "Hi"}] and plain["solution"] == []
+
+
+def test_trl_records_keep_their_columns():
+    assert read_task({"prompt": "Hi", "level": 3}) == {"prompt": [{"role": "user", "content": "Hi"}], "level": 3}
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ([], "not an object"),
+        ({"text": "Hi"}, "neither `prompt` nor `conversations`"),
+        ({"prompt": []}, "`prompt` holds no message"),
+        ({"prompt": [{"role": "user"}]}, "no object with"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "no text"),
+        ({"conversations": [{"role": "user", "content": "Hi"}]}, "without the answer"),
+        ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "no list of JSON schemas"),
+    ],
+)
+def test_a_record_that_is_no_task_says_why(record, words):
+    with pytest.raises(BadRecord, match=words):
+        read_task(record)
+
+
+def test_bad_lines_are_set_aside_and_listed(tmp_path):
+    good = [json.dumps({"prompt": f"Question {number}"}) for number in range(20)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join([*good, '{"text": "x"}']) + "\n")
+    name, listed = str(tmp_path / "tasks.jsonl"), tmp_path / "rejected.jsonl"
+    train, _ = load_tasks([name], validation_fraction=0.0, max_rejected_ratio=0.1, rejected_path=listed)
+    assert len(train) == 20 and json.loads(listed.read_text())["line"] == 21
+    with pytest.raises(ValueError, match=r"1 of 21 lines .* are bad"):
+        load_tasks([name])
+
+
+def test_an_unknown_task_is_named():
+    with pytest.raises(ValueError, match="no such embedded task. There are: embedded:answer-format"):
+        load_tasks(["embedded:chess"])
+
+
+def test_every_format_matches_something_that_its_instruction_allows():
+    examples = {"sentence": "Yes it is.", "number": "3", "reasoning": "<think>a</think>b"}
+    assert examples.keys() == ANSWER_FORMATS.keys()
+    assert [format_reward(says(text), answer_format=[name]) for name, text in examples.items()] == [[1.0]] * 3
