@@ -24,6 +24,6 @@ class TrainingProgressCallback(ProgressCallback):
                 shown["tok/s"] = f"{logs['tokens_per_second']:,.0f}"
             self.training_bar.set_postfix(shown)
             return
-        shown = [f"{name} {logs[key]:.4f}" for key, name in HELD_OUT.items() if key in logs]
-        if shown:
-            self.training_bar.write(f"step {state.global_step}: {', '.join(shown)}")
+        figures = [f"{name} {logs[key]:.4f}" for key, name in HELD_OUT.items() if key in logs]
+        if figures:
+            self.training_bar.write(f"step {state.global_step}: {', '.join(figures)}")
