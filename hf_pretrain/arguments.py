@@ -273,7 +273,7 @@ class LMTrainingArguments(TrainingArguments):
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(
         default="cosine_with_min_lr",
-        metadata={"help": "cosine_with_min_lr (to 10 %), warmup_stable_decay (last 20 %), or any of transformers'."},
+        metadata={"help": "cosine_with_min_lr (to 10 %%), warmup_stable_decay (last 20 %%), or any of transformers'."},
     )
     warmup_steps: float = field(default=0.02, metadata={"help": "Steps, or below 1 the share of all steps."})
     weight_decay: float = field(default=0.1, metadata={"help": "On matrices only."})
