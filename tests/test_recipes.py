@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import HfArgumentParser
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.adapters import AdapterArguments
 from hf_pretrain.arguments import (
     ChatArguments,
     DataArguments,
@@ -353,9 +355,15 @@ def test_sft_runs_and_says_what_changed(workspace, chats, streaming):
 
 
 STAGES = {
-    "sft": (ModelArguments, ChatArguments, SFTTrainingArguments),
-    "dpo": (ModelArguments, SourceArguments, DPOTrainingArguments),
+    "sft": (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments),
+    "dpo": (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments),
 }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_help_is_printed(stage):
+    """A percent sign in a help text would break all of it."""
+    assert "--learning_rate" in HfArgumentParser(STAGES[stage]).format_help()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -363,7 +371,7 @@ STAGES = {
 def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
     path = ROOT / f"recipes/{preset}/{stage}.yaml"
     argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
-    model, _, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
+    model, *_, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
     assert model.model_name_or_path == {"sft": f"out/pretrain-{preset}", "dpo": f"out/sft-{preset}"}[stage]
     assert training.learning_rate == float(yaml.safe_load(path.read_text())["learning_rate"])
     # Flags that all recipes share mean the same in each.
