@@ -166,12 +166,11 @@ def _prefer(conversations: list[list[str]]) -> Iterator[dict[str, Any]]:
     for turns in conversations:
         # Up to the last answer; what a user says after it nobody answered.
         turns = turns[: len(turns) // 2 * 2]
-        other = turns
-        while other[-1] == turns[-1]:
-            other = generator.choice(conversations)
-            other = other[: len(other) // 2 * 2]
+        other = turns[-1]
+        while other in turns:
+            other = generator.choice(generator.choice(conversations)[1::2])
         yield {
             "prompt": _alternate(turns[:-1]),
             "chosen": [{"role": "assistant", "content": turns[-1]}],
-            "rejected": [{"role": "assistant", "content": other[-1]}],
+            "rejected": [{"role": "assistant", "content": other}],
         }
