@@ -8,12 +8,22 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from .arguments import LMTrainingArguments
+from .arguments import ChatArguments, LMTrainingArguments
 from .checkpointing import find_newest_run
 from .model_card import CARD_NAME, HELD_OUT_METRICS, RunFacts, add_results, held_out_results
 
 
 RESULTS_NAME = "evaluation.json"
+
+
+@dataclass
+class HeldOutArguments(ChatArguments):
+    """Which text, or with `--dataset_kind auto` which conversations, to hold out and measure."""
+
+    dataset_kind: str = field(
+        default="text",
+        metadata={"help": "What the records are: text, or of conversations auto or one of their kinds."},
+    )
 
 
 @dataclass

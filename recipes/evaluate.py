@@ -4,6 +4,7 @@ Measures a model: loss and bits per byte on held-out text, and tasks of lm-eval.
     python recipes/evaluate.py
     python recipes/evaluate.py --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
     python recipes/evaluate.py --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
+    python recipes/evaluate.py --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny
     python recipes/evaluate.py --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
@@ -14,20 +15,23 @@ into `evaluation.json` and the model card's `model-index`, in the model's direct
 import importlib.metadata
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
+from hf_pretrain.arguments import ModelArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.conversations import mark_template
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.evaluation import EvaluationArguments, format_results, write_results
+from hf_pretrain.evaluation import EvaluationArguments, HeldOutArguments, format_results, write_results
 from hf_pretrain.hub import push_folder
 from hf_pretrain.model_card import HELD_OUT_METRICS, RunFacts
 from hf_pretrain.tokenization import load_tokenizer
 
 
-def main(model_args: ModelArguments, data_args: DataArguments, training_args: EvaluationArguments):
+def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args: EvaluationArguments):
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
+    if data_args.encoder is not None:
+        mark_template(tokenizer, data_args.chat_template)
 
     # The same documents are held out as in training, because a hash of their text chooses them.
     with training_args.main_process_first(desc="preparing the data"):
@@ -35,6 +39,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: Ev
         if data_args.validation_fraction > 0:
             _, documents = load_documents(
                 data_args.dataset_name,
+                schema=data_args.schema,
                 text_column=data_args.text_column,
                 weights=data_args.dataset_weights,
                 streaming=data_args.streaming,
@@ -49,6 +54,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: Ev
                 max_length=data_args.max_length,
                 packing=data_args.packing,
                 num_proc=data_args.num_proc,
+                encoder=data_args.encoder,
             )
 
     trainer = MaskedLossTrainer(
@@ -86,4 +92,4 @@ def main(model_args: ModelArguments, data_args: DataArguments, training_args: Ev
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, DataArguments, EvaluationArguments))
+    main(*parse_args(ModelArguments, HeldOutArguments, EvaluationArguments))
