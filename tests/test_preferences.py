@@ -1,10 +1,12 @@
 """DPO against its formula written out, the router loss in it, and what a run leaves."""
 
 import json
+import math
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preferences import prepare_pairs
@@ -275,10 +277,19 @@ def test_the_recipe_runs_and_resumes(command, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("algorithm", ["kto", "orpo", "simpo"])
-def test_the_recipe_takes_the_other_algorithms(command, tmp_path, algorithm):
+@pytest.mark.parametrize(
+    "algorithm, adapter", [("kto", []), ("orpo", []), ("simpo", []), ("dpo", ["--use_peft", "--lora_r", "4"])]
+)
+def test_the_recipe_takes_the_other_algorithms_and_adapters(command, tmp_path, algorithm, adapter):
     output = [*("--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "2")]
-    result = start([*command, *output, "--algorithm", algorithm, "--beta", "0.2"])
+    result = start([*command, *output, "--algorithm", algorithm, "--beta", "0.2", *adapter])
     assert result.returncode == 0, result.stdout[-3000:]
     history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
     assert sum("loss" in entry for entry in history) == 2
+    files = {path.name for path in (tmp_path / "run").glob("*.safetensors")}
+    assert files == ({"adapter_model.safetensors"} if adapter else {"model.safetensors"})
+    if adapter:
+        # Trained: B starts at zero. The first loss is log 2, as the reference is the model without the adapter.
+        trained = load_file(tmp_path / "run/adapter_model.safetensors")
+        assert all(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
+        assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -336,13 +336,14 @@ def test_sft_shows_what_it_trains_on(workspace, chats):
     assert coloured and set(coloured) <= set(completions)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_sft_runs_and_says_what_changed(workspace, chats, streaming):
-    output_dir = workspace / f"sft-{streaming}"
+@pytest.mark.parametrize("options", [[], ["--streaming"], ["--use_peft"]], ids=["plain", "streaming", "adapter"])
+def test_sft_runs_and_says_what_changed(workspace, chats, options):
+    output_dir = workspace / f"sft{''.join(options)}"
     arguments = [
         *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(chats), "--max_length", "64"),
         *("--validation_fraction", "0.2", "--max_steps", "3", "--logging_steps", "1", "--bf16", "false"),
-        *("--learning_rate", "1e-2", "--streaming", str(streaming), "--output_dir", str(output_dir), "--use_cpu"),
+        *("--learning_rate", "1e-2", "--output_dir", str(output_dir), "--use_cpu"),
+        *options,
     ]
     result = start([sys.executable, str(ROOT / "recipes/sft.py"), *arguments])
     assert result.returncode == 0, result.stdout[-3000:]
@@ -351,6 +352,7 @@ def test_sft_runs_and_says_what_changed(workspace, chats, streaming):
     report = re.search(r"Held-out loss +([\d.]+) nats per token \(([\d.]+) before\)", result.stdout)
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
     assert losses[-1] < losses[0]
+    assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
     assert result.stdout.count("Sample ") == 3 and "To go on" in result.stdout
 
 
