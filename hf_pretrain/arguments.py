@@ -18,8 +18,9 @@ from typing import Any, cast
 
 import torch
 import yaml
+from datasets import Dataset, IterableDataset
 from huggingface_hub.errors import StrictDataclassError
-from transformers import HfArgumentParser, PreTrainedTokenizerBase, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedTokenizerBase, PreTrainedTokenizerFast, TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -27,6 +28,8 @@ from .adapters import adapter_base, load_adapter
 from .configuration_minimind import PRESETS, MiniMindConfig
 from .conversion import is_ours, load_ours, load_upstream
 from .data.conversations import CONVERSATION_KEYS, ConversationEncoder, parse_span_weights
+from .data.loading import load_documents
+from .data.packing import PackingReport, prepare_rows
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer
 
@@ -184,6 +187,26 @@ class SourceArguments:
         default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they go to rejected.jsonl."}
     )
 
+    def load_documents(
+        self, training_args: TrainingArguments, *, schema: str = "text", keep_rejected: bool = True, **reading: Any
+    ) -> tuple[Dataset | IterableDataset, Dataset]:
+        """
+        Documents to train on and documents held out, as [`~data.loading.load_documents`] gives them and raises; the
+        main process lists bad lines in `output_dir`.
+        """
+        is_main = training_args.process_index == 0
+        return load_documents(
+            self.dataset_name,
+            schema=schema,
+            weights=self.dataset_weights,
+            validation_fraction=self.validation_fraction,
+            seed=training_args.seed,
+            num_proc=self.num_proc,
+            max_rejected_ratio=self.max_rejected_ratio,
+            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main and keep_rejected else None,
+            **reading,
+        )
+
 
 @dataclass
 class DataArguments(SourceArguments):
@@ -192,22 +215,47 @@ class DataArguments(SourceArguments):
     streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
     text_column: str = field(default="text", metadata={"help": "The column or JSON field that holds the text."})
     max_length: int = field(default=512, metadata={"help": "Tokens a row."})
-    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), wrapped, or none."})
+    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), none, or of text also wrapped."})
+
+    @property
+    def schema(self) -> str:
+        """What a record is, for [`~data.loading.load_documents`]."""
+        return "text"
+
+    @property
+    def encoder(self) -> ConversationEncoder | None:
+        """From conversations to ids and weights; `None` for text."""
+        return None
+
+    def load_documents(self, training_args: TrainingArguments, **reading: Any):
+        """The same; a stream is shuffled."""
+        own: dict[str, Any] = {"schema": self.schema, "text_column": self.text_column, "streaming": self.streaming}
+        train, held_out = super().load_documents(training_args, **own | reading)
+        return (train.shuffle(seed=training_args.seed, buffer_size=10_000) if self.streaming else train), held_out
+
+    def prepare_rows(
+        self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast
+    ) -> tuple[Dataset | IterableDataset | None, PackingReport | None]:
+        """Rows and what was counted, as [`~data.packing.prepare_rows`] gives them; `None` where there are no documents."""
+        if isinstance(documents, Dataset) and len(documents) == 0:
+            return None, None
+        return prepare_rows(
+            documents,
+            tokenizer,
+            max_length=self.max_length,
+            packing=self.packing,
+            num_proc=self.num_proc,
+            encoder=self.encoder,
+        )
 
 
 @dataclass
-class ChatArguments(SourceArguments):
-    """Which conversations to train on, and what of them."""
+class ChatArguments(DataArguments):
+    """Which conversations to train on, and what of them. What is over `max_length` is cut off."""
 
-    streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
     dataset_kind: str = field(
         default="auto", metadata={"help": f"What the records are: auto, {', '.join(CONVERSATION_KEYS)}; or text."}
     )
-    text_column: str = field(default="text", metadata={"help": "Of records that are text: where it stands."})
-    max_length: int = field(
-        default=512, metadata={"help": "Tokens a row, and of a conversation; the rest is cut off."}
-    )
-    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing) or none."})
     chat_template: str | None = field(
         default=None, metadata={"help": "A Jinja file in place of the tokenizer's own template; or minimind."}
     )

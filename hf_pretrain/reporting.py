@@ -71,7 +71,8 @@ def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenize
     lines = []
     for row in itertools.islice(rows, num_rows):
         lines.append(f"--- a row of {len(row['input_ids'])} tokens, {len(row['seq_lengths'])} documents\n")
-        runs = itertools.groupby(zip(row["loss_mask"], row["input_ids"], strict=True), key=lambda pair: pair[0])
+        weights = row.get("loss_mask", [1] * len(row["input_ids"]))
+        runs = itertools.groupby(zip(weights, row["input_ids"], strict=True), key=lambda pair: pair[0])
         for weight, run in runs:
             text = tokenizer.decode([token for _, token in run])
             colour = "\033[32m" if weight == 1 else "\033[33m"

@@ -1,7 +1,6 @@
 """What every training recipe does before and after its own part."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset
@@ -12,8 +11,6 @@ from .arguments import ChatArguments, LMTrainingArguments
 from .callbacks import TrainingProgressCallback
 from .checkpointing import checkpoint_to_resume
 from .data.conversations import mark_template
-from .data.loading import load_documents
-from .data.packing import prepare_rows
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve
@@ -67,36 +64,14 @@ def load_conversations(
     """
     if data_args.encoder is not None:
         mark_template(tokenizer, data_args.chat_template)
-    is_main = training_args.process_index == 0
     with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_documents = load_documents(
-            data_args.dataset_name,
-            schema=data_args.schema,
-            text_column=data_args.text_column,
-            weights=data_args.dataset_weights,
-            streaming=data_args.streaming,
-            validation_fraction=data_args.validation_fraction,
-            seed=training_args.seed,
-            num_proc=data_args.num_proc,
-            max_rejected_ratio=data_args.max_rejected_ratio,
-            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
-        )
-        if data_args.streaming:
-            train_documents = train_documents.shuffle(seed=training_args.seed, buffer_size=10_000)
-        prepare = partial(
-            prepare_rows,
-            tokenizer=tokenizer,
-            max_length=data_args.max_length,
-            packing=data_args.packing,
-            num_proc=data_args.num_proc,
-            encoder=data_args.encoder,
-        )
-        train_rows, packing_report = prepare(train_documents)
-        eval_rows, eval_report = prepare(eval_documents) if len(eval_documents) else (None, None)
+        train_documents, eval_documents = data_args.load_documents(training_args)
+        train_rows, packing_report = data_args.prepare_rows(train_documents, tokenizer)
+        eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
     if eval_rows is None:
         training_args.eval_strategy, training_args.eval_on_start = "no", False
     report = [f"Training: {packing_report or 'streamed'}", f"Held out: {eval_report or 'nothing'}"]
-    if is_main:
+    if training_args.process_index == 0:
         print("\n".join(report))
     return ConversationRows(train_rows, eval_rows, eval_documents, report)
 

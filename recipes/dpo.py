@@ -11,12 +11,9 @@ A record has `chosen` and `rejected`, as lists of messages or text, with the `pr
 Every flag of `TrainingArguments` and of TRL's config for the algorithm works (`--loss_type ipo`); `--help` lists all.
 """
 
-from pathlib import Path
-
 from hf_pretrain.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.arguments import ModelArguments, SourceArguments, parse_args
 from hf_pretrain.data.conversations import mark_template
-from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
@@ -31,27 +28,17 @@ def main(
     training_args: PreferenceTrainingArguments,
 ):
     checkpoint = begin_run(training_args)
-    is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
     mark_template(tokenizer)
 
     with training_args.main_process_first(desc="preparing the data"):
-        documents = load_documents(
-            data_args.dataset_name,
-            schema="preference",
-            weights=data_args.dataset_weights,
-            validation_fraction=data_args.validation_fraction,
-            seed=training_args.seed,
-            num_proc=data_args.num_proc,
-            max_rejected_ratio=data_args.max_rejected_ratio,
-            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
-        )
+        documents = data_args.load_documents(training_args, schema="preference")
         (train_pairs, train_report), (eval_pairs, eval_report) = (
             prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
             for part in documents
         )
     report = [f"Training: {train_report}", f"Held out: {eval_report}"]
-    if is_main:
+    if training_args.process_index == 0:
         print("\n".join(report))
     if len(eval_pairs) == 0:
         training_args.eval_strategy, training_args.eval_on_start = "no", False

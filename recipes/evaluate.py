@@ -18,8 +18,6 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.arguments import ModelArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import mark_template
-from hf_pretrain.data.loading import load_documents
-from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.evaluation import EvaluationArguments, HeldOutArguments, format_results, write_results
 from hf_pretrain.hub import push_folder
 from hf_pretrain.model_card import HELD_OUT_METRICS, RunFacts
@@ -37,25 +35,8 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
     with training_args.main_process_first(desc="preparing the data"):
         eval_rows, eval_report = None, None
         if data_args.validation_fraction > 0:
-            _, documents = load_documents(
-                data_args.dataset_name,
-                schema=data_args.schema,
-                text_column=data_args.text_column,
-                weights=data_args.dataset_weights,
-                streaming=data_args.streaming,
-                validation_fraction=data_args.validation_fraction,
-                seed=training_args.seed,
-                num_proc=data_args.num_proc,
-                max_rejected_ratio=data_args.max_rejected_ratio,
-            )
-            eval_rows, eval_report = prepare_rows(
-                documents,
-                tokenizer,
-                max_length=data_args.max_length,
-                packing=data_args.packing,
-                num_proc=data_args.num_proc,
-                encoder=data_args.encoder,
-            )
+            _, documents = data_args.load_documents(training_args, keep_rejected=False)
+            eval_rows, eval_report = data_args.prepare_rows(documents, tokenizer)
 
     trainer = MaskedLossTrainer(
         model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),

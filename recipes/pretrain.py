@@ -11,15 +11,10 @@ Every flag of `TrainingArguments` works; `--help` lists ours too. Without `--con
 defaults, and the command line wins.
 """
 
-from functools import partial
-from pathlib import Path
-
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.adapters import AdapterArguments, add_adapter
 from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.data.loading import load_documents
-from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reporting import sample_continuations, unigram_loss
 from hf_pretrain.running import begin_run, end_run, train_and_evaluate
@@ -33,39 +28,19 @@ def main(
     training_args: LMTrainingArguments,
 ):
     checkpoint = begin_run(training_args)
-    is_main = training_args.process_index == 0
 
     # Text to rows. The main process does the work, the others read its cache.
     with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_documents = load_documents(
-            data_args.dataset_name,
-            text_column=data_args.text_column,
-            weights=data_args.dataset_weights,
-            streaming=data_args.streaming,
-            validation_fraction=data_args.validation_fraction,
-            seed=training_args.seed,
-            num_proc=data_args.num_proc,
-            max_rejected_ratio=data_args.max_rejected_ratio,
-            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
-        )
-        if data_args.streaming:
-            train_documents = train_documents.shuffle(seed=training_args.seed, buffer_size=10_000)
+        train_documents, eval_documents = data_args.load_documents(training_args)
         tokenizer = load_or_train_tokenizer(
             model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path,
             train_documents,
             vocab_size=model_args.vocab_size,
         )
-        prepare = partial(
-            prepare_rows,
-            tokenizer=tokenizer,
-            max_length=data_args.max_length,
-            packing=data_args.packing,
-            num_proc=data_args.num_proc,
-        )
-        train_rows, packing_report = prepare(train_documents)
-        eval_rows, eval_report = prepare(eval_documents) if len(eval_documents) else (None, None)
+        train_rows, packing_report = data_args.prepare_rows(train_documents, tokenizer)
+        eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
 
-    if is_main and packing_report is not None:
+    if training_args.process_index == 0 and packing_report is not None:
         print(packing_report)
     if eval_rows is None:
         training_args.eval_strategy = "no"
