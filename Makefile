@@ -75,7 +75,7 @@ endif
 
 # What a stage needs beside the package: an extra of pyproject.toml.
 dpo grpo: $(VENV)/.installed-trl
-chat serve: $(VENV)/.installed-serve
+serve: $(VENV)/.installed-serve
 evaluate: $(VENV)/.installed-eval
 
 pretrain sft dpo distill grpo: $(VENV)/.installed

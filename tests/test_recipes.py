@@ -383,3 +383,15 @@ def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
 def test_a_stage_without_a_model_says_so():
     with pytest.raises(ValueError, match="This stage goes on from a model: pass --model_name_or_path"):
         ModelArguments().base_model  # noqa: B018
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "distill", "grpo"])
+def test_make_launches_every_stage(stage):
+    command = ["make", "-n", stage, "DEVICE=cpu", "GPUS=2", "LAUNCHER=deepspeed", "ARGS=--max_steps 1"]
+    result = start(command)
+    assert result.returncode == 0, result.stdout
+    words = shlex.split(next(line for line in result.stdout.splitlines() if f"recipes/{stage}.py" in line))
+    assert {"--include", "localhost:0,1", f"recipes/tiny/{stage}.yaml", "ds_configs/zero2.json", "--use_cpu"} <= set(
+        words
+    )
+    assert words[-2:] == ["--max_steps", "1"]
