@@ -282,6 +282,11 @@ class ChatArguments(DataArguments):
         return kinds.get(self.dataset_kind) or f"conversation:{self.dataset_kind}"
 
     @property
+    def kind_name(self) -> str:
+        """What the records are, for people."""
+        return "text" if self.dataset_kind == "text" else "conversations"
+
+    @property
     def encoder(self) -> ConversationEncoder | None:
         """From conversations to ids and weights; `None` for text."""
         if self.dataset_kind == "text":

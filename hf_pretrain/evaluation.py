@@ -110,7 +110,10 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    entries = held_out_results(results["held_out"], facts) + _task_results(results["tasks"])
+    entries = held_out_results(results["held_out"], facts)
+    # Of a part of its examples a task has no score that a card could give.
+    if results.get("limit") is None:
+        entries += _task_results(results["tasks"])
     if entries:
         card_path = directory / CARD_NAME
         card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\n{}\n---\n")

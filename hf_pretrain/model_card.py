@@ -52,6 +52,7 @@ class RunFacts:
         base_model (`str`, *optional*): what the run started from; a Hub id goes into the card.
         unigram_loss (`float`, *optional*): of a unigram model on the same held-out tokens, in nats per token.
         loss_unit (`str`): what the loss is counted in.
+        data_kind (`str`): what the held-out records are: figures of different kinds stand beside each other in a card.
     """
 
     stage: str = "training"
@@ -61,6 +62,7 @@ class RunFacts:
     base_model: str | None = None
     unigram_loss: float | None = None
     loss_unit: str = "nats per token"
+    data_kind: str = "text"
 
     @property
     def public_datasets(self) -> list[str]:
@@ -140,8 +142,8 @@ def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalRes
             task_type="text-generation",
             dataset_type=(facts.hub_datasets or ["custom"])[0],
             # Entries of one type and configuration share one dataset name.
-            dataset_config=data_name,
-            dataset_name=f"{data_name} (held out)",
+            dataset_config=f"{data_name}, {facts.data_kind}",
+            dataset_name=f"{data_name} (held-out {facts.data_kind})",
             metric_type=name.replace(" ", "_"),
             metric_name=f"held-out {name} ({facts.loss_unit})" if key == "eval_loss" else f"held-out {name}",
             metric_value=round(metrics[key], 6),

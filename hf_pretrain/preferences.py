@@ -23,13 +23,17 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from .arguments import LMTrainingArguments
-from .data.filling import FilledSampler
+from .data.filling import FilledDataset, FilledSampler
 from .trl_support import RouterLossMixin
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -71,12 +75,21 @@ class SimPOTrainingArguments(PreferenceTrainingArguments, CPOConfig):
 
 
 class _WholeBatchesMixin(Trainer):
-    """Leaves out the rows that fill no global batch; `ValueError` if none is filled."""
+    """
+    Leaves out the rows that fill no global batch, in evaluation too, where it says so and takes smaller batches of a
+    small set; `ValueError` if none is filled.
+    """
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        multiple = batch_size * self.accelerator.num_processes
+        num_processes = self.accelerator.num_processes
+        if not is_training:
+            batch_size = max(1, min(batch_size, len(dataset) // num_processes))
+        multiple = batch_size * num_processes
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
+        elif len(dataset) % multiple:
+            left_out = len(dataset) % multiple
+            logger.warning_once(f"{description}: {left_out} of {len(dataset)} rows fill no batch and are left out.")
         if len(dataset) < multiple:
             raise ValueError(
                 f"{description}: {len(dataset)} rows do not fill one batch of {multiple} (devices x batch size"
@@ -84,11 +97,15 @@ class _WholeBatchesMixin(Trainer):
             )
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
 
-        def whole_batches(dataset):
+        def whole_batches(_):
             sampler = sampler_fn(dataset) if sampler_fn is not None else None
-            return WholeBatchSampler(sampler or range(len(dataset)), multiple=multiple, seed=seed)
+            rows = sampler if sampler is not None else range(len(dataset))
+            reachable.sampler = WholeBatchSampler(rows, multiple=multiple, seed=seed)
+            return reachable.sampler
 
-        return super()._get_dataloader(dataset, description, batch_size, whole_batches, is_training, **kwargs)
+        # After a resume on several ranks accelerate reaches the dataset alone, to say which epoch it is.
+        reachable = FilledDataset(dataset)
+        return super()._get_dataloader(reachable, description, batch_size, whole_batches, is_training, **kwargs)
 
 
 class WholeBatchSampler(FilledSampler):

@@ -53,6 +53,7 @@ def main(
             recipe="distill",
             datasets=data_args.dataset_name,
             data=rows.report,
+            data_kind=data_args.kind_name,
             base_model=model_args.model_name_or_path,
         ),
     )

@@ -60,6 +60,7 @@ def main(
             datasets=data_args.dataset_name,
             data=report,
             base_model=model_args.model_name_or_path,
+            data_kind="preferences",
             loss_unit=training_args.algorithm.upper(),
         ),
     )

@@ -45,11 +45,12 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
         processing_class=tokenizer,
     )
     metrics = trainer.evaluate(eval_rows) if eval_rows is not None else {}
-    facts = RunFacts(datasets=data_args.dataset_name)
+    facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)
     results = {
         "held_out": {key: metrics[key] for key in HELD_OUT_METRICS if key in metrics},
         "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {eval_report}",
         "tasks": {},
+        "limit": training_args.limit,
         "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},
     }
     if training_args.tasks:
@@ -73,4 +74,4 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, HeldOutArguments, EvaluationArguments))
+    main(*parse_args(ModelArguments, HeldOutArguments, EvaluationArguments, stage="evaluate"))

@@ -61,6 +61,7 @@ def main(
             stage=f"reinforcement ({training_args.algorithm}, {training_args.loss_type} loss)",
             recipe="grpo",
             datasets=task_args.dataset_name,
+            data_kind="tasks",
             data=[
                 f"Training: {len(train_tasks):,} tasks, {training_args.num_generations} completions each",
                 f"Held out: {len(eval_tasks):,} tasks",

@@ -50,6 +50,7 @@ def main(
             recipe="sft",
             datasets=data_args.dataset_name,
             data=rows.report,
+            data_kind=data_args.kind_name,
             base_model=model_args.model_name_or_path,
         ),
     )

@@ -168,10 +168,10 @@ def test_results_go_into_a_card_whose_text_stays(tmp_path):
     assert len(card.data.eval_results) == 6
     found = {(r.dataset_name, r.metric_name): (r.dataset_type, r.metric_value) for r in card.data.eval_results}
     assert found == {
-        ("my.jsonl (held out)", "held-out loss (nats per token)"): ("custom", 1.5),
-        ("my.jsonl (held out)", "held-out perplexity"): ("custom", round(math.exp(2), 6)),
-        ("my.jsonl (held out)", "held-out bits per byte"): ("custom", 1.25),
-        ("other.jsonl (held out)", "held-out loss (nats per token)"): ("custom", 3.0),
+        ("my.jsonl (held-out text)", "held-out loss (nats per token)"): ("custom", 1.5),
+        ("my.jsonl (held-out text)", "held-out perplexity"): ("custom", round(math.exp(2), 6)),
+        ("my.jsonl (held-out text)", "held-out bits per byte"): ("custom", 1.25),
+        ("other.jsonl (held-out text)", "held-out loss (nats per token)"): ("custom", 3.0),
         ("first", "acc, 5-shot"): ("a/b", 0.5),
         ("second", "acc"): ("custom", 1.0),
     }
@@ -251,7 +251,7 @@ def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks,
     published = ModelCard(files["README.md"].decode()).data.eval_results
     measured = {(entry.dataset_name, entry.metric_type): entry.metric_value for entry in published}
     assert measured["toy_text", "bits_per_byte"] == pytest.approx(bits, abs=1e-6)
-    assert measured["train.jsonl (held out)", "loss"] == pytest.approx(results["held_out"]["eval_loss"], abs=1e-6)
+    assert measured["train.jsonl (held-out text)", "loss"] == pytest.approx(results["held_out"]["eval_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from hf_pretrain.data.conversations import read_preference
+from hf_pretrain.data.conversations import mark_template, read_preference
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.preferences import ALGORITHMS, preference_arguments
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
 
 
@@ -243,6 +243,27 @@ def test_pairs_are_cut_and_dropped(tokenizer):
     assert len(fewer) == 3 and report.startswith("3 pairs, 1 dropped")
     with pytest.raises(ValueError, match="No prompt of 4 pairs leaves room"):
         prepare_pairs(documents(), tokenizer, max_length=4)
+
+
+def test_a_template_whose_prompt_depends_on_the_answer():
+    """minimind-3's writes an empty thought into the prompt of an answer without one."""
+    v3 = load_tokenizer(ROOT / "tests/fixtures/tokenizers/v3")
+    mark_template(v3)
+    thought = {"role": "assistant", "content": "hello", "reasoning_content": "greet"}
+    plain = {"role": "assistant", "content": "go away"}
+    for chosen, rejected in ((thought, plain), (plain, thought)):
+        record = {"prompt": "hi", "chosen": [chosen], "rejected": [rejected]}
+        texts = Dataset.from_dict({"text": [read_preference(record)]})
+        (pair,), _ = prepare_pairs(texts, v3, max_length=64)
+        for name, answer in (("chosen_ids", chosen), ("rejected_ids", rejected)):
+            messages = [{"role": "user", "content": "hi"}, answer]
+            rendered = v3.apply_chat_template(messages, tokenize=False)
+            assert v3.decode(pair["prompt_ids"] + pair[name]) + "\n" == rendered
+
+
+def test_a_small_held_out_set_is_measured(build_trainer):
+    trainer = build_trainer(per_device_eval_batch_size=8)
+    assert trainer.evaluate()["eval_loss"] > 0  # two pairs
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..tokenization import CHAT_TEMPLATE_PATH, encode_rendered, guard_control_tokens
+from ..tokenization import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN, encode_rendered, guard_control_tokens
 from .formats import BadRecord, check_characters, json_type
 
 
@@ -50,8 +50,8 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
             how a table holds them.
         kind (`str`, *optional*): a key of `CONVERSATION_KEYS`; by default the first one whose fields are there.
             `messages` and `prompt_completion` are TRL's, the latter each text or a list of messages; `minimind` has its
-            `tools` in the first message, `sharegpt` its messages as `from` and `value`; the `input` of `alpaca` may be
-            absent.
+            `tools` in the first message, `sharegpt` its messages as `from` and `value`; `input` and `history` of
+            `alpaca` may be absent. A `system` beside any of them is the first message.
 
     Raises:
         `BadRecord`: if the record is none of these, a message is not as it should be, or the assistant says nothing.
@@ -68,10 +68,17 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
         messages += _read_turn(record["completion"], "completion", "assistant")[0]
     elif kind == "alpaca":
         question = "\n".join(_text(record[key], key) for key in ("instruction", "input") if record.get(key))
-        messages, tools = [_message("user", question), _message("assistant", _text(record["output"], "output"))], None
+        turns = [*_parsed(record.get("history", []), "history", list), (question, record["output"])]
+        if not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns):
+            raise BadRecord("'history' is no list of pairs of question and answer; mend or drop the line")
+        messages, tools = [], None
+        for asked, answered in turns:
+            messages += [_message("user", _text(asked, "history")), _message("assistant", _text(answered, "output"))]
     else:
         (key,) = CONVERSATION_KEYS[kind]
         messages, tools = _read_messages(record[key], key)
+    if record.get("system") and messages[0]["role"] != "system":
+        messages = [_message("system", _text(record["system"], "system")), *messages]
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("the assistant says nothing in it, there is nothing to learn; drop the line")
     return _write({"messages": messages}, record, tools)
@@ -123,6 +130,13 @@ SCHEMAS: dict[str, Callable[[Any], str]] = {
     **{f"conversation:{kind}": partial(read_conversation, kind=kind) for kind in CONVERSATION_KEYS},
     "preference": read_preference,
 }
+
+
+def first_question(text: str) -> str:
+    """What the user says first in a conversation or preference in the internal form."""
+    parts = json.loads(text)
+    messages = parts.get("prompt") or parts["messages"]
+    return next((message["content"] for message in messages if message["role"] == "user"), text)
 
 
 def _check_record(record: Any) -> dict[str, Any]:
@@ -310,11 +324,12 @@ def encode_conversation(
     token by spelling it.
 
     Raises:
-        `ValueError`: if the template says that it cannot render the conversation.
+        `ValueError`: if the template cannot render the conversation, or leaves a part of it out.
     """
+    guarded = guard_control_tokens(tokenizer, messages)
     try:
         (rendered,), (spans,) = render_jinja_template(
-            conversations=[guard_control_tokens(tokenizer, messages)],
+            conversations=[guarded],
             tools=guard_control_tokens(tokenizer, tools),
             chat_template=tokenizer.chat_template,
             return_assistant_tokens_mask=True,
@@ -324,6 +339,16 @@ def encode_conversation(
     except jinja2.TemplateError as error:
         start = messages[0]["content"][:80]
         raise ValueError(f"The chat template cannot render the conversation that begins {start!r}: {error}") from error
+    has_thoughts = chat_template_kwargs.get("enable_thinking") is not False
+    for message in guarded:
+        parts = [message["content"], *(call["name"] for call in message.get("tool_calls", []))]
+        parts += [message.get("reasoning_content", "")] if has_thoughts else []
+        absent = next((part for part in parts if part.strip() not in rendered), None)
+        if absent is not None:
+            raise ValueError(
+                f"The chat template leaves {absent[:80]!r} out, of a message of the {message['role']}. Pass a template "
+                "that knows tools and thoughts by --chat_template, or drop such conversations."
+            )
     ids, offsets = encode_rendered(tokenizer, rendered)
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
     # A token belongs to the span that its first character is in.
@@ -369,6 +394,11 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
     """
     if chat_template is not None:
         path = CHAT_TEMPLATE_PATH if chat_template == "minimind" else Path(chat_template)
+        if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
+            raise ValueError(
+                f"--chat_template minimind is written with {BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this "
+                "tokenizer: write a template with its own control tokens."
+            )
         if not path.is_file():
             raise ValueError(
                 f"--chat_template {chat_template}: no such file. Write a path to a Jinja template, or minimind."
@@ -409,6 +439,7 @@ __all__ = [
     "SCHEMAS",
     "ConversationEncoder",
     "encode_conversation",
+    "first_question",
     "mark_template",
     "parse_span_weights",
     "read_conversation",

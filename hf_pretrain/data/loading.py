@@ -19,7 +19,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
-from .conversations import SCHEMAS
+from .conversations import SCHEMAS, first_question
 from .corpora import EMBEDDED_CORPORA, load_embedded
 from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, file_format, read_file, read_text
 
@@ -55,7 +55,7 @@ def load_documents(
     """
     Documents to train on and documents to hold out.
 
-    A document is held out if a hash of its text says so: the split is the same for any order of files, world size,
+    A document is held out if a hash of its text says so (of a conversation, its first question): the split is the same for any order of files, world size,
     seed and for streaming, and equal documents land on one side.
 
     Args:
@@ -102,8 +102,9 @@ def load_documents(
             raise ValueError(f"{name} holds no document to train on.{rejected.describe()}")
     rejected.check_ratio()
 
-    validation = datasets.concatenate_datasets([_split(head, validation_fraction, True, num_proc) for head in heads])
-    parts = [_split(part, validation_fraction, False, num_proc) for part in parts]
+    split = partial(_split, fraction=validation_fraction, num_proc=num_proc, is_text=schema == "text")
+    validation = datasets.concatenate_datasets([split(head, held_out=True) for head in heads])
+    parts = [split(part, held_out=False) for part in parts]
     for name, part in zip(dataset_names, parts, strict=True):
         if not streaming and len(part) == 0:
             raise ValueError(
@@ -360,17 +361,23 @@ def _keep_documents(rows: Dataset, rejected: _RejectedLines) -> Dataset:
 
 
 def _split(
-    documents: Dataset | IterableDataset, fraction: float, held_out: bool, num_proc: int | None
+    documents: Dataset | IterableDataset, *, fraction: float, held_out: bool, num_proc: int | None, is_text: bool
 ) -> Dataset | IterableDataset:
     """The documents that are held out, or the ones that are not."""
-    is_wanted = partial(_are_on_side, fraction=fraction, held_out=held_out)
+    is_wanted = partial(_are_on_side, fraction=fraction, held_out=held_out, is_text=is_text)
     if isinstance(documents, IterableDataset):
         return documents.filter(is_wanted, batched=True, input_columns="text")
-    key = hashlib.blake2b(f"{documents._fingerprint} {fraction} {held_out}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(
+        f"{documents._fingerprint} {fraction} {held_out} {is_text}".encode(), digest_size=16
+    ).hexdigest()
     return documents.filter(is_wanted, batched=True, input_columns="text", num_proc=num_proc, new_fingerprint=key)
 
 
-def _are_on_side(texts: list[str], fraction: float, held_out: bool) -> list[bool]:
-    """For each text, whether it is on one side of the split: its hash, as a number in [0, 1), decides."""
+def _are_on_side(texts: list[str], fraction: float, held_out: bool, is_text: bool = True) -> list[bool]:
+    """
+    For each text, whether it is on one side of the split: its hash, as a number in [0, 1), decides; that of its first
+    question if it is a conversation or a preference, so that both of one origin are on one side.
+    """
+    texts = texts if is_text else [first_question(text) for text in texts]
     hashes = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
     return [(int.from_bytes(value) < fraction * 2**64) == held_out for value in hashes]

@@ -10,7 +10,7 @@ from .conversations import encode_conversation
 
 
 PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
-ENCODING_VERSION = 1  # part of the cache key; raise it when the same arguments give other ids
+ENCODING_VERSION = 2  # part of the cache key; raise it when the same arguments give other ids
 
 
 def prepare_pairs(
@@ -28,7 +28,7 @@ def prepare_pairs(
 
     Returns:
         `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, the latter two from the first token
-        that the assistant generates to its stop token; and what was counted, for people.
+        that the assistant generates, or where they part if that is before, to the stop token; and what was counted, for people.
 
     Raises:
         `ValueError`: if no pair is left.
@@ -57,18 +57,28 @@ def _encode_batch(
         preference = json.loads(text)
         prompt, kwargs = preference["prompt"], preference.get("chat_template_kwargs", {})
         num_turns = sum(message["role"] == "assistant" for message in prompt)
-        row: dict[str, list[int]] = {}
+        sequences, starts = {}, []
         for name in ("chosen", "rejected"):
             ids, is_generated = encode_conversation(
                 tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
             )
             start, end = _last_answer(is_generated, num_turns)
-            row |= {"prompt_ids": ids[:start], f"{name}_ids": ids[start:end]}
+            sequences[f"{name}_ids"] = ids[:end]
+            starts.append(start)
+        # Some templates write into the prompt what depends on the answer, such as an empty thought.
+        start = min(*starts, _common_length(*sequences.values()))
+        row = {"prompt_ids": sequences["chosen_ids"][:start]}
+        row |= {name: ids[start:] for name, ids in sequences.items()}
         room = max_length - len(row["prompt_ids"])
         if room > 0 and row["chosen_ids"][:room] != row["rejected_ids"][:room]:
             for name in PAIR_FEATURES:
                 columns[name].append(row[name])
     return columns
+
+
+def _common_length(one: list[int], other: list[int]) -> int:
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
 
 
 def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:

@@ -156,7 +156,8 @@ def test_templates_of_minimind_get_marks_and_render_the_same(name):
             for template in (original, tokenizer.chat_template)
         ]
         assert rendered[0] == rendered[1]
-    ids, mask = encode_conversation(tokenizer, [USER, ANSWER, USER, {**ANSWER, "reasoning_content": "so"}])
+    last = {**ANSWER, "reasoning_content": "so"} if name == "v3" else ANSWER
+    ids, mask = encode_conversation(tokenizer, [USER, ANSWER, USER, last])
     trained = tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
     assert trained == {"v1": "4</s>4</s>", "v3": "4<|im_end|><think>\nso\n</think>\n\n4<|im_end|>"}[name]
 
@@ -194,6 +195,49 @@ def test_a_named_kind_wins_over_what_else_is_there():
     assert json.loads(read_conversation(record, kind="alpaca"))["messages"][0]["content"] == "Say no.\nnow"
     with pytest.raises(BadRecord, match=r"no conversation \(there is: messages\); known are conversations"):
         read_conversation({"messages": [USER, ANSWER]}, kind="minimind")
+
+
+def test_what_stands_beside_a_conversation_is_kept():
+    system = {"role": "system", "content": "Be a pirate."}
+    for record in (
+        {"system": "Be a pirate.", "conversations": [USER, ANSWER]},
+        {"system": "Be a pirate.", "instruction": "2+2?", "output": "4"},
+    ):
+        assert json.loads(read_conversation(record))["messages"] == [system, USER, ANSWER]
+    record = {"instruction": "2+2?", "output": "4", "history": [["a", "b"], ["c", "d"]]}
+    contents = [message["content"] for message in json.loads(read_conversation(record))["messages"]]
+    assert contents == ["a", "b", "c", "d", "2+2?", "4"]
+    with pytest.raises(BadRecord, match="'history' is no list of pairs"):
+        read_conversation({**record, "history": ["a"]})
+
+
+def test_a_template_that_leaves_something_out_is_refused(tokenizer):
+    plain = load_tokenizer(TOKENIZERS / "v1")
+    mark_template(plain)
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    for message, part in (
+        (call, "add"),
+        ({"role": "tool", "content": "5"}, "5"),
+        ({**ANSWER, "reasoning_content": "so"}, "so"),
+    ):
+        with pytest.raises(ValueError, match=f"leaves '{part}' out"):
+            encode_conversation(plain, [USER, message, ANSWER])
+    with pytest.raises(ValueError, match="no tokens of this tokenizer"):
+        mark_template(plain, "minimind")
+
+
+def test_conversations_and_preferences_of_one_origin_are_held_out_together(tmp_path):
+    questions = [f"question {i}" for i in range(200)]
+    chats = [{"prompt": question, "completion": "yes"} for question in questions]
+    pairs = [{"prompt": question, "chosen": "yes", "rejected": "no"} for question in questions]
+    held_out = []
+    for schema, records in (("conversation", chats), ("preference", pairs)):
+        path = tmp_path / f"{schema}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        _, documents = load_documents([str(path)], schema=schema, validation_fraction=0.2)
+        parts = [json.loads(text) for text in documents["text"]]
+        held_out.append({(part.get("prompt") or part["messages"])[0]["content"] for part in parts})
+    assert held_out[0] == held_out[1] and 20 < len(held_out[0]) < 60
 
 
 def test_tool_calls_of_sharegpt_and_openai():

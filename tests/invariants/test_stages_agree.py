@@ -55,11 +55,12 @@ def workspace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launch(workspace):
     """Runs a recipe once for each way of launching; gives the logged steps and the weights."""
-    runs: dict[tuple[str, str], tuple[list[dict], dict[str, torch.Tensor]]] = {}
+    runs: dict[str, tuple[list[dict], dict[str, torch.Tensor]]] = {}
 
-    def run(recipe: str, launcher: str, arguments: list[str]):
-        if (recipe, launcher) not in runs:
-            output_dir = workspace / f"{recipe}-{launcher}"
+    def run(recipe: str, launcher: str, arguments: list[str], name: str | None = None):
+        name = name or f"{recipe}-{launcher}"
+        if name not in runs:
+            output_dir = workspace / name
             batch = ["4", "1"] if launcher == "python" else ["1", "2"]
             command = [
                 *(*launcher_command(launcher), str(ROOT / f"recipes/{recipe}.py"), "--use_cpu", "--bf16", "false"),
@@ -72,15 +73,15 @@ def launch(workspace):
                 *("--max_length", "64", "--validation_fraction", "0", "--max_steps", "5", "--logging_steps", "1"),
                 *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
                 *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "0.1"),
-                *("--optim", "sgd", "--max_grad_norm", "0", "--weight_decay", "0", "--save_strategy", "no"),
+                *("--optim", "sgd", "--max_grad_norm", "0", "--weight_decay", "0", "--save_steps", "3"),
                 *("--output_dir", str(output_dir), *(["--packing", "none"] if recipe == "sft" else [])),
             ]
             result = start([*command, *arguments])
             assert result.returncode == 0, result.stdout[-4000:]
             history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
             steps = [entry for entry in history if "loss" in entry]
-            runs[recipe, launcher] = steps, load_file(output_dir / "model.safetensors")
-        return runs[recipe, launcher]
+            runs[name] = steps, load_file(output_dir / "model.safetensors")
+        return runs[name]
 
     return run
 
@@ -101,3 +102,13 @@ def test_losses_and_weights_agree(launch, workspace, recipe, way):
     assert all((weights[name] - before[name]).abs().max() > 1e-4 for name in before)
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=5e-6, msg=name)
+
+
+def test_a_resume_within_a_later_epoch_goes_on_in_its_order(launch, workspace):
+    """Two steps an epoch: the checkpoint lies within the second one, whose order the resumed run has to find."""
+    whole, weights = launch("dpo", *WAYS["DDP"])
+    checkpoint = ["--resume_from_checkpoint", str(workspace / "dpo-torchrun/checkpoint-3")]
+    resumed, found = launch("dpo", "torchrun", checkpoint, name="resumed")
+    assert [step["loss"] for step in resumed] == pytest.approx([step["loss"] for step in whole], abs=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=name)
