@@ -8,8 +8,8 @@ Measures a model: loss and bits per byte on held-out text, and tasks of lm-eval.
     python recipes/evaluate.py --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
-With the flags of a training run, or its `--config`, the held-out figures are those that the run ended with. They go
-into `evaluation.json` and the model card's `model-index`, in the model's directory.
+Without a model named, it is the newest run in `out/`. With the flags of a pretraining run, or its `--config`, the held-out
+figures are those that the run ended with. They go into `evaluation.json` and the model card's `model-index`, in the model's directory.
 """
 
 import importlib.metadata
