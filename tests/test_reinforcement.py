@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers.utils import get_json_schema
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.adapters import AdapterArguments
 from hf_pretrain.arguments import ModelArguments, parse_args
 from hf_pretrain.reinforcement import (
     ALGORITHMS,
@@ -354,7 +355,7 @@ def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
 def test_every_yaml_names_its_preset_and_parses(path, tmp_path):
     argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "true"]
     model, tasks, training = parse_args(ModelArguments, TaskArguments, GRPOTrainingArguments, argv=argv)
-    assert model.model_preset == path.parent.name and model.model_preset in PRESETS
+    assert path.parent.name in PRESETS and model.model_name_or_path == f"out/sft-{path.parent.name}"
     assert training.learning_rate == float(yaml.safe_load(path.read_text())["learning_rate"])
     rewards = yaml.safe_load(path.read_text())["rewards"]
     assert tasks.rewards == ([rewards] if isinstance(rewards, str) else rewards)
@@ -473,5 +474,5 @@ def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher
 def test_the_recipe_needs_a_model_to_start_from(tmp_path):
     main = runpy.run_path(RECIPE)["main"]
     training = GRPOTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ValueError, match="--model_name_or_path is missing"):
-        main(ModelArguments(), TaskArguments(), training)
+    with pytest.raises(ValueError, match="This stage goes on from a model: pass --model_name_or_path"):
+        main(ModelArguments(), AdapterArguments(), TaskArguments(), training)
