@@ -12,6 +12,7 @@ with the sums over all micro-batches of all ranks, as in `trainer.py`; `KL` is `
 (reverse). The cross-entropy and the router loss are the student's own, at temperature 1.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -204,6 +205,7 @@ class DistillationTrainer(MaskedLossTrainer):
             vocab_size=self._shared_vocab_size,
             described_by={
                 "teacher": type(self.teacher).__name__,
+                "config": hashlib.blake2b(self.teacher.config.to_json_string().encode(), digest_size=8).hexdigest(),
                 "sum_of_its_parameters": parameters.sum().item(),
                 "temperature": self.distillation_args.temperature,
                 "dtype": str(self._autocast_dtype),

@@ -194,7 +194,10 @@ def test_a_cache_is_taken_again_only_for_the_same_question(tmp_path, monkeypatch
     assert num_asked() == 0
     other_teacher = make_teacher()
     other_teacher.model.norm.weight.data[0] += 1e-3
-    for change in ({"temperature": 2.0}, {"cache_teacher_logits": 6}, {"rows": rows[1:]}, {"teacher": other_teacher}):
+    same_weights = make_teacher()
+    same_weights.config.rms_norm_eps = 0.1
+    teachers = ({"teacher": other_teacher}, {"teacher": same_weights})
+    for change in ({"temperature": 2.0}, {"cache_teacher_logits": 6}, {"rows": rows[1:]}, *teachers):
         num_asked()
         assert num_asked(**change) > 0, change
         assert num_asked(**change) == 0, change
