@@ -18,7 +18,8 @@ from .data.tasks import ANSWER_FORMATS
 
 # For an answer that is not right, all its parts that are taken together are worth this much.
 PARTIAL_CREDIT = 0.2
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)")
+# ASCII: Chinese characters beside a number are no part of it.
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _JSON_TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,

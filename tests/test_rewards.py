@@ -58,6 +58,12 @@ def test_arithmetic_takes_the_last_number():
     assert rewards == [1.0, 1.0, 1.0, 0.2, 0.0, 0.2, 0.2]
 
 
+def test_numbers_are_found_beside_chinese():
+    assert arithmetic_reward(says("答案是12。", "答案是12元", "x12"), solution=[["12"]] * 3) == [1.0, 1.0, 0.0]
+    answers = says("结果是84。", "北京今天28°C", "共84个，28度")
+    assert solution_reward(answers, solution=[["84", "28"]] * 3) == [0.5, 0.5, 1.0]
+
+
 def test_an_idiom_is_finished_in_any_way_that_the_dictionary_knows():
     solution = ["三窟", "狡兔三窟", "三穴", "狡兔三穴"]
     answers = says("三窟", "狡兔三穴。", "成语是狡兔三窟", "四窟", "我不知道啊", "rabbit")
