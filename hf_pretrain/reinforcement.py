@@ -117,7 +117,9 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             given = self.transformers_continuous_batching_config or {}
             self.transformers_continuous_batching_config = {"max_memory_percent": 0.05} | given
         if self.enable_thinking is not None:
-            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | {"enable_thinking": self.enable_thinking}
+            # MiniMind-3's own template has another name for it.
+            thinking = dict.fromkeys(("enable_thinking", "open_thinking"), self.enable_thinking)
+            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | thinking
 
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -130,7 +132,7 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
         gathered = deepspeed.zero.GatheredParameters(list(model.parameters()))
     with gathered:
         twin.load_state_dict(model.state_dict())
-    return twin.to(model.device)
+    return twin.to(model.device).eval()
 
 
 class _OnlineTrainer(RouterLossMixin):

@@ -213,6 +213,8 @@ def test_the_reference_is_the_policy_as_it_was(tokenizer, tmp_path):
     start_weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = toy_trainer(tokenizer, tmp_path, model=model, beta=0.1, max_steps=3, warmup_steps=0)
     trainer.train()
+    # It drops nothing out.
+    assert not any(module.training for module in trainer.ref_model.modules())
     reference = trainer.ref_model.state_dict()
     assert all(torch.equal(reference[name], value) for name, value in start_weights.items())
     kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
@@ -233,6 +235,8 @@ def test_thinking_on_and_off(tokenizer, tmp_path, thinking, has_empty_thought):
     trainer = toy_trainer(tokenizer, tmp_path, enable_thinking=thinking)
     (ids,) = trainer._tokenize_prompts([[{"role": "user", "content": "Sky?"}]])[0]
     assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is has_empty_thought
+    # MiniMind-3's own template reads another name.
+    assert (trainer.args.chat_template_kwargs or {}).get("open_thinking") is thinking
 
 
 # Tools
