@@ -201,6 +201,23 @@ def test_minimind_agent_records_become_tasks():
     assert plain["prompt"] == [{"role": "user", "content": "Hi"}] and plain["solution"] == []
 
 
+def test_earlier_calls_and_thoughts_stay_in_the_prompt(tmp_path):
+    turns = []
+    for name, arguments in (("set_timer", {"minutes": 5}), ("get_weather", {"city": "Rome"})):
+        calls = [{"function": {"name": name, "arguments": arguments}}]
+        turns += [
+            {"role": "user", "content": "Please."},
+            {"role": "assistant", "content": "", "reasoning_content": "A tool.", "tool_calls": calls},
+            {"role": "tool", "content": "done"},
+        ]
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
+    train, _ = load_tasks([str(tmp_path / "tasks.jsonl")], validation_fraction=0.0)
+    tokenizer = train_tokenizer(["text"], vocab_size=300)
+    ours, theirs = (tokenizer.apply_chat_template(m, tokenize=False) for m in (train[0]["prompt"], turns))
+    assert ours == theirs and '"arguments": {"city": "Rome"}' in ours
+    assert ours.count("A tool.") == 2
+
+
 def test_trl_records_keep_their_columns():
     assert read_task({"prompt": "Hi", "level": 3}) == {"prompt": [{"role": "user", "content": "Hi"}], "level": 3}
 
@@ -211,10 +228,12 @@ def test_trl_records_keep_their_columns():
         ([], "not an object"),
         ({"text": "Hi"}, "neither `prompt` nor `conversations`"),
         ({"prompt": []}, "`prompt` holds no message"),
-        ({"prompt": [{"role": "user"}]}, "no object with"),
-        ({"prompt": [{"role": "user", "content": 3}]}, "no text"),
+        ({"prompt": ["Hi"]}, "in place of a message"),
+        ({"prompt": [{"role": "user"}]}, "has no content"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "not text"),
         ({"conversations": [{"role": "user", "content": "Hi"}]}, "without the answer"),
-        ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "no list of JSON schemas"),
+        ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "text that is not JSON"),
+        ({"conversations": [{"role": "system", "content": "", "tools": "[1]"}] * 2}, "no list of JSON schemas"),
     ],
 )
 def test_a_record_that_is_no_task_says_why(record, words):
