@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers.utils import get_json_schema
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.adapters import AdapterArguments
 from hf_pretrain.arguments import ModelArguments, parse_args
 from hf_pretrain.reinforcement import (
     ALGORITHMS,
@@ -478,4 +479,4 @@ def test_the_recipe_needs_a_model_to_start_from(tmp_path):
     main = runpy.run_path(RECIPE)["main"]
     training = GRPOTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
     with pytest.raises(ValueError, match="--model_name_or_path is missing"):
-        main(ModelArguments(), TaskArguments(), training)
+        main(ModelArguments(), AdapterArguments(), TaskArguments(), training)
