@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets import Dataset
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .arguments import LMTrainingArguments
-from .rewards import REWARDS, answer_of, load_function
+from .model_card import RunFacts
+from .rewards import REWARDS, answer_of, check_rewards, load_function
 from .trl_support import RouterLossMixin
 
 
@@ -139,6 +141,12 @@ class _OnlineTrainer(RouterLossMixin):
     """What GRPO and RLOO of ours have in common."""
 
     def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
+        rewards, tasks = kwargs.get("reward_funcs") or [], kwargs.get("train_dataset")
+        if isinstance(tasks, Dataset) and rewards and not kwargs.get("environment_factory"):
+            run_facts = kwargs.get("run_facts") or RunFacts()
+            check_rewards(
+                rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets
+            )
         # NOTE: TRL reads the reference again from where the config says that the policy came from, which a converted or
         # new model has not. With an adapter, the policy without it is the reference, and TRL sees to that.
         has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None

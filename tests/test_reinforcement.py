@@ -14,6 +14,7 @@ from transformers.utils import get_json_schema
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.adapters import AdapterArguments
 from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reinforcement import (
     ALGORITHMS,
     GRPOTrainingArguments,
@@ -396,6 +397,18 @@ def test_rloo_refuses_tools(tokenizer, tmp_path):
         toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"tools": [calculator]})
 
 
+def test_rewards_that_concern_no_task_are_refused_before_training(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="--rewards format concerns no task of --dataset_name toy"):
+        MiniMindGRPOTrainer(
+            toy_model(),
+            args=GRPOTrainingArguments(output_dir=str(tmp_path), bf16=False, use_cpu=True),
+            reward_funcs=load_reward_functions(["format"]),
+            train_dataset=toy_tasks(),
+            processing_class=tokenizer,
+            run_facts=RunFacts(datasets=["toy"]),
+        )
+
+
 # The recipe
 
 
@@ -478,5 +491,5 @@ def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher
 def test_the_recipe_needs_a_model_to_start_from(tmp_path):
     main = runpy.run_path(RECIPE)["main"]
     training = GRPOTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ValueError, match="--model_name_or_path is missing"):
+    with pytest.raises(ValueError, match="pass --model_name_or_path"):
         main(ModelArguments(), AdapterArguments(), TaskArguments(), training)

@@ -9,6 +9,7 @@ from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
 from hf_pretrain.rewards import (
     arithmetic_reward,
+    check_rewards,
     format_reward,
     idiom_reward,
     load_reward_functions,
@@ -140,6 +141,29 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
 def test_a_reward_that_is_not_there_is_named(names, words):
     with pytest.raises(ValueError, match=words):
         load_reward_functions(names)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "rewards", "fitting"),
+    [("idiom-task", ["format"], "idiom, solution"), ("answer-format", ["arithmetic", "tool_call"], "format")],
+)
+def test_rewards_that_concern_no_task_are_refused(dataset, rewards, fitting):
+    names = [f"embedded:{dataset}"]
+    tasks, _ = load_tasks(names, validation_fraction=0.0)
+    words = f"--rewards {' '.join(rewards)} concerns no task of --dataset_name {names[0]}.*[(]{fitting}"
+    with pytest.raises(ValueError, match=words):
+        check_rewards(load_reward_functions(rewards), tasks, dataset_names=names)
+
+
+def test_rewards_that_concern_some_tasks_are_not_refused():
+    names = ["embedded:arithmetic", "embedded:idiom-task"]
+    tasks, _ = load_tasks(names, validation_fraction=0.0)
+    check_rewards([format_reward, idiom_reward], tasks, dataset_names=names)
+    check_rewards([idiom_reward], tasks, dataset_names=names)
+    # What others say of an empty answer tells nothing.
+    check_rewards([lambda completions, **columns: [None]], tasks, dataset_names=names)
+    with pytest.raises(ValueError, match="--rewards format concerns no task"):
+        check_rewards([format_reward], tasks.remove_columns("answer_format"), dataset_names=names)
 
 
 # Tasks
