@@ -9,7 +9,7 @@ is a copy of the policy at the start, and figures that mean what they say: evalu
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,12 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     def __post_init__(self):
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"--algorithm {self.algorithm} is unknown; use one of {', '.join(ALGORITHMS)}.")
+        default_loss = GRPOConfig.loss_type
+        if self.algorithm == "rloo" and self.loss_type != default_loss:
+            raise ValueError(
+                f"--algorithm rloo has a loss of its own and would not use --loss_type {self.loss_type}. Leave it out, "
+                f"or, where a config names it, give --loss_type {default_loss}, which is the default."
+            )
         if self.remove_unused_columns:
             raise ValueError(
                 "--remove_unused_columns would take the columns away that the rewards read; leave it out."
@@ -204,6 +210,9 @@ class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
         if tools or environment_factory:
             raise ValueError("--algorithm rloo has no tools and no environment in TRL: use --algorithm grpo.")
         super().__init__(*args, **kwargs)
+        # The card names no loss type, which RLOO does not have.
+        stage = self.run_facts.stage.replace(f", {self.args.loss_type} loss", "")
+        self.run_facts = replace(self.run_facts, stage=stage)
 
 
 ALGORITHMS: dict[str, type[_OnlineTrainer]] = {"grpo": MiniMindGRPOTrainer, "rloo": MiniMindRLOOTrainer}

@@ -382,6 +382,7 @@ def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
     ("flags", "words"),
     [
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown; use one of grpo, rloo"),
+        ({"algorithm": "rloo", "loss_type": "cispo"}, "rloo .* would not use --loss_type cispo"),
         ({"remove_unused_columns": True}, "the rewards read"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
@@ -390,6 +391,12 @@ def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
 def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
     with pytest.raises(ValueError, match=words):
         GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
+
+
+def test_the_card_of_rloo_names_no_loss_type(tokenizer, tmp_path):
+    facts = RunFacts(stage="reinforcement (rloo, dapo loss)")
+    trainer = toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"run_facts": facts})
+    assert trainer.run_facts.stage == "reinforcement (rloo)"
 
 
 def test_rloo_refuses_tools(tokenizer, tmp_path):
