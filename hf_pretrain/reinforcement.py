@@ -7,7 +7,7 @@ is a copy of the policy at the start, and figures that mean what they say: evalu
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -29,7 +30,7 @@ try:
     from trl.chat_template_utils import qwen3_template
     from trl.models import prepare_deepspeed
     from trl.trainer.callbacks import SyncRefModelCallback
-    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+    from trl.trainer.utils import RepeatSampler, add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
     raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
 
@@ -143,6 +144,44 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
     return twin.to(model.device).eval()
 
 
+class _EpochSampler(Sampler[int]):
+    """The prompts as TRL's sampler repeats them, in an order that depends on seed and epoch alone."""
+
+    def __init__(self, sampler: RepeatSampler):
+        self.sampler = sampler
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch)
+        yield from self.sampler
+
+    def set_epoch(self, epoch: int):
+        self.epoch = epoch
+
+
+class _EpochTasks(torch.utils.data.Dataset):
+    """Tasks that tell the epoch to their sampler."""
+
+    def __init__(self, tasks: Dataset):
+        self.tasks = tasks
+        self.sampler: _EpochSampler | None = None
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.tasks[index]
+
+    def set_epoch(self, epoch: int):
+        # NOTE: after a resume on several ranks accelerate finds no way to the sampler below its own, but asks us.
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
+
+
 class _OnlineTrainer(RouterLossMixin):
     """What GRPO and RLOO of ours have in common."""
 
@@ -150,9 +189,7 @@ class _OnlineTrainer(RouterLossMixin):
         rewards, tasks = kwargs.get("reward_funcs") or [], kwargs.get("train_dataset")
         if isinstance(tasks, Dataset) and rewards and not kwargs.get("environment_factory"):
             run_facts = kwargs.get("run_facts") or RunFacts()
-            check_rewards(
-                rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets
-            )
+            check_rewards(rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets)
         # NOTE: TRL reads the reference again from where the config says that the policy came from, which a converted or
         # new model has not. With an adapter, the policy without it is the reference, and TRL sees to that.
         has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
@@ -170,6 +207,20 @@ class _OnlineTrainer(RouterLossMixin):
         self.beta = beta
         if reference is not None:
             self.ref_model = self._prepare_reference(reference)
+
+    # NOTE: TRL's sampler draws from one generator, which a resumed run starts anew: in a later epoch, it would go on
+    # in the order of the first.
+
+    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        if is_training and isinstance(dataset, Dataset):
+            dataset = _EpochTasks(dataset)
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = _EpochSampler(super()._get_train_sampler(dataset))
+        if isinstance(dataset, _EpochTasks):
+            dataset.sampler = sampler
+        return sampler
 
     def _prepare_reference(self, reference: PreTrainedModel) -> torch.nn.Module:
         """As TRL prepares its own."""

@@ -7,6 +7,7 @@ import runpy
 import pytest
 import torch
 import yaml
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers.utils import get_json_schema
@@ -222,6 +223,39 @@ def test_the_reference_is_the_policy_as_it_was(tokenizer, tmp_path):
     kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
     assert kl[0] == pytest.approx(0.0, abs=1e-5) and kl[1] > 1e-4
     assert trainer.args.beta == 0.1
+
+
+def prompts_of(loader) -> list[str]:
+    return [row["prompt"][0]["content"] for batch in loader for row in batch]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_a_resumed_run_sees_the_prompts_of_its_epoch(tokenizer, tmp_path, algorithm):
+    whole = toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader()
+    epochs = []
+    for epoch in range(2):
+        whole.set_epoch(epoch)
+        epochs.append(prompts_of(whole))
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+    resumed = skip_first_batches(toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader(), 5)
+    resumed.set_epoch(1)
+    assert prompts_of(resumed) == epochs[1][5 * 4 :]
+
+
+def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path):
+    trainer = toy_trainer(tokenizer, tmp_path)
+    loader = trainer.get_train_dataloader()
+    first = prompts_of(loader)
+    loader.set_epoch(1)
+    whole = prompts_of(loader)
+    assert whole != first
+    for rank in range(2):
+        fresh = toy_trainer(tokenizer, tmp_path).get_train_dataloader().base_dataloader
+        sharded = prepare_data_loader(fresh, num_processes=2, process_index=rank)
+        resumed = skip_first_batches(sharded, 3)
+        resumed.set_epoch(1)
+        batches = [whole[start : start + 4] for start in range(4 * rank, len(whole), 8)]
+        assert prompts_of(resumed) == sum(batches[3:], [])
 
 
 def test_no_telemetry_is_sent(tokenizer, tmp_path, monkeypatch):
