@@ -7,18 +7,21 @@ is a copy of the policy at the start, and figures that mean what they say: evalu
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets import Dataset
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .arguments import LMTrainingArguments
-from .rewards import REWARDS, answer_of, load_function
+from .model_card import RunFacts
+from .rewards import REWARDS, answer_of, check_rewards, load_function
 from .trl_support import RouterLossMixin
 
 
@@ -27,7 +30,7 @@ try:
     from trl.chat_template_utils import qwen3_template
     from trl.models import prepare_deepspeed
     from trl.trainer.callbacks import SyncRefModelCallback
-    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+    from trl.trainer.utils import RepeatSampler, add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
     raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
 
@@ -96,6 +99,12 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     def __post_init__(self):
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"--algorithm {self.algorithm} is unknown; use one of {', '.join(ALGORITHMS)}.")
+        default_loss = GRPOConfig.loss_type
+        if self.algorithm == "rloo" and self.loss_type != default_loss:
+            raise ValueError(
+                f"--algorithm rloo has a loss of its own and would not use --loss_type {self.loss_type}. Leave it out, "
+                f"or, where a config names it, give --loss_type {default_loss}, which is the default."
+            )
         if self.remove_unused_columns:
             raise ValueError(
                 "--remove_unused_columns would take the columns away that the rewards read; leave it out."
@@ -117,7 +126,14 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             given = self.transformers_continuous_batching_config or {}
             self.transformers_continuous_batching_config = {"max_memory_percent": 0.05} | given
         if self.enable_thinking is not None:
-            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | {"enable_thinking": self.enable_thinking}
+            # MiniMind-3's own template has another name for it.
+            thinking = dict.fromkeys(("enable_thinking", "open_thinking"), self.enable_thinking)
+            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | thinking
+
+    @property
+    def method(self) -> str:
+        """The algorithm, and its loss where it has several, for people."""
+        return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
 
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -130,13 +146,55 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
         gathered = deepspeed.zero.GatheredParameters(list(model.parameters()))
     with gathered:
         twin.load_state_dict(model.state_dict())
-    return twin.to(model.device)
+    return twin.to(model.device).eval()
+
+
+class _EpochSampler(Sampler[int]):
+    """The prompts as TRL's sampler repeats them, in an order that depends on seed and epoch alone."""
+
+    def __init__(self, sampler: RepeatSampler):
+        self.sampler = sampler
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch)
+        yield from self.sampler
+
+    def set_epoch(self, epoch: int):
+        self.epoch = epoch
+
+
+class _EpochTasks(torch.utils.data.Dataset):
+    """Tasks that tell the epoch to their sampler."""
+
+    def __init__(self, tasks: Dataset):
+        self.tasks = tasks
+        self.sampler: _EpochSampler | None = None
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.tasks[index]
+
+    def set_epoch(self, epoch: int):
+        # NOTE: after a resume on several ranks accelerate finds no way to the sampler below its own, but asks us.
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
 
 
 class _OnlineTrainer(RouterLossMixin):
     """What GRPO and RLOO of ours have in common."""
 
     def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
+        rewards, tasks = kwargs.get("reward_funcs") or [], kwargs.get("train_dataset")
+        if isinstance(tasks, Dataset) and rewards and not kwargs.get("environment_factory"):
+            run_facts = kwargs.get("run_facts") or RunFacts()
+            check_rewards(rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets)
         # NOTE: TRL reads the reference again from where the config says that the policy came from, which a converted or
         # new model has not. With an adapter, the policy without it is the reference, and TRL sees to that.
         has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
@@ -154,6 +212,20 @@ class _OnlineTrainer(RouterLossMixin):
         self.beta = beta
         if reference is not None:
             self.ref_model = self._prepare_reference(reference)
+
+    # NOTE: TRL's sampler draws from one generator, which a resumed run starts anew: in a later epoch, it would go on
+    # in the order of the first.
+
+    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        if is_training and isinstance(dataset, Dataset):
+            dataset = _EpochTasks(dataset)
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = _EpochSampler(super()._get_train_sampler(dataset))
+        if isinstance(dataset, _EpochTasks):
+            dataset.sampler = sampler
+        return sampler
 
     def _prepare_reference(self, reference: PreTrainedModel) -> torch.nn.Module:
         """As TRL prepares its own."""

@@ -6,6 +6,7 @@ a reward does not apply to a row, so that several tasks can be mixed with severa
 """
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -13,12 +14,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from datasets import Dataset
+
 from .data.tasks import ANSWER_FORMATS
 
 
 # For an answer that is not right, all its parts that are taken together are worth this much.
 PARTIAL_CREDIT = 0.2
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)")
+# ASCII: Chinese characters beside a number are no part of it.
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _JSON_TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -212,6 +216,40 @@ def load_reward_functions(names: list[str]) -> list[Callable[..., list[float | N
     return [_load_reward(name) for name in names]
 
 
+def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[str]):
+    """
+    Sees that some task gets a reward. Only built-in rewards are asked: which rows concern them does not depend on the
+    answer, while a function of the user's may say `None` to an empty one.
+
+    Raises:
+        `ValueError`: if none does.
+    """
+    names = {function: name for name, function in REWARDS.items()}
+    if not all(callable(function) and function in names for function in functions):
+        return
+    if _concern(functions, tasks):
+        return
+    fitting = ", ".join(name for name, function in REWARDS.items() if _concern([function], tasks))
+    raise ValueError(
+        f"--rewards {' '.join(names[function] for function in functions)} concerns no task of --dataset_name "
+        f"{' '.join(dataset_names)}: nothing would be learnt. Give one that does "
+        f"({fitting + ', ' if fitting else ''}module.path:function)."
+    )
+
+
+def _concern(rewards: list[Callable[..., list[float | None]]], tasks: Dataset) -> bool:
+    """Whether any row has the columns of one of these built-in rewards and is not left alone by it."""
+    rewards = [reward for reward in rewards if _required_columns(reward) <= set(tasks.column_names)]
+    return any(
+        reward([""], **{name: [value] for name, value in row.items()}) != [None] for row in tasks for reward in rewards
+    )
+
+
+def _required_columns(reward: Callable[..., list[float | None]]) -> set[str]:
+    parameters = inspect.signature(reward).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+
+
 def _load_reward(name: str) -> Callable[..., list[float | None]] | str:
     if name in REWARDS:
         return REWARDS[name]
@@ -239,4 +277,10 @@ def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..
     return function
 
 
-__all__ = ["REWARDS", "load_function", "load_reward_functions", *(function.__name__ for function in REWARDS.values())]
+__all__ = [
+    "REWARDS",
+    "check_rewards",
+    "load_function",
+    "load_reward_functions",
+    *(function.__name__ for function in REWARDS.values()),
+]

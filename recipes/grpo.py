@@ -58,7 +58,7 @@ def main(
         tools=tools,
         environment_factory=environment,
         run_facts=RunFacts(
-            stage=f"reinforcement ({training_args.algorithm}, {training_args.loss_type} loss)",
+            stage=f"reinforcement ({training_args.method})",
             recipe="grpo",
             datasets=task_args.dataset_name,
             data_kind="tasks",

@@ -7,6 +7,7 @@ import runpy
 import pytest
 import torch
 import yaml
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers.utils import get_json_schema
@@ -14,6 +15,7 @@ from transformers.utils import get_json_schema
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.adapters import AdapterArguments
 from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reinforcement import (
     ALGORITHMS,
     GRPOTrainingArguments,
@@ -214,11 +216,46 @@ def test_the_reference_is_the_policy_as_it_was(tokenizer, tmp_path):
     start_weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = toy_trainer(tokenizer, tmp_path, model=model, beta=0.1, max_steps=3, warmup_steps=0)
     trainer.train()
+    # It drops nothing out.
+    assert not any(module.training for module in trainer.ref_model.modules())
     reference = trainer.ref_model.state_dict()
     assert all(torch.equal(reference[name], value) for name, value in start_weights.items())
     kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
     assert kl[0] == pytest.approx(0.0, abs=1e-5) and kl[1] > 1e-4
     assert trainer.args.beta == 0.1
+
+
+def prompts_of(loader) -> list[str]:
+    return [row["prompt"][0]["content"] for batch in loader for row in batch]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_a_resumed_run_sees_the_prompts_of_its_epoch(tokenizer, tmp_path, algorithm):
+    whole = toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader()
+    epochs = []
+    for epoch in range(2):
+        whole.set_epoch(epoch)
+        epochs.append(prompts_of(whole))
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+    resumed = skip_first_batches(toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader(), 5)
+    resumed.set_epoch(1)
+    assert prompts_of(resumed) == epochs[1][5 * 4 :]
+
+
+def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path):
+    trainer = toy_trainer(tokenizer, tmp_path)
+    loader = trainer.get_train_dataloader()
+    first = prompts_of(loader)
+    loader.set_epoch(1)
+    whole = prompts_of(loader)
+    assert whole != first
+    for rank in range(2):
+        fresh = toy_trainer(tokenizer, tmp_path).get_train_dataloader().base_dataloader
+        sharded = prepare_data_loader(fresh, num_processes=2, process_index=rank)
+        resumed = skip_first_batches(sharded, 3)
+        resumed.set_epoch(1)
+        batches = [whole[start : start + 4] for start in range(4 * rank, len(whole), 8)]
+        assert prompts_of(resumed) == sum(batches[3:], [])
 
 
 def test_no_telemetry_is_sent(tokenizer, tmp_path, monkeypatch):
@@ -234,6 +271,8 @@ def test_thinking_on_and_off(tokenizer, tmp_path, thinking, has_empty_thought):
     trainer = toy_trainer(tokenizer, tmp_path, enable_thinking=thinking)
     (ids,) = trainer._tokenize_prompts([[{"role": "user", "content": "Sky?"}]])[0]
     assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is has_empty_thought
+    # MiniMind-3's own template reads another name.
+    assert (trainer.args.chat_template_kwargs or {}).get("open_thinking") is thinking
 
 
 # Tools
@@ -377,6 +416,7 @@ def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
     ("flags", "words"),
     [
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown; use one of grpo, rloo"),
+        ({"algorithm": "rloo", "loss_type": "cispo"}, "rloo .* would not use --loss_type cispo"),
         ({"remove_unused_columns": True}, "the rewards read"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
@@ -387,9 +427,26 @@ def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
         GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
 
 
+def test_the_method_names_a_loss_where_there_are_several(tmp_path):
+    methods = [GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, algorithm=a).method for a in ALGORITHMS]
+    assert methods == ["grpo, dapo loss", "rloo"]
+
+
 def test_rloo_refuses_tools(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="use --algorithm grpo"):
         toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"tools": [calculator]})
+
+
+def test_rewards_that_concern_no_task_are_refused_before_training(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="--rewards format concerns no task of --dataset_name toy"):
+        MiniMindGRPOTrainer(
+            toy_model(),
+            args=GRPOTrainingArguments(output_dir=str(tmp_path), bf16=False, use_cpu=True),
+            reward_funcs=load_reward_functions(["format"]),
+            train_dataset=toy_tasks(),
+            processing_class=tokenizer,
+            run_facts=RunFacts(datasets=["toy"]),
+        )
 
 
 # The recipe

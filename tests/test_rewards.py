@@ -9,6 +9,7 @@ from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
 from hf_pretrain.rewards import (
     arithmetic_reward,
+    check_rewards,
     format_reward,
     idiom_reward,
     load_reward_functions,
@@ -56,6 +57,12 @@ def test_arithmetic_takes_the_last_number():
     answers = says("19", "12 + 7 = 19.", "It is 19.0", "12 + 7 = 18", "nineteen", "-19", "1,019")
     rewards = arithmetic_reward(answers, solution=[["19"]] * 7)
     assert rewards == [1.0, 1.0, 1.0, 0.2, 0.0, 0.2, 0.2]
+
+
+def test_numbers_are_found_beside_chinese():
+    assert arithmetic_reward(says("答案是12。", "答案是12元", "x12"), solution=[["12"]] * 3) == [1.0, 1.0, 0.0]
+    answers = says("结果是84。", "北京今天28°C", "共84个，28度")
+    assert solution_reward(answers, solution=[["84", "28"]] * 3) == [0.5, 0.5, 1.0]
 
 
 def test_an_idiom_is_finished_in_any_way_that_the_dictionary_knows():
@@ -136,6 +143,29 @@ def test_a_reward_that_is_not_there_is_named(names, words):
         load_reward_functions(names)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "rewards", "fitting"),
+    [("idiom-task", ["format"], "idiom, solution"), ("answer-format", ["arithmetic", "tool_call"], "format")],
+)
+def test_rewards_that_concern_no_task_are_refused(dataset, rewards, fitting):
+    names = [f"embedded:{dataset}"]
+    tasks, _ = load_tasks(names, validation_fraction=0.0)
+    words = f"--rewards {' '.join(rewards)} concerns no task of --dataset_name {names[0]}.*[(]{fitting}"
+    with pytest.raises(ValueError, match=words):
+        check_rewards(load_reward_functions(rewards), tasks, dataset_names=names)
+
+
+def test_rewards_that_concern_some_tasks_are_not_refused():
+    names = ["embedded:arithmetic", "embedded:idiom-task"]
+    tasks, _ = load_tasks(names, validation_fraction=0.0)
+    check_rewards([format_reward, idiom_reward], tasks, dataset_names=names)
+    check_rewards([idiom_reward], tasks, dataset_names=names)
+    # What others say of an empty answer tells nothing.
+    check_rewards([lambda completions, **columns: [None]], tasks, dataset_names=names)
+    with pytest.raises(ValueError, match="--rewards format concerns no task"):
+        check_rewards([format_reward], tasks.remove_columns("answer_format"), dataset_names=names)
+
+
 # Tasks
 
 
@@ -195,6 +225,23 @@ def test_minimind_agent_records_become_tasks():
     assert plain["prompt"] == [{"role": "user", "content": "Hi"}] and plain["solution"] == []
 
 
+def test_earlier_calls_and_thoughts_stay_in_the_prompt(tmp_path):
+    turns = []
+    for name, arguments in (("set_timer", {"minutes": 5}), ("get_weather", {"city": "Rome"})):
+        calls = [{"function": {"name": name, "arguments": arguments}}]
+        turns += [
+            {"role": "user", "content": "Please."},
+            {"role": "assistant", "content": "", "reasoning_content": "A tool.", "tool_calls": calls},
+            {"role": "tool", "content": "done"},
+        ]
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
+    train, _ = load_tasks([str(tmp_path / "tasks.jsonl")], validation_fraction=0.0)
+    tokenizer = train_tokenizer(["text"], vocab_size=300)
+    ours, theirs = (tokenizer.apply_chat_template(m, tokenize=False) for m in (train[0]["prompt"], turns))
+    assert ours == theirs and '"arguments": {"city": "Rome"}' in ours
+    assert ours.count("A tool.") == 2
+
+
 def test_trl_records_keep_their_columns():
     assert read_task({"prompt": "Hi", "level": 3}) == {"prompt": [{"role": "user", "content": "Hi"}], "level": 3}
 
@@ -205,10 +252,12 @@ def test_trl_records_keep_their_columns():
         ([], "not an object"),
         ({"text": "Hi"}, "neither `prompt` nor `conversations`"),
         ({"prompt": []}, "`prompt` holds no message"),
-        ({"prompt": [{"role": "user"}]}, "no object with"),
-        ({"prompt": [{"role": "user", "content": 3}]}, "no text"),
+        ({"prompt": ["Hi"]}, "in place of a message"),
+        ({"prompt": [{"role": "user"}]}, "has no content"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "not text"),
         ({"conversations": [{"role": "user", "content": "Hi"}]}, "without the answer"),
-        ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "no list of JSON schemas"),
+        ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "text that is not JSON"),
+        ({"conversations": [{"role": "system", "content": "", "tools": "[1]"}] * 2}, "no list of JSON schemas"),
     ],
 )
 def test_a_record_that_is_no_task_says_why(record, words):

@@ -179,6 +179,9 @@ def _read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
     return read, tools
 
 
+read_messages = _read_messages
+
+
 def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     name, value = message["from"], message.get("value", "")
     if name not in SHAREGPT_ROLES:

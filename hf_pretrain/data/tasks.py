@@ -24,6 +24,7 @@ from typing import Any
 import datasets
 from datasets import Dataset
 
+from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, file_format, read_file
 from .loading import _are_on_side, _find_sources, _RejectedLines
@@ -201,18 +202,20 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     if "prompt" in record:
         prompt = record["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return {**record, "prompt": [_read_message(message) for message in _non_empty_list(messages, "prompt")]}
+        return {**record, "prompt": _read_messages(_non_empty_list(messages, "prompt"), "prompt")[0]}
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; give one of them")
     *messages, _ = _non_empty_list(record["conversations"], "conversations")
-    prompt = [_read_message(message) for message in _non_empty_list(messages, "conversations without the answer")]
-    tools = next((message["tools"] for message in messages if message.get("tools")), None)
-    if tools is not None:
-        parsed = _parse_tools(tools)
+    messages = _non_empty_list(messages, "conversations without the answer")
+    prompt, schemas = _read_messages(messages, "conversations")
+    tools = None
+    if schemas is not None:
+        if not all(isinstance(schema, dict) for schema in schemas):
+            raise BadRecord("`tools` of a message is no list of JSON schemas")
         if describe_tools:
             system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else ""
-            prompt.insert(0, {"role": "system", "content": tools_message(parsed, system)})
-        tools = json.dumps(parsed, ensure_ascii=False)
+            prompt.insert(0, {"role": "system", "content": tools_message(schemas, system)})
+        tools = json.dumps(schemas, ensure_ascii=False)
     target = record.get("gt", [])
     solution = [str(value) for value in (target if isinstance(target, list) else [target])]
     return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
@@ -224,22 +227,13 @@ def _non_empty_list(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _read_message(message: Any) -> dict[str, str]:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise BadRecord('a message is no object with "role" and "content"')
-    if not all(isinstance(message[key], str) for key in ("role", "content")):
-        raise BadRecord('the "role" or "content" of a message is no text')
-    return {"role": message["role"], "content": message["content"]}
-
-
-def _parse_tools(tools: Any) -> list[dict[str, Any]]:
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except json.JSONDecodeError:
-        tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRecord("`tools` of a message is no list of JSON schemas")
-    return tools
+def _read_messages(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Messages, with the arguments of calls as JSON: a table would give every call the arguments of all."""
+    read, tools = read_messages(messages, name)
+    for message in read:
+        for call in message.get("tool_calls", []):
+            call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
+    return read, tools
 
 
 def _read_records(name: str) -> Iterator[tuple[str, int, Any]]:
