@@ -11,7 +11,7 @@ Their data files are read without importing the packages; a part's documents alw
 import csv
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -138,7 +138,7 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
         part (`str`, *optional*): a key of `EMBEDDED_CORPORA`; all of them by default.
         schema (`str`, defaults to `"text"`): `text` gives documents `{"text": str}`; `conversation` gives `{"messages":
             [...]}`, also where its kind is named; `preference` gives the last answer of each conversation against an answer drawn from another
-            conversation of the same corpus.
+            conversation of any corpus.
 
     Raises:
         `ValueError`: if there is no such part.
@@ -153,14 +153,15 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
         elif schema != "preference":
             yield from ({"messages": _alternate(turns)} for turns in corpus.converse(corpus.find()))
         else:
-            yield from _prefer(list(corpus.converse(corpus.find())))
+            everything = [turns for other in EMBEDDED_CORPORA.values() for turns in other.converse(other.find())]
+            yield from _prefer(corpus.converse(corpus.find()), everything)
 
 
 def _alternate(turns: list[str]) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
-def _prefer(conversations: list[list[str]]) -> Iterator[dict[str, Any]]:
+def _prefer(conversations: Iterable[list[str]], others: list[list[str]]) -> Iterator[dict[str, Any]]:
     """The true reply against one drawn from another conversation, always the same."""
     generator = random.Random(0)
     for turns in conversations:
@@ -168,7 +169,7 @@ def _prefer(conversations: list[list[str]]) -> Iterator[dict[str, Any]]:
         turns = turns[: len(turns) // 2 * 2]
         other = turns[-1]
         while other in turns:
-            other = generator.choice(generator.choice(conversations)[1::2])
+            other = generator.choice(generator.choice(others)[1::2])
         yield {
             "prompt": _alternate(turns[:-1]),
             "chosen": [{"role": "assistant", "content": turns[-1]}],
