@@ -151,7 +151,7 @@ def test_a_checkpoint_is_resumed(workspace):
 
 def test_the_command_of_the_readme_for_own_text(workspace, tmp_path):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (command,) = [block.strip() for block in blocks if "--dataset_name" in block]
+    (command,) = [block.strip() for block in blocks if "recipes/pretrain.py" in block and "--dataset_name" in block]
     (tmp_path / "my").mkdir()
     (tmp_path / "my/text.jsonl").write_text((workspace / "train.jsonl").read_text())
     words = shlex.split(command.replace("recipes/", f"{ROOT}/recipes/"))
