@@ -280,7 +280,8 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
         assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= files
         assert not [name for name in files if name.endswith(".py") or name in ("model.safetensors", "config.json")]
         card = ModelCard(server.repos["user/adapter"].files["README.md"].decode())
-        assert (card.data.base_model, card.data.library_name) == ("user/base", "peft")
+        metadata = card.data.to_dict()
+        assert (metadata["base_model"], metadata["library_name"]) == ("user/base", "peft")
         trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/adapter_model.safetensors").values())
         whole = sum(p.numel() for p in MiniMindForCausalLM.from_pretrained(workspace / "moe").parameters())
         assert f"| parameters of the adapter | {trained:,} |" in card.text

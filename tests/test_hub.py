@@ -439,7 +439,7 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
     text = server.repos["user/toy"].files["README.md"].decode()
     data = ModelCard(text).data
     # Nobody asked for a licence.
-    assert (data.license, data.language, data.library_name) == (None, ["en"], "transformers")
+    assert (data.license, data.language, data.to_dict()["library_name"]) == (None, ["en"], "transformers")
     assert (data.pipeline_tag, data.tags) == ("text-generation", ["minimind", "hf_pretrain"])
     state = json.loads((tmp_path / "run/trainer_state.json").read_text())
     evaluation = [entry for entry in state["log_history"] if "eval_loss" in entry][-1]
