@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.arguments import ChatArguments, LMTrainingArguments, ModelArguments, SFTTrainingArguments, parse_args
+from hf_pretrain.arguments import LMTrainingArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.distillation import (
     DistillationArguments,
@@ -349,15 +349,6 @@ def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
 
 
 # Recipe
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/distill.yaml")), ids=lambda path: path.parent.name)
-def test_every_yaml_parses(path, tmp_path):
-    classes = (ModelArguments, DistillationArguments, ChatArguments, SFTTrainingArguments)
-    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
-    model, distillation, _, training = parse_args(*classes, argv=argv)
-    assert model.model_preset == path.parent.name
-    assert distillation.teacher_name_or_path.startswith("out/")
 
 
 @pytest.mark.distributed

@@ -25,7 +25,10 @@ from hf_pretrain.arguments import (
     SourceArguments,
     parse_args,
 )
+from hf_pretrain.distillation import DistillationArguments
 from hf_pretrain.preferences import DPOTrainingArguments
+from hf_pretrain.reinforcement import GRPOTrainingArguments, TaskArguments
+from hf_pretrain.rewards import load_reward_functions
 from hf_pretrain.tokenization import train_tokenizer
 from tests.invariants.launching import BIN, ROOT, cpu_environment, free_port, launcher_command, start
 
@@ -359,6 +362,8 @@ def test_sft_runs_and_says_what_changed(workspace, chats, options):
 STAGES = {
     "sft": (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments),
     "dpo": (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments),
+    "distill": (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, SFTTrainingArguments),
+    "grpo": (ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments),
 }
 
 
@@ -373,9 +378,19 @@ def test_help_is_printed(stage):
 def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
     path = ROOT / f"recipes/{preset}/{stage}.yaml"
     argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
+    content = yaml.safe_load(path.read_text())
+    if stage == "distill" and "teacher_name_or_path" not in content:  # the largest one
+        argv += ["--teacher_name_or_path", "out/mine"]
     model, *_, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
-    assert model.model_name_or_path == {"sft": f"out/pretrain-{preset}", "dpo": f"out/sft-{preset}"}[stage]
-    assert training.learning_rate == float(yaml.safe_load(path.read_text())["learning_rate"])
+    # The tiny student is made anew, smaller than its teacher.
+    start = (
+        None if (stage, preset) == ("distill", "tiny") else f"out/{'pretrain' if stage == 'sft' else 'sft'}-{preset}"
+    )
+    assert model.model_name_or_path == start
+    assert training.learning_rate == float(content["learning_rate"])
+    if stage == "grpo":
+        rewards = content["rewards"]
+        load_reward_functions([rewards] if isinstance(rewards, str) else rewards)
     # Flags that all recipes share mean the same in each.
     assert not training.gradient_checkpointing and training.save_total_limit == 2 and training.logging_steps == 10
 

@@ -6,15 +6,14 @@ import runpy
 
 import pytest
 import torch
-import yaml
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers.utils import get_json_schema
 
-from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.adapters import AdapterArguments
-from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.arguments import ModelArguments
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reinforcement import (
     ALGORITHMS,
@@ -388,17 +387,6 @@ def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
 
 
 # Arguments
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/grpo.yaml")), ids=lambda path: path.parent.name)
-def test_every_yaml_names_its_preset_and_parses(path, tmp_path):
-    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "true"]
-    model, tasks, training = parse_args(ModelArguments, TaskArguments, GRPOTrainingArguments, argv=argv)
-    assert path.parent.name in PRESETS and model.model_name_or_path == f"out/sft-{path.parent.name}"
-    assert training.learning_rate == float(yaml.safe_load(path.read_text())["learning_rate"])
-    rewards = yaml.safe_load(path.read_text())["rewards"]
-    assert tasks.rewards == ([rewards] if isinstance(rewards, str) else rewards)
-    load_reward_functions(tasks.rewards)
 
 
 def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
