@@ -469,6 +469,31 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "distill"])
+def test_the_other_stages_push_what_anybody_loads(recipe, workspace, server, environment, tmp_path):  # noqa: F811
+    question = {"prompt": "river stone", "chosen": "green", "rejected": "light"}
+    chats = [question if recipe == "dpo" else {"prompt": "river stone", "completion": "green"}] * 4
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    command = [
+        *(sys.executable, str(ROOT / f"recipes/{recipe}.py"), "--use_cpu", "--bf16", "false", "--max_length", "32"),
+        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(tmp_path / "data.jsonl")),
+        *("--validation_fraction", "0", "--max_steps", "2", "--save_steps", "1", "--learning_rate", "1e-2"),
+        *("--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "run")),
+        *("--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "checkpoint"),
+        *(["--teacher_name_or_path", str(workspace / "toy")] if recipe == "distill" else []),
+    ]
+    result = start(command, **environment)
+    assert result.returncode == 0, result.stdout[-4000:]
+    files = files_of(server)
+    assert files >= WEIGHTS | CODE | {"tokenizer.json", "chat_template.jinja", "last-checkpoint/optimizer.pt"}
+    assert not [name for name in files if "training_args" in name]
+    card = server.repos["user/toy"].files["README.md"].decode()
+    assert f"python recipes/{recipe}.py --resume_from_hub user/toy" in card
+    ours = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
+    assert torch.equal(pull_logits("user/toy", environment, tmp_path), ours(torch.arange(20)[None]).logits)
+
+
+@pytest.mark.slow
 def test_conversions_are_pushed(server, environment, tmp_path):
     command = [sys.executable, str(ROOT / "recipes/convert.py"), "--from", str(GOLDEN / "C_dense"), "--push"]
     options = ["--to", str(tmp_path / "toy"), "--format", "qwen3", "--dtype", "float16", "--hub_license", "mit"]

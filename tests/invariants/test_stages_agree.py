@@ -104,11 +104,12 @@ def test_losses_and_weights_agree(launch, workspace, recipe, way):
         torch.testing.assert_close(found[name], weight, rtol=0, atol=5e-6, msg=name)
 
 
-def test_a_resume_within_a_later_epoch_goes_on_in_its_order(launch, workspace):
-    """Two steps an epoch: the checkpoint lies within the second one, whose order the resumed run has to find."""
-    whole, weights = launch("dpo", *WAYS["DDP"])
-    checkpoint = ["--resume_from_checkpoint", str(workspace / "dpo-torchrun/checkpoint-3")]
-    resumed, found = launch("dpo", "torchrun", checkpoint, name="resumed")
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_a_resume_within_a_later_epoch_goes_on_in_its_order(launch, workspace, recipe):
+    """The checkpoint after step 3 ends the first epoch of SFT (three steps) and lies within the second of DPO (two steps)."""
+    whole, weights = launch(recipe, *WAYS["DDP"])
+    checkpoint = ["--resume_from_checkpoint", str(workspace / f"{recipe}-torchrun/checkpoint-3")]
+    resumed, found = launch(recipe, "torchrun", checkpoint, name=f"{recipe}-resumed")
     assert [step["loss"] for step in resumed] == pytest.approx([step["loss"] for step in whole], abs=1e-6)
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=name)
