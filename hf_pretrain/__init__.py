@@ -21,7 +21,7 @@ _LAZY = {
     "MaskedLossTrainer": ".trainer",
     "DataArguments": ".arguments",
     "ModelArguments": ".arguments",
-    "LMTrainingArguments": ".arguments",
+    "LMTrainingArguments": ".training_args",
     "parse_args": ".arguments",
 }
 

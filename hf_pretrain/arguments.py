@@ -1,20 +1,18 @@
 """
-What users type: the dataclasses behind every training recipe's flags, and the parser that reads them.
+What users type: which model, which data, and the parser that reads a recipe's flags ([`~training_args`] has the rest).
 
 `--config file.yaml` gives defaults, the command line wins, and a key that no dataclass knows is an error.
 """
 
-import atexit
 import dataclasses
 import difflib
 import json
-import os
 import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -293,166 +291,6 @@ class ChatArguments(DataArguments):
             return None
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
         return ConversationEncoder(self.train_on_inputs, parse_span_weights(self.span_weights), kwargs)
-
-
-@dataclass
-class LMTrainingArguments(TrainingArguments):
-    """transformers' `TrainingArguments` with defaults that hold for language models of this size."""
-
-    config: str | None = field(
-        default=None,
-        metadata={"help": "A YAML file of all these flags; the command line wins. By default the preset's."},
-    )
-    output_dir: str | None = field(default="out/pretrain", metadata={"help": "Where the run goes."})
-    fsdp_size: int = field(
-        default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
-    )
-    resume_from_hub: str | None = field(
-        default=None,
-        metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
-    )
-    trust_checkpoint: bool = field(
-        default=False, metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub."}
-    )
-    hub_license: str | None = field(default=None, metadata={"help": "Licence of what is pushed, in its model card."})
-    hub_language: list[str] | None = field(
-        default=None, metadata={"help": "Languages of the data, as ISO codes, in the model card."}
-    )
-    # Unset means auto; declared as a plain bool so that a bare `--bf16` stays a flag.
-    bf16: bool = field(
-        default=cast(bool, None),
-        metadata={"help": "bfloat16 autocast. On where the hardware has it unless `--bf16 false`."},
-    )
-    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
-    lr_scheduler_type: str = field(
-        default="cosine_with_min_lr",
-        metadata={"help": "cosine_with_min_lr (to 10 %%), warmup_stable_decay (last 20 %%), or any of transformers'."},
-    )
-    warmup_steps: float = field(default=0.02, metadata={"help": "Steps, or below 1 the share of all steps."})
-    weight_decay: float = field(default=0.1, metadata={"help": "On matrices only."})
-    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second decay rate."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the rows."})
-    eval_strategy: str = field(default="steps", metadata={"help": "no, steps or epoch."})
-    eval_steps: float | None = field(default=0.1, metadata={"help": "Steps, or below 1 the share of all steps."})
-    save_steps: float = field(default=0.1, metadata={"help": "Steps, or below 1 the share of all steps."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
-    logging_steps: float = field(default=10, metadata={"help": "Steps, or below 1 the share of all steps."})
-    # A filter that hides a NaN would let a broken run look healthy.
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave non-finite losses out of the log."})
-    include_num_input_tokens_seen: str = field(default="non_padding", metadata={"help": "no, all or non_padding."})
-    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter is used."})
-
-    def __post_init__(self):
-        self._hide_token()
-        self.launcher = _launcher()
-        if self.accelerator_config is None:
-            # Every rank reads a stream itself; the trainer fills up its last batch.
-            self.accelerator_config = {"dispatch_batches": False}
-        schedule = str(self.lr_scheduler_type)
-        if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
-            self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
-        # Trainer refuses bf16 on a machine without an accelerator unless it is told that this is meant.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and (
-                torch.cpu._is_avx512_bf16_supported()
-                if self.use_cpu
-                else torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-            )
-        self._check_launch()
-        super().__post_init__()
-        if self.deepspeed and self.device.type == "cpu":
-            # NOTE: ZeRO-3's zero.Init counts ranks through DeepSpeed's own group, which Trainer sets up on GPUs alone.
-            import deepspeed
-
-            deepspeed.init_distributed(dist_backend="gloo")
-            # NOTE: its CPU kernel leaves 66 MiB a rank and run in shared memory, until that is full.
-            atexit.register(_remove_allreduce_buffers)
-        if self.fp16 and self.device.type == "cpu":
-            raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
-        if self.n_gpu > 1:
-            raise ValueError(
-                f"One process sees {self.n_gpu} GPUs and would use nn.DataParallel, which breaks the complex rotary "
-                f"table. Launch one process a GPU: torchrun --standalone --nproc_per_node {self.n_gpu} "
-                f"{' '.join(sys.argv)}"
-            )
-        if self.device.type == "cpu" and (self.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"):
-            raise ValueError(
-                "accelerate turns FSDP on CPU processes into DDP without a word. On CPU launch with torchrun and pass "
-                "--fsdp_size N, which shards through transformers itself."
-            )
-
-    @property
-    def launch_description(self) -> str:
-        """How many processes train on what: for the first line of a run's log."""
-        if self.device.type == "cpu":
-            devices = "CPU"
-        else:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            devices = torch.cuda.get_device_name(self.device) + (
-                f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
-            )
-        precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
-        return f"{self.world_size} process(es) on {devices}, {precision}"
-
-    def _hide_token(self):
-        """Moves a token out of what a run logs and writes, to where the Hub's client looks for it."""
-        if not self.hub_token:
-            return
-        os.environ["HF_TOKEN"] = self.hub_token
-        sys.argv = [word.replace(self.hub_token, "<token>") for word in sys.argv]
-        self.hub_token = None
-        logger.warning(
-            "--hub_token stands in the process list of this machine and in the logs of some launchers: log in with "
-            "`hf auth login` or set HF_TOKEN instead."
-        )
-
-    def _check_launch(self):
-        """Meets mistakes in the launch command before any process group is set up."""
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.fsdp_size not in (1, world_size):
-            raise ValueError(
-                f"--fsdp_size {self.fsdp_size} needs as many processes, and {world_size} run. Launch with "
-                f"torchrun --standalone --nproc_per_node {self.fsdp_size} {' '.join(sys.argv)}"
-            )
-        if self.fsdp_size > 1 and not self.save_only_model:
-            logger.warning("transformers cannot resume a model that it sharded: --fsdp_size saves models only.")
-            self.save_only_model = True
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        num_gpus = torch.cuda.device_count()
-        if not self.use_cpu and 0 < num_gpus < local_world_size:
-            raise ValueError(
-                f"{local_world_size} processes were started on this machine but it has {num_gpus} GPU(s) to offer: "
-                f"start at most {num_gpus}, or pass --use_cpu."
-            )
-        if self.deepspeed and isinstance(self.deepspeed, str):
-            if not Path(self.deepspeed).is_file():
-                raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
-
-
-@dataclass
-class SFTTrainingArguments(LMTrainingArguments):
-    """Defaults for fine-tuning: lower rates, and the held-out loss before the first step."""
-
-    output_dir: str | None = field(default="out/sft", metadata={"help": "Where the run goes."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
-    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
-
-
-def _remove_allreduce_buffers():
-    """Removes this run's buffers of DeepSpeed's CPU kernel; whoever still has them open keeps them."""
-    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
-        path.unlink(missing_ok=True)
-
-
-def _launcher() -> str:
-    """The program that started this process, by the variables that it leaves."""
-    if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
-        return "accelerate launch"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
 
 
 def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:

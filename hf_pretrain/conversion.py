@@ -1,128 +1,33 @@
 """
 Checkpoints in: three MiniMind generations, and the architectures of transformers that MiniMind's scripts export.
 
-A [`Form`] says how a program names and lays out the weights, `_read_fields` and `_write_fields` how its config.json
-says the same things. Reading builds an empty model from what the shapes tell, writes *its* tensors out in the file's
+A [`~forms.Form`] says how a program names and lays out the weights, `_read_fields` how its config.json says the same
+things as ours. Reading builds an empty model from what the shapes tell, writes *its* tensors out in the file's
 form, and compares names and shapes: so whatever a file lacks or has too much is met before any value is taken.
 
     tensors in some form -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
-
-The generations of https://github.com/jingyaogong/minimind: v1 turns neighbouring channels by a complex `pos_cis`, as we
-do; v2 and v3 turn the channels `(i, i + head_dim / 2)`, as Llama does, which is a permutation of the rows of the query
-and key projections (and of v3's query and key norms).
 """
 
 import copy
-import json
-import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.utils import logging
 
 from .configuration_minimind import MiniMindConfig
+from .forms import FORMS, describe_form
 from .modeling_minimind import MiniMindForCausalLM
+from .weight_files import read_json, read_tensors, resolve
 
 
 logger = logging.get_logger(__name__)
 
-
-def to_half_split(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Moves the rows `(2i, 2i + 1)` of each head to `(i, i + head_dim / 2)`. Shape `(num_heads * head_dim, ...)`."""
-    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
-def to_interleaved(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The inverse of [`to_half_split`]."""
-    return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-@dataclass(frozen=True)
-class Form:
-    """
-    How one program names and lays out the weights.
-
-    Args:
-        is_generation (`bool`): a MiniMind release, as opposed to an architecture of transformers.
-        has_qk_norm, has_experts (`bool`, *optional*): what the form cannot be without, or (`False`) with.
-        half_split (`bool`): which channels of a head turn together.
-        lists_shared_experts (`bool`): shared experts are a list, not one MLP of their summed width.
-        renames: pairs of a part of our name and what stands there instead.
-    """
-
-    is_generation: bool = False
-    has_qk_norm: bool = False
-    has_experts: bool | None = None
-    half_split: bool = True
-    lists_shared_experts: bool = False
-    renames: tuple[tuple[str, str], ...] = ()
-
-    def name(self, name: str) -> str:
-        """What this form calls our tensor `name`."""
-        for ours, theirs in self.renames:
-            name = name.replace(ours, theirs)
-        return name
-
-    def split(self, name: str, tensor: torch.Tensor, config: MiniMindConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, with their names, that one of ours is in this form."""
-        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
-            yield self.name(name), to_half_split(tensor, config.head_dim)
-        elif name.endswith("experts.gate_up_proj"):
-            for expert, gate_and_up in enumerate(tensor):
-                for part, weight in zip(("gate_proj", "up_proj"), gate_and_up.chunk(2), strict=True):
-                    yield self.name(name.replace("gate_up_proj", f"{expert}.{part}.weight")), weight
-        elif name.endswith("experts.down_proj"):
-            for expert, weight in enumerate(tensor):
-                yield self.name(name.replace("down_proj", f"{expert}.down_proj.weight")), weight
-        elif self.lists_shared_experts and "shared_experts." in name:
-            widths = tensor.chunk(config.num_shared_experts, dim=int("down_proj" in name))
-            for expert, weight in enumerate(widths):
-                yield self.name(name.replace("shared_experts.", f"shared_experts.{expert}.")), weight
-        else:
-            yield self.name(name), tensor
-
-    def join(self, name: str, parts: list[torch.Tensor], config: MiniMindConfig) -> torch.Tensor:
-        """Our tensor `name` from its parts, in the order in which [`split`] gives them."""
-        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
-            return to_interleaved(parts[0], config.head_dim)
-        if name.endswith("experts.gate_up_proj"):
-            return torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
-        if name.endswith("experts.down_proj"):
-            return torch.stack(parts)
-        return torch.cat(parts, dim=int("down_proj" in name)) if len(parts) > 1 else parts[0]
-
-
-_V1_NAMES = (
-    ("model.embed_tokens", "tok_embeddings"),
-    ("model.", ""),
-    ("lm_head", "output"),
-    ("self_attn.", "attention."),
-    *((f"{letter}_proj", f"w{letter}") for letter in "qkvo"),
-    ("input_layernorm", "attention_norm"),
-    ("post_attention_layernorm", "ffn_norm"),
-    ("mlp.", "feed_forward."),
-    ("gate_proj", "w1"),
-    ("down_proj", "w2"),
-    ("up_proj", "w3"),
-)
-FORMS = {
-    "v1": Form(is_generation=True, half_split=False, renames=_V1_NAMES),
-    "v2": Form(is_generation=True, lists_shared_experts=True),
-    "v3": Form(is_generation=True, has_qk_norm=True),
-    "llama": Form(has_experts=False),
-    "qwen3": Form(has_experts=False, has_qk_norm=True),
-    "qwen3_moe": Form(has_experts=True, has_qk_norm=True),
-    "ernie4_5_moe": Form(has_experts=True, half_split=False),
-}
 # Names in MiniMind's own configs for what ours says otherwise.
 UPSTREAM_FIELDS = frozenset(
     ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
@@ -136,8 +41,6 @@ _ASSUMED = {
     "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
     "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
 }
-# Rotary tables and masks that some versions saved: computed, never read.
-_BUFFERS = re.compile(r"(pos_cis|freqs_cos|freqs_sin|rotary_emb\.inv_freq|attention\.mask)$")
 # YaRN as v3 (and v2 from 2025-12) computes it; upstream's code has these values, its config.json need not.
 V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
 
@@ -173,14 +76,14 @@ def load_upstream(
         `ValueError`: where nothing fits: a tensor is missing, unexpected, of another shape or not finite; a size
             cannot be inferred or contradicts the config; a pickle holds more than tensors (nothing of it is run).
     """
-    path = _resolve(path)
+    path = resolve(path)
     if is_ours(path):
         if config:
             raise ValueError(f"{path} was written by hf_pretrain and says all about itself: leave the config out.")
         return load_ours(path, dtype=dtype or "auto").eval()
     if isinstance(config, str | Path):
-        config = _read_json(Path(config))
-    tensors = _clean(_read_tensors(path), path)
+        config = read_json(Path(config))
+    tensors = read_tensors(path)
 
     try:
         raw = _merge(_read_config(path), config or {})
@@ -252,43 +155,12 @@ def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[st
         raise ValueError(f"{complaint}. Tensors {'; '.join(problems)}.")
 
 
-def describe_form(form: str) -> str:
-    """What messages call a form."""
-    return f"MiniMind {form}" if FORMS[form].is_generation else form
-
-
-def _resolve(path: str | Path) -> Path:
-    """A local path, downloaded if it is a Hub id."""
-    if Path(path).exists():
-        return Path(path)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
-        patterns = ["*.json", "*.jinja", "*.safetensors", "*.bin", "*.pth"]
-        try:
-            # Whole checkpoints of a run lie in folders.
-            return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="*/*"))
-        except OSError as error:
-            raise ValueError(
-                f"{path} is neither a file or directory here nor a model that the Hub gives: {error}"
-            ) from error
-    raise ValueError(f"{path}: no such file or directory.")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a JSON file that can be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
-    return content
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     """The fields of the config.json in or beside `path`."""
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.is_file():
         return {}
-    raw = _read_json(config)
+    raw = read_json(config)
     if "format_version" in raw:
         logger.warning(f"{config} belongs to a checkpoint of hf_pretrain, not to {path.name}, and is left aside.")
         return {}
@@ -312,64 +184,6 @@ def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     if rope:
         split["rope_scaling"] = rope
     return {name: value for name, value in fields.items() if name != "rope_parameters"} | split
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file, or of the first of a directory's: safetensors, shards, pytorch_model.bin, one `.pth`."""
-    if path.is_file():
-        return _read_file(path)
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (path / name).is_file():
-            return _read_file(path / name)
-        index = path / f"{name}.index.json"
-        if index.is_file():
-            shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            if not shards or any(Path(shard).name != shard for shard in shards):
-                raise ValueError(f"{index} must name files beside it, and names {shards or 'none'}.")
-            missing = [shard for shard in shards if not (path / shard).is_file()]
-            if missing:
-                raise ValueError(f"{path} lacks the shard(s) {', '.join(missing)} that {index.name} names.")
-            return {key: value for shard in shards for key, value in _read_file(path / shard).items()}
-    candidates = sorted(path.glob("*.pth"))
-    if len(candidates) == 1:
-        return _read_file(candidates[0])
-    found = f"several .pth files ({', '.join(file.name for file in candidates)}): name one" if candidates else "none"
-    raise ValueError(f"{path} should hold model.safetensors, pytorch_model.bin or one .pth; it holds {found}.")
-
-
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors and was refused before anything of it ran. Ask for a file with a plain "
-            f"state dict, best as safetensors. ({str(error).splitlines()[0]})"
-        ) from error
-    except (SafetensorError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is not a file of weights, or is damaged: {error}") from error
-    # MiniMind's own resume files keep the state dict beside the optimizer's.
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        content = content["model"]
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise ValueError(f"{path} holds no state dict: a dictionary of names and tensors is expected.")
-    return content
-
-
-def _clean(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """Without the prefixes of `torch.compile` and DDP, and without computed buffers; every value checked."""
-    cleaned = {}
-    for name, tensor in tensors.items():
-        name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)
-        if _BUFFERS.search(name):
-            continue
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise ValueError(f"{path}: {name} is of {tensor.dtype}; only float weights can be converted.")
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
-        cleaned[name] = tensor
-    return cleaned
 
 
 def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
@@ -589,15 +403,4 @@ def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> 
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 
-__all__ = [
-    "FORMS",
-    "UPSTREAM_FIELDS",
-    "V3_YARN",
-    "Form",
-    "describe_form",
-    "is_ours",
-    "load_ours",
-    "load_upstream",
-    "to_half_split",
-    "to_interleaved",
-]
+__all__ = ["UPSTREAM_FIELDS", "V3_YARN", "is_ours", "load_ours", "load_upstream"]

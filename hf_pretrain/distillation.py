@@ -238,13 +238,6 @@ class DistillationTrainer(MaskedLossTrainer):
         logits = logits[..., : self._shared_vocab_size].float()
         return (logits / self.distillation_args.temperature).log_softmax(dim=-1)
 
-    def _prepare_input(self, data):
-        # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. What a teacher said keeps its own.
-        prepared = super()._prepare_input(data)
-        if isinstance(data, Mapping) and "teacher_log_probs" in data:
-            prepared["teacher_log_probs"] = data["teacher_log_probs"].to(self.args.device)
-        return prepared
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
         self._targets = {name: inputs.pop(name) for name in ("teacher_log_probs", "teacher_indices") if name in inputs}

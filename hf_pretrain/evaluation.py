@@ -8,9 +8,10 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from .arguments import ChatArguments, LMTrainingArguments
+from .arguments import ChatArguments
 from .checkpointing import find_newest_run
 from .model_card import CARD_NAME, HELD_OUT_METRICS, RunFacts, add_results, held_out_results
+from .training_args import LMTrainingArguments
 
 
 RESULTS_NAME = "evaluation.json"

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import logging
 
 from .configuration_minimind import MiniMindConfig
-from .conversion import FORMS, V3_YARN, describe_form, load_upstream, to_half_split
+from .conversion import V3_YARN, load_upstream
+from .forms import FORMS, describe_form, to_half_split
 from .gguf_format import check_gguf, check_gguf_fields, gguf_form, read_ernie_weights, write_gguf
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from .configuration_minimind import MiniMindConfig
-from .conversion import to_half_split
+from .forms import to_half_split
 from .modeling_minimind import MiniMindForCausalLM
 
 

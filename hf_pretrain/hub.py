@@ -33,9 +33,9 @@ from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import logging
 
 from .adapters import is_adapted
-from .arguments import LMTrainingArguments
 from .configuration_minimind import CODE_FILES
 from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
+from .training_args import LMTrainingArguments
 
 
 logger = logging.get_logger(__name__)

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
 from .adapters import is_adapted
-from .arguments import LMTrainingArguments
 from .configuration_minimind import MiniMindConfig
 from .data.corpora import LANGUAGES
 from .exporting import misfit
 from .gguf_format import FILE_NAME, gguf_form
+from .training_args import LMTrainingArguments
 
 
 CARD_NAME = "README.md"

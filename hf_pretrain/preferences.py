@@ -28,8 +28,8 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from .arguments import LMTrainingArguments
 from .data.filling import FilledDataset, FilledSampler
+from .training_args import LMTrainingArguments
 from .trl_support import RouterLossMixin
 
 

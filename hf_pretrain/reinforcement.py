@@ -19,9 +19,9 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .arguments import LMTrainingArguments
 from .model_card import RunFacts
 from .rewards import REWARDS, answer_of, check_rewards, load_function
+from .training_args import LMTrainingArguments
 from .trl_support import RouterLossMixin
 
 

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
-from .arguments import LMTrainingArguments
 from .tokenization import encode_prompt
+from .training_args import LMTrainingArguments
 
 
 logger = logging.get_logger(__name__)

@@ -7,13 +7,14 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, set_seed
 from transformers.trainer_callback import ProgressCallback
 
-from .arguments import ChatArguments, LMTrainingArguments
+from .arguments import ChatArguments
 from .callbacks import TrainingProgressCallback
 from .checkpointing import checkpoint_to_resume
 from .data.conversations import mark_template
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
-from .reporting import format_report, plot_loss_curve
+from .reporting import format_report, plot_loss_curve, sample_answers
+from .training_args import LMTrainingArguments
 
 
 def begin_run(training_args: LMTrainingArguments) -> str | None:
@@ -41,13 +42,13 @@ class ConversationRows:
     Args:
         train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): rows of [`~data.packing.prepare_rows`].
         eval ([`~datasets.Dataset`], *optional*): held-out rows, if there are any.
-        eval_documents ([`~datasets.Dataset`]): the conversations of these rows, in the internal form.
+        conversations ([`~datasets.Dataset`], *optional*): what these rows were made of, unless that is text.
         report (`list[str]`): what was counted, for people.
     """
 
     train: Dataset | IterableDataset
     eval: Dataset | None
-    eval_documents: Dataset
+    conversations: Dataset | None
     report: list[str]
 
 
@@ -73,7 +74,8 @@ def load_conversations(
     report = [f"Training: {packing_report or 'streamed'}", f"Held out: {eval_report or 'nothing'}"]
     if training_args.process_index == 0:
         print("\n".join(report))
-    return ConversationRows(train_rows, eval_rows, eval_documents, report)
+    has_answers = eval_rows is not None and data_args.encoder is not None
+    return ConversationRows(train_rows, eval_rows, eval_documents if has_answers else None, report)
 
 
 def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict[str, float]:
@@ -112,4 +114,20 @@ def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[t
         )
 
 
-__all__ = ["ConversationRows", "begin_run", "end_run", "load_conversations", "train_and_evaluate"]
+def train_on_conversations(trainer: HubPushMixin, rows: ConversationRows, *, checkpoint: str | None) -> None:
+    """A run from its first step to its report, with answers to questions that were held out."""
+    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
+    samples = None
+    if rows.conversations is not None:
+        samples = sample_answers(trainer.model, trainer.processing_class, rows.conversations)
+    end_run(trainer, metrics, samples=samples)
+
+
+__all__ = [
+    "ConversationRows",
+    "begin_run",
+    "end_run",
+    "load_conversations",
+    "train_and_evaluate",
+    "train_on_conversations",
+]

@@ -173,10 +173,12 @@ class MaskedLossTrainer(HubPushMixin):
         return torch.stack([weight, documents.count.double(), documents.token_mask.sum().double()])
 
     def _prepare_input(self, data):
-        # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. Weights of a loss keep theirs.
+        # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. These are the loss's and keep theirs.
         prepared = super()._prepare_input(data)
-        if isinstance(data, Mapping) and "loss_mask" in data:
-            prepared["loss_mask"] = data["loss_mask"].to(self.args.device)
+        if isinstance(data, Mapping):
+            for name in ("loss_mask", "teacher_log_probs"):
+                if name in data:
+                    prepared[name] = data[name].to(self.args.device)
         return prepared
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -8,19 +8,20 @@ Distils a teacher into a smaller MiniMind (https://huggingface.co/papers/1503.02
     deepspeed --include localhost:0,1 recipes/distill.py --deepspeed ds_configs/zero2.json --teacher_name_or_path out/mine
 
 The teacher is any causal language model with the same tokenizer. The student is built as in pretraining, or goes on from
-`--model_name_or_path`. The data are conversations, as in `recipes/sft.py`, or text with `--dataset_kind text`. Without `--config`, the preset's own YAML gives the defaults, and the command line wins.
+`--model_name_or_path`. The data are conversations, as in `recipes/sft.py`, or text with `--dataset_kind text`. Without
+`--config`, the preset's own YAML gives the defaults, and the command line wins.
 """
 
 from pathlib import Path
 
 from hf_pretrain.adapters import AdapterArguments, add_adapter
-from hf_pretrain.arguments import ChatArguments, ModelArguments, SFTTrainingArguments, parse_args
+from hf_pretrain.arguments import ChatArguments, ModelArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.distillation import DistillationArguments, DistillationTrainer, load_teacher
 from hf_pretrain.model_card import RunFacts
-from hf_pretrain.reporting import sample_answers
-from hf_pretrain.running import begin_run, end_run, load_conversations, train_and_evaluate
+from hf_pretrain.running import begin_run, load_conversations, train_on_conversations
 from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.training_args import SFTTrainingArguments
 
 
 def main(
@@ -57,10 +58,7 @@ def main(
             base_model=model_args.model_name_or_path,
         ),
     )
-    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
-    has_answers = rows.eval is not None and data_args.encoder is not None
-    samples = sample_answers(trainer.model, tokenizer, rows.eval_documents) if has_answers else None
-    end_run(trainer, metrics, samples=samples)
+    train_on_conversations(trainer, rows, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

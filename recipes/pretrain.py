@@ -13,12 +13,13 @@ defaults, and the command line wins.
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.adapters import AdapterArguments, add_adapter
-from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reporting import sample_continuations, unigram_loss
 from hf_pretrain.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.tokenization import load_or_train_tokenizer
+from hf_pretrain.training_args import LMTrainingArguments
 
 
 def main(

@@ -14,12 +14,13 @@ Records are recognised by their fields: `conversations` (MiniMind, ShareGPT), `m
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.adapters import AdapterArguments, add_adapter
-from hf_pretrain.arguments import ChatArguments, ModelArguments, SFTTrainingArguments, parse_args
+from hf_pretrain.arguments import ChatArguments, ModelArguments, parse_args
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.model_card import RunFacts
-from hf_pretrain.reporting import format_preview, sample_answers
-from hf_pretrain.running import begin_run, end_run, load_conversations, train_and_evaluate
+from hf_pretrain.reporting import format_preview
+from hf_pretrain.running import begin_run, load_conversations, train_on_conversations
 from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.training_args import SFTTrainingArguments
 
 
 def main(
@@ -54,9 +55,7 @@ def main(
             base_model=model_args.model_name_or_path,
         ),
     )
-    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
-    samples = sample_answers(trainer.model, tokenizer, rows.eval_documents) if rows.eval is not None else None
-    end_run(trainer, metrics, samples=samples)
+    train_on_conversations(trainer, rows, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

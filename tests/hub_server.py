@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -201,6 +202,7 @@ class HubServer:
         requests (`list[Request]`): Every request received.
         fail (`Callable[[str, str], int | None]`, *optional*):
             Called with the method and the path of each request; the status that it returns is answered instead.
+        preupload_seconds (`float`): How long a commit takes to begin, as on a slow line.
     """
 
     def __init__(self, token: str):
@@ -208,6 +210,7 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.fail: Callable[[str, str], int | None] | None = None
+        self.preupload_seconds = 0.0
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
@@ -296,6 +299,7 @@ class HubServer:
 
     @route("POST /api/models/{repo}/preupload/{rev}")
     def _preupload(self, request: Request, repo_id: str, revision: str) -> dict[str, Any]:
+        time.sleep(self.preupload_seconds)
         _, files = self._open(request, repo_id, write=True).resolve(revision)
         payload = json.loads(request.body)
         gitignore = payload.get("gitIgnore") or files.get(".gitignore", b"").decode()

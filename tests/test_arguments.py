@@ -4,8 +4,9 @@ import pytest
 import torch
 import yaml
 
-from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
 from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.training_args import LMTrainingArguments
 
 
 def parse(tmp_path, *words: str, config: dict | None = None):

@@ -23,7 +23,8 @@ from transformers import (
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.arguments import ModelArguments
-from hf_pretrain.conversion import load_upstream, to_half_split, to_interleaved
+from hf_pretrain.conversion import load_upstream
+from hf_pretrain.forms import to_half_split, to_interleaved
 from hf_pretrain.tokenization import load_tokenizer
 from tests.invariants.launching import ROOT
 from tests.test_modeling_minimind import assert_near

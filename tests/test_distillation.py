@@ -11,7 +11,6 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.arguments import LMTrainingArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.distillation import (
     DistillationArguments,
@@ -21,9 +20,11 @@ from hf_pretrain.distillation import (
     load_teacher,
 )
 from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.training_args import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.test_trainer import make_documents, make_model, pack, train
+from tests.toys import write_jsonl
 
 
 SIZES = [4, 1, 5, 3]
@@ -357,7 +358,7 @@ def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
     generator = random.Random(1)
     words = ["river", "stone", "green", "light", "walks", "under"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(tmp_path / "train.jsonl", texts)
     whole_vocabulary = str(MiniMindConfig.from_pretrained(workspace / "dense").vocab_size)
 
     def launch(launcher: str, *more: str) -> list[dict]:

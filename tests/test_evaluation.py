@@ -17,6 +17,7 @@ from hf_pretrain.model_card import RunFacts
 from hf_pretrain.tokenization import encode_documents, load_tokenizer
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
+from tests.toys import write_jsonl
 
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -44,7 +45,7 @@ def tasks(tmp_path_factory) -> Path:
     """A directory of two task files, multiple choice and perplexity, and their examples."""
     path = tmp_path_factory.mktemp("tasks")
     data = path / "data.jsonl"
-    data.write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES))
+    write_jsonl(data, EXAMPLES)
     choice = TASK.format(name="toy_choice", data=data, kind="multiple_choice", text="{{question}}", target="{{label}}")
     (path / "choice.yaml").write_text(choice + CHOICE)
     rolling = TASK.format(name="toy_text", data=data, kind="loglikelihood_rolling", text="", target="{{text}}")
@@ -204,7 +205,7 @@ def run(talker, tmp_path_factory) -> tuple[Path, list[str]]:
     """A run of two steps, and the flags of its data."""
     path = tmp_path_factory.mktemp("run")
     texts = [f"It rains in Oslo, and {number} and two is four. " * (number % 5 + 1) for number in range(60)]
-    (path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(path / "train.jsonl", texts)
     data = ["--dataset_name", str(path / "train.jsonl"), "--max_length", "48", "--validation_fraction", "0.2"]
     arguments = ["--model_name_or_path", str(talker), "--output_dir", str(path / "run"), "--max_steps", "2"]
     command = [*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *arguments, *data]

@@ -11,8 +11,9 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, exporting, gguf_format
-from hf_pretrain.conversion import FORMS, load_upstream
+from hf_pretrain.conversion import load_upstream
 from hf_pretrain.exporting import DTYPES, EXPORT_FORMS, check_fits, export, misfit, to_stock_model
+from hf_pretrain.forms import FORMS
 from hf_pretrain.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
 from hf_pretrain.loss import find_documents, router_loss
 from hf_pretrain.tokenization import load_tokenizer, train_tokenizer

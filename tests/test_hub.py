@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,15 +15,17 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM, hub
-from hf_pretrain.arguments import LMTrainingArguments
-from hf_pretrain.conversion import _resolve, load_upstream
+from hf_pretrain.conversion import load_upstream
 from hf_pretrain.exporting import EXPORT_FORMS, export
 from hf_pretrain.hub import pull_checkpoint
 from hf_pretrain.model_card import _continue, format_conversion_card
+from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.weight_files import resolve
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, start
 from tests.test_conversion import GOLDEN
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
+from tests.toys import write_jsonl
 
 
 TOKEN = "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"
@@ -222,7 +223,7 @@ def test_strategies(strategy, run, server):
 
 @pytest.mark.slow
 def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
-    server.fail = lambda method, path: time.sleep(0.7) if "preupload" in path else None
+    server.preupload_seconds = 0.7
     arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "all_checkpoints"]
     arguments += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4"]
     result = run(*arguments, "--save_total_limit", "1")
@@ -240,7 +241,7 @@ def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_had_to_wait_is_pushed_at_the_end(run, server):
-    server.fail = lambda method, path: time.sleep(3) if "preupload" in path else None
+    server.preupload_seconds = 3
     arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "checkpoint"]
     result = run(*arguments, "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4")
     assert result.returncode == 0 and "checkpoint-4 waits" in result.stdout, result.stdout[-4000:]
@@ -339,7 +340,7 @@ def test_a_conversion_downloads_no_checkpoints_beside_the_model(publish):
     model = {"config.json": "{}", "model.safetensors": "a"}
     checkpoints = {f"checkpoint-{step}/{name}": f"{step}" for step in (1, 2) for name in (*model, "rng_state.pth")}
     publish("all", model | checkpoints)
-    assert {path.name for path in _resolve("user/all").iterdir()} == set(model)
+    assert {path.name for path in resolve("user/all").iterdir()} == set(model)
 
 
 def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):
@@ -473,7 +474,7 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
 def test_the_other_stages_push_what_anybody_loads(recipe, workspace, server, environment, tmp_path):  # noqa: F811
     question = {"prompt": "river stone", "chosen": "green", "rejected": "light"}
     chats = [question if recipe == "dpo" else {"prompt": "river stone", "completion": "green"}] * 4
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_jsonl(tmp_path / "data.jsonl", chats)
     command = [
         *(sys.executable, str(ROOT / f"recipes/{recipe}.py"), "--use_cpu", "--bf16", "false", "--max_length", "32"),
         *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(tmp_path / "data.jsonl")),

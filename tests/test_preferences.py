@@ -13,6 +13,7 @@ from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.preferences import ALGORITHMS, preference_arguments
 from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
+from tests.toys import write_jsonl
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
@@ -272,7 +273,7 @@ def command(build_model, tokenizer, tmp_path) -> list[str]:
     build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "toy")
     tokenizer.save_pretrained(tmp_path / "toy")
     records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in TEXTS]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(tmp_path / "pairs.jsonl", records)
     return [
         *(*launcher_command("python"), str(ROOT / "recipes/dpo.py"), "--use_cpu", "--bf16", "false"),
         *("--model_name_or_path", str(tmp_path / "toy"), "--dataset_name", str(tmp_path / "pairs.jsonl")),

@@ -10,27 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from transformers import HfArgumentParser
 
-from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import PRESETS, MiniMindForCausalLM
 from hf_pretrain.adapters import AdapterArguments
-from hf_pretrain.arguments import (
-    ChatArguments,
-    DataArguments,
-    LMTrainingArguments,
-    ModelArguments,
-    SFTTrainingArguments,
-    SourceArguments,
-    parse_args,
-)
+from hf_pretrain.arguments import ChatArguments, DataArguments, ModelArguments, SourceArguments, parse_args
 from hf_pretrain.distillation import DistillationArguments
 from hf_pretrain.preferences import DPOTrainingArguments
 from hf_pretrain.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.rewards import load_reward_functions
 from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.training_args import LMTrainingArguments, SFTTrainingArguments
 from tests.invariants.launching import BIN, ROOT, cpu_environment, free_port, launcher_command, start
+from tests.toys import toy_model, write_jsonl
 
 
 RECIPE = str(ROOT / "recipes/pretrain.py")
@@ -44,13 +37,9 @@ def workspace(tmp_path_factory) -> Path:
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 12))) for _ in range(40)]
     tokenizer = train_tokenizer(texts, vocab_size=320)
-    torch.manual_seed(0)
-    config = MiniMindConfig(
-        vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128
-    )
-    MiniMindForCausalLM(config).save_pretrained(path / "toy")
+    toy_model(vocab_size=320).save_pretrained(path / "toy")
     tokenizer.save_pretrained(path / "toy")
-    (path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(path / "train.jsonl", texts)
     return path
 
 
@@ -317,33 +306,35 @@ def test_deepspeed_configs_that_change_the_optimizer_are_met(workspace, block, a
 
 
 @pytest.fixture(scope="module")
-def chats(workspace) -> Path:
+def chats(workspace) -> str:
     generator = random.Random(1)
     words = ["river", "stone", "green", "light"]
     records = [
         {"prompt": " ".join(generator.choices(words, k=4)), "completion": " ".join(generator.choices(words, k=5))}
         for _ in range(30)
     ]
-    path = workspace / "chats.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_jsonl(workspace / "chats.jsonl", records)
 
 
 def test_sft_shows_what_it_trains_on(workspace, chats):
     command = [sys.executable, str(ROOT / "recipes/sft.py"), "--model_name_or_path", str(workspace / "toy")]
-    result = start([*command, "--dataset_name", str(chats), "--preview", "2", "--output_dir", str(workspace / "none")])
+    result = start([*command, "--dataset_name", chats, "--preview", "2", "--output_dir", str(workspace / "none")])
     assert result.returncode == 0, result.stdout[-3000:]
     assert result.stdout.count("--- a row of") == 2 and not (workspace / "none").exists()
     coloured = re.findall("\033\\[32m(.*?)\033\\[0m", result.stdout, flags=re.DOTALL)
-    completions = [json.loads(line)["completion"] + "<|im_end|>" for line in chats.read_text().splitlines()]
+    completions = [json.loads(line)["completion"] + "<|im_end|>" for line in Path(chats).read_text().splitlines()]
     assert coloured and set(coloured) <= set(completions)
 
 
-@pytest.mark.parametrize("options", [[], ["--streaming"], ["--use_peft"]], ids=["plain", "streaming", "adapter"])
+OPTIONS = {"plain": [], "streaming": ["--streaming"], "adapter": ["--use_peft"], "text": ["--dataset_kind", "text"]}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_sft_runs_and_says_what_changed(workspace, chats, options):
     output_dir = workspace / f"sft{''.join(options)}"
+    data = str(workspace / "train.jsonl") if "text" in options else chats
     arguments = [
-        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(chats), "--max_length", "64"),
+        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", data, "--max_length", "64"),
         *("--validation_fraction", "0.2", "--max_steps", "3", "--logging_steps", "1", "--bf16", "false"),
         *("--learning_rate", "1e-2", "--output_dir", str(output_dir), "--use_cpu"),
         *options,
@@ -356,7 +347,7 @@ def test_sft_runs_and_says_what_changed(workspace, chats, options):
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
     assert losses[-1] < losses[0]
     assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
-    assert result.stdout.count("Sample ") == 3 and "To go on" in result.stdout
+    assert result.stdout.count("Sample ") == (0 if "text" in options else 3) and "To go on" in result.stdout
 
 
 STAGES = {

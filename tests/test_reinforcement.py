@@ -11,7 +11,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers.utils import get_json_schema
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.adapters import AdapterArguments
 from hf_pretrain.arguments import ModelArguments
 from hf_pretrain.model_card import RunFacts
@@ -26,6 +26,7 @@ from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.tools import MINIMIND_TOOLS, calculator, load_tools
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
+from tests.toys import toy_model
 
 
 RECIPE = str(ROOT / "recipes/grpo.py")
@@ -41,22 +42,8 @@ def tokenizer():
     return train_tokenizer(texts, vocab_size=360)
 
 
-def toy_model(*, num_experts: int = 0, **fields) -> MiniMindForCausalLM:
-    torch.manual_seed(0)
-    experts = (
-        {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if num_experts else {}
-    )
-    return MiniMindForCausalLM(
-        MiniMindConfig(
-            vocab_size=360,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=512,
-            **experts,
-            **fields,
-        )
-    )
+def make_model(**fields) -> MiniMindForCausalLM:
+    return toy_model(**{"vocab_size": 360, "max_position_embeddings": 512} | fields)
 
 
 def toy_tasks(num_tasks: int = 16) -> Dataset:
@@ -85,7 +72,7 @@ def toy_trainer(tokenizer, tmp_path, *, model=None, algorithm="grpo", trainer=No
     }
     arguments = GRPOTrainingArguments(**defaults | kwargs, algorithm=algorithm)
     return ALGORITHMS[algorithm](
-        model or toy_model(),
+        model or make_model(),
         args=arguments,
         reward_funcs=long_reward,
         train_dataset=toy_tasks(),
@@ -142,7 +129,7 @@ def toy_batch(trainer) -> dict[str, torch.Tensor]:
 def test_the_router_loss_is_ours_by_its_formula(tokenizer, tmp_path, algorithm, num_micro_batches):
     losses = []
     for coefficient in (COEFFICIENT, 0.0):
-        model = toy_model(num_experts=4, router_aux_loss_coef=coefficient)
+        model = make_model(num_experts=4, router_aux_loss_coef=coefficient)
         trainer = toy_trainer(tokenizer, tmp_path, model=model, algorithm=algorithm)
         trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = num_micro_batches
         model.train()
@@ -160,7 +147,7 @@ def test_the_router_loss_is_ours_by_its_formula(tokenizer, tmp_path, algorithm, 
 
 
 def test_the_router_loss_reaches_the_routers_and_only_while_training(tokenizer, tmp_path):
-    model = toy_model(num_experts=4, router_aux_loss_coef=COEFFICIENT)
+    model = make_model(num_experts=4, router_aux_loss_coef=COEFFICIENT)
     trainer = toy_trainer(tokenizer, tmp_path, model=model)
     trainer.current_gradient_accumulation_steps = 1
     batch = toy_batch(trainer) | {"advantages": torch.zeros(2)}
@@ -177,7 +164,7 @@ def test_the_router_loss_reaches_the_routers_and_only_while_training(tokenizer, 
 def test_the_router_loss_of_an_adapter(tokenizer, tmp_path):
     peft = pytest.importorskip("peft")
     adapted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(toy_model(num_experts=4, router_aux_loss_coef=COEFFICIENT), adapted)
+    model = peft.get_peft_model(make_model(num_experts=4, router_aux_loss_coef=COEFFICIENT), adapted)
     trainer = toy_trainer(tokenizer, tmp_path, model=model)
     trainer.train()
     logged = [entry["aux_loss"] for entry in trainer.state.log_history if "aux_loss" in entry]
@@ -200,7 +187,7 @@ def test_the_router_loss_of_an_adapter(tokenizer, tmp_path):
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
 def test_every_parameter_moves_under_every_loss(tokenizer, tmp_path, flags):
-    model = toy_model()
+    model = make_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     trainer = toy_trainer(tokenizer, tmp_path, model=model, **flags)
     trainer.train()
@@ -211,7 +198,7 @@ def test_every_parameter_moves_under_every_loss(tokenizer, tmp_path, flags):
 
 
 def test_the_reference_is_the_policy_as_it_was(tokenizer, tmp_path):
-    model = toy_model()
+    model = make_model()
     start_weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = toy_trainer(tokenizer, tmp_path, model=model, beta=0.1, max_steps=3, warmup_steps=0)
     trainer.train()
@@ -321,7 +308,7 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(t
         {"role": "tool", "name": "calculator", "content": "42"},
         {"role": "assistant", "content": "Blue 42."},
     ]
-    model = toy_model()
+    model = make_model()
     teach(model, tokenizer, conversation, [calculator])
     rollouts = []
 
@@ -390,7 +377,7 @@ def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
 
 
 def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
-    from hf_pretrain.arguments import LMTrainingArguments
+    from hf_pretrain.training_args import LMTrainingArguments
 
     ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     base = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
@@ -428,7 +415,7 @@ def test_rloo_refuses_tools(tokenizer, tmp_path):
 def test_rewards_that_concern_no_task_are_refused_before_training(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="--rewards format concerns no task of --dataset_name toy"):
         MiniMindGRPOTrainer(
-            toy_model(),
+            make_model(),
             args=GRPOTrainingArguments(output_dir=str(tmp_path), bf16=False, use_cpu=True),
             reward_funcs=load_reward_functions(["format"]),
             train_dataset=toy_tasks(),
@@ -443,7 +430,7 @@ def test_rewards_that_concern_no_task_are_refused_before_training(tokenizer, tmp
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("grpo")
-    toy_model(num_experts=4).save_pretrained(path / "toy")
+    make_model(num_experts=4).save_pretrained(path / "toy")
     tokenizer.save_pretrained(path / "toy")
     lines = [json.dumps({"prompt": f"What is {n} + 30?", "solution": [str(n + 30)]}) for n in range(24)]
     (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")

@@ -9,30 +9,18 @@ from datasets import Dataset
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.arguments import LMTrainingArguments
+from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.training_args import LMTrainingArguments
+from tests.toys import EXPERTS, toy_model
 
 
 LENGTHS = [7, 19, 4, 12, 16, 5, 9, 11, 3, 14, 20, 6, 8]
 
 
 def make_model(num_experts: int = 0) -> MiniMindForCausalLM:
-    torch.manual_seed(0)
-    return MiniMindForCausalLM(
-        MiniMindConfig(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=128,
-            num_experts=num_experts,
-            num_shared_experts=min(num_experts, 1),
-            router_aux_loss_coef=0.5,
-        )
-    )
+    experts = EXPERTS | {"num_experts": num_experts} if num_experts else {}
+    return toy_model(vocab_size=64, num_key_value_heads=2, intermediate_size=64, **experts)
 
 
 def make_documents(*, weighted: bool = False) -> list[dict]:

@@ -21,6 +21,7 @@ from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
+from tests.toys import write_jsonl
 
 
 TOKENIZERS = Path(__file__).parents[1] / "fixtures/tokenizers"
@@ -233,7 +234,7 @@ def test_conversations_and_preferences_of_one_origin_are_held_out_together(tmp_p
     held_out = []
     for schema, records in (("conversation", chats), ("preference", pairs)):
         path = tmp_path / f"{schema}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_jsonl(path, records)
         _, documents = load_documents([str(path)], schema=schema, validation_fraction=0.2)
         parts = [json.loads(text) for text in documents["text"]]
         held_out.append({(part.get("prompt") or part["messages"])[0]["content"] for part in parts})
@@ -307,7 +308,7 @@ def test_preferences():
 def test_bad_conversations_are_set_aside_and_files_are_read(tmp_path):
     path = tmp_path / "chats.jsonl"
     records = [SCHEMAS["minimind"], {"messages": [USER]}, SCHEMAS["alpaca"]]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(path, records)
     rejected = tmp_path / "rejected.jsonl"
     documents, _ = load_documents(
         [str(path)], schema="conversation", validation_fraction=0, max_rejected_ratio=0.5, rejected_path=rejected

@@ -7,6 +7,7 @@ import pytest
 import zstandard
 
 from hf_pretrain.data.formats import BadRecord, file_format, read_file, read_text
+from tests.toys import write_jsonl
 
 
 def read(path):
@@ -73,7 +74,7 @@ def test_lines_across_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_pretrain.data.formats.CHUNK_BYTES", 5)
     path = tmp_path / "a.jsonl"
     records = [{"text": "x" * length} for length in range(12)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(path, records)
     assert read(path) == list(enumerate(records, start=1))
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 
 from hf_pretrain.data import loading
 from hf_pretrain.data.loading import load_documents
+from tests.toys import write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +25,6 @@ def warnings(monkeypatch):
     messages = []
     monkeypatch.setattr(loading.logger, "warning", messages.append)
     return messages
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return str(path)
 
 
 def test_the_rule_of_the_split():

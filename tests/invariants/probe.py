@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.adapters import AdapterArguments, base_model_of
-from hf_pretrain.arguments import DataArguments, LMTrainingArguments, ModelArguments, parse_args
+from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
+from hf_pretrain.training_args import LMTrainingArguments
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

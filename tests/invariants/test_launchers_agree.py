@@ -5,16 +5,15 @@ Six steps of a global batch of 8 over 9 rows, so that three epochs end on the wa
 the other rank then has no label in the whole step.
 """
 
-import json
 import random
 
 import pytest
 import torch
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.tokenization import train_tokenizer
 from tests.invariants.launching import ROOT, Run, run_probe
+from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
 pytestmark = pytest.mark.distributed
@@ -42,25 +41,11 @@ def workspace(tmp_path_factory):
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet", "birds", "home", "far", "to"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 18))) for _ in range(10)]
     tokenizer = train_tokenizer(texts * 20, vocab_size=320)
-    for name, experts in (
-        ("dense", {}),
-        ("moe", {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}),
-    ):
-        torch.manual_seed(0)
-        config = MiniMindConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=128,
-            qk_norm=True,
-            **experts,
-        )
-        MiniMindForCausalLM(config).save_pretrained(path / name)
+    sizes = {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "intermediate_size": 64, "qk_norm": True}
+    for name, experts in (("dense", {}), ("moe", EXPERTS)):
+        toy_model(**sizes, **experts).save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    (path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(path / "train.jsonl", texts)
     train_documents, _ = load_documents([str(path / "train.jsonl")], validation_fraction=0.2)
     assert len(train_documents) == 9
     return path

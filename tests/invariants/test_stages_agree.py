@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.tokenization import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
+from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
 pytestmark = pytest.mark.distributed
@@ -30,25 +30,13 @@ def workspace(tmp_path_factory):
         return " ".join(generator.choices(["river", "stone", "green", "light", "walks"], k=generator.randint(2, 9)))
 
     tokenizer = train_tokenizer([words() for _ in range(60)], vocab_size=320)
-    torch.manual_seed(0)
-    config = MiniMindConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        qk_norm=True,
-        num_experts=4,
-        num_shared_experts=1,
-        router_aux_loss_coef=0.5,
-    )
-    MiniMindForCausalLM(config).save_pretrained(path / "moe")
+    model = toy_model(vocab_size=len(tokenizer), num_key_value_heads=2, qk_norm=True, **EXPERTS)
+    model.save_pretrained(path / "moe")
     tokenizer.save_pretrained(path / "moe")
     chats = [{"prompt": words(), "completion": words()} for _ in range(11)]
     pairs = [{"prompt": words(), "chosen": words(), "rejected": words()} for _ in range(11)]
     for name, records in (("sft", chats), ("dpo", pairs)):
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_jsonl(path / f"{name}.jsonl", records)
     return path
 
 

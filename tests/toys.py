@@ -1,0 +1,27 @@
+"""Toy models and data that several tests start from."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+
+
+EXPERTS = {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
+
+
+def toy_model(**fields: Any) -> MiniMindForCausalLM:
+    """Two layers of width 32 with four heads, the same weights at every call; `fields` of the config win."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+    return MiniMindForCausalLM(MiniMindConfig(**sizes | fields))
+
+
+def write_jsonl(path: Path, records: Iterable[dict | str]) -> str:
+    """A line for each record; a string is the record `{"text": string}`. Returns `path` as it is typed."""
+    rows = ({"text": record} if isinstance(record, str) else record for record in records)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
