@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -24,6 +23,7 @@ from hf_pretrain.training_args import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.test_trainer import make_documents, make_model, pack, train
+from tests.test_trainer import written_out_loss as cross_entropy_and_router_loss
 from tests.toys import write_jsonl
 
 
@@ -65,28 +65,20 @@ def make_distiller(
 
 def written_out_loss(model, teacher, documents, *, kl, temperature, ce_weight):
     """The formula, document by document: the loss, its cross-entropy and its divergence."""
-    ce = divergence = weight_sum = aux = num_documents = torch.zeros(())
+    divergence = weight_sum = torch.zeros(())
     for document in documents:
         ids = torch.tensor([document["input_ids"]])
         weights = torch.tensor(document["loss_mask"])[1:]
-        if not weights.any():
-            continue
-        output = model(ids, output_router_logits=bool(model.config.num_experts))
         with torch.no_grad():
             p = (teacher(ids).logits[0, :-1] / temperature).softmax(-1)
-        q = (output.logits[0, :-1] / temperature).softmax(-1)
+        q = (model(ids).logits[0, :-1] / temperature).softmax(-1)
         if kl == "reverse":
             p, q = q, p
         divergence = divergence + (weights * (p * (p / q).log()).sum(-1)).sum()
-        ce = ce + (F.cross_entropy(output.logits[0, :-1], ids[0, 1:], reduction="none") * weights).sum()
-        weight_sum, num_documents = weight_sum + weights.sum(), num_documents + 1
-        for logits in output.router_logits or ():
-            probabilities = logits.softmax(-1)
-            chosen = F.one_hot(probabilities.topk(2).indices, 4).sum(1).float()
-            aux = aux + 4 * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
-    ce, divergence = ce / weight_sum, temperature**2 * divergence / weight_sum
-    loss = ce_weight * ce + (1 - ce_weight) * divergence + 0.5 * aux / num_documents
-    return loss, ce, divergence
+        weight_sum = weight_sum + weights.sum()
+    divergence = temperature**2 * divergence / weight_sum
+    ce, aux = cross_entropy_and_router_loss(model, documents)
+    return ce_weight * ce + (1 - ce_weight) * divergence + 0.5 * aux, ce, divergence
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(2, 2), (4, 1)])

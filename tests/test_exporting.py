@@ -261,6 +261,14 @@ def test_the_yarn_of_v3_is_one_alone(change, positions, fits, build_model, tmp_p
         assert torch.equal(table, model.model.rotary_emb.pos_cis)
 
 
+def test_that_weights_without_a_tokenizer_mean_nothing_is_said(build_model, tmp_path, caplog):
+    tokenizer = train_tokenizer(["some words"], vocab_size=320)
+    export(build_model(vocab_size=320), tmp_path / "a", "minimind", tokenizer=tokenizer)
+    assert "tokenizer" not in caplog.text
+    export(build_model(vocab_size=320), tmp_path / "b", "minimind")
+    assert "of 6,400 ids, 9 mean the same in v1/v2 and in v3" in caplog.text
+
+
 def test_that_stock_training_has_no_router_loss_is_said(build_model, tmp_path, caplog):
     export(build_model(), tmp_path / "dense", "llama")
     assert "output_router_logits" not in caplog.text
