@@ -17,9 +17,11 @@ chat template, `{"enable_thinking": false}` among them. There is no authenticati
 """
 
 import argparse
+import time
 
 import transformers
 from transformers.cli.serve import ReasoningMode, Serve
+from transformers.cli.serving.model_manager import ModelManager
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.checkpointing import find_newest_run
@@ -29,6 +31,9 @@ def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
     # NOTE: the server looks up the class that config.json names in transformers itself (cli/serving/model_manager.py).
     transformers.MiniMindForCausalLM = MiniMindForCausalLM
+    # NOTE: it lists what is in the Hub's cache, and fails where there is none; clients ask what they can talk to.
+    served = {"id": name, "object": "model", "owned_by": "hf_pretrain", "created": int(time.time())}
+    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [served])
     print(f"Serving {name} at http://{args.host}:{args.port}/v1", flush=True)
     Serve(
         name,

@@ -24,7 +24,11 @@ def server(talker, tmp_path_factory):
     (path / "out/run").symlink_to(talker)
     with open(path / "log", "w") as log:
         process = subprocess.Popen(
-            command, cwd=path, env=cpu_environment(PYTHONPATH=str(ROOT)), stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=path,
+            env=cpu_environment(PYTHONPATH=str(ROOT), HF_HOME=str(path / "empty")),
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
     deadline = time.monotonic() + 120
@@ -50,6 +54,11 @@ def test_it_binds_to_loopback(server):
     _, log = server
     assert "Serving out/run at http://127.0.0.1:" in log.read_text()
     assert "Uvicorn running on http://127.0.0.1:" in log.read_text()
+
+
+def test_the_model_is_listed(server):
+    """Also on a machine that never downloaded anything."""
+    assert [model.id for model in server[0].models.list()] == ["out/run"]
 
 
 def test_a_completion_with_reasoning(server):
