@@ -6,7 +6,7 @@
 # make pretrain ARGS="--max_steps 100"                     anything else for the recipe
 # make sft, then make dpo | distill | grpo                 the other stages, launched alike
 # make chat | serve | evaluate                             talk to the newest model, serve it, measure it
-# make tokenizer | test | quality
+# make tokenizer | test | faults | quality
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +25,7 @@ PRESET ?= $(if $(filter cpu,$(DEVICE)),tiny,minimind2-small)
 CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer test quality clean
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer test faults quality clean
 .DEFAULT_GOAL := pretrain
 
 # One launcher line each. On CPU, DeepSpeed counts devices by LOCAL_SIZE, and each process gets its share of the cores.
@@ -90,6 +90,10 @@ tokenizer: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
+
+# The whole fault table, into faults.json. N=300 kills that many runs at random moments.
+faults: $(VENV)/.installed-test
+	FAULTS_JSON=faults.json $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(ARGS)
 
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,50 +1,401 @@
-"""Which checkpoint a run goes on from, the refusal to write over another run, and which run is the newest."""
+"""
+Checkpoints that are whole or not there, and which of them a run goes on from.
 
+A checkpoint is written into `.saving/` by all ranks, flushed, described by a manifest (`manifest.py`), renamed to
+`checkpoint-N` by one rank, read back and compared. Only then is it pushed, and only then do older ones go. So whatever
+kills a run, `output_dir` holds checkpoints that verify, and perhaps leftovers that the next run removes.
+
+Going on from one is exact, or refused with the reason.
+"""
+
+import errno
+import hashlib
 import json
 import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NoReturn
 
-from transformers import TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+import datasets
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import get_model_param_count
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 from transformers.utils import logging
+
+from .manifest import MANIFEST_NAME, find_damage, flush_directory, read_manifest, write_manifest
+from .training_args import LMTrainingArguments
 
 
 logger = logging.get_logger(__name__)
 
+# sysexits.h calls it EX_IOERR: what was to be written could not be.
+EXIT_NOT_SAVED = 74
+SAVING = ".saving"
+DATA_POSITION_NAME = "data_position.json"
+# What means something in a checkpoint alone, not beside a model.
+CHECKPOINT_FILES = (MANIFEST_NAME, DATA_POSITION_NAME)
+_DAMAGED = "damaged"
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 
-def checkpoint_to_resume(args: TrainingArguments) -> str | None:
+
+# Which checkpoint
+
+
+def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     """
     The checkpoint directory that `--resume_from_checkpoint` means, or `None` to start afresh. `auto` is the newest one
-    in `output_dir`, if any, and the default after a restart by torchrun's elastic agent or SLURM.
+    in `output_dir` that verifies, if any, and the default after a restart by torchrun's elastic agent or SLURM;
+    damaged ones that are newer get a name that says so. All ranks get the same.
 
     Raises:
-        `ValueError`: if the checkpoint named does not exist, or if a run would start in an `output_dir` that holds
-            files already.
+        `ValueError`: if the checkpoint named does not exist or verify, or if a run would start in an `output_dir` that
+            holds files already.
     """
     resume = args.resume_from_checkpoint
     restarts = max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     if resume is None and restarts:
         resume = "auto"
-    output_dir = Path(args.output_dir)
     if resume in ("auto", "true", "True", True):
-        checkpoint = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-        logger.warning(f"Resuming from {checkpoint}." if checkpoint else f"No checkpoint in {output_dir}: starting.")
-    elif resume is not None:
-        checkpoint = str(resume)
-        if not Path(checkpoint, "trainer_state.json").is_file():
-            raise ValueError(f"--resume_from_checkpoint {resume} is not a checkpoint: it has no trainer_state.json.")
-    else:
-        checkpoint = None
-        # A run that bad data stopped before it started leaves its list of them, and may be tried again.
-        if output_dir.is_dir() and any(path.name != "rejected.jsonl" for path in output_dir.iterdir()):
-            raise ValueError(
-                f"--output_dir {output_dir} is not empty. Go on with `--resume_from_checkpoint auto`, choose another "
-                "directory, or delete this one."
+        return _decide(args, lambda: newest_checkpoint(args.output_dir, unverified=args.allow_inexact_resume))
+    if resume is not None:
+        return _decide(args, lambda: _verified(Path(resume), unverified=args.allow_inexact_resume))
+    return _decide(args, lambda: _refuse_used(Path(args.output_dir)))
+
+
+def _decide(args: LMTrainingArguments, decide: Callable[[], str | None]) -> str | None:
+    """What `decide` returns or raises on the main process, on all of them."""
+    outcome: list[Any] = [None, None]
+    if args.process_index == 0:
+        try:
+            outcome[0] = decide()
+        except ValueError as error:
+            outcome[1] = str(error)
+    if args.world_size > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
+def _refuse_used(output_dir: Path) -> None:
+    # A run that bad data stopped before it started leaves its list of them, and may be tried again.
+    if output_dir.is_dir() and any(path.name != "rejected.jsonl" for path in output_dir.iterdir()):
+        raise ValueError(
+            f"--output_dir {output_dir} is not empty. Go on with `--resume_from_checkpoint auto`, choose another "
+            "directory, or delete this one."
+        )
+
+
+def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> str | None:
+    """
+    The newest checkpoint in `output_dir` that verifies, if any; damaged ones that are newer get another name. One
+    without a manifest is an error (`ValueError`), unless `unverified` ones are wanted.
+    """
+    output_dir = Path(output_dir)
+    found = sort_checkpoints(str(output_dir)) if output_dir.is_dir() else []
+    for path in map(Path, reversed(found)):
+        damage = find_damage(path)
+        if not damage or (unverified and not (path / MANIFEST_NAME).exists()):
+            logger.warning(
+                f"Resuming from {path}." if not damage else f"Resuming from {path}, unverified: {damage[0]}."
             )
-    # Nobody may write there before everybody has looked.
-    if args.distributed_state is not None:
-        args.distributed_state.wait_for_everyone()
-    return checkpoint
+            return str(path)
+        if not (path / MANIFEST_NAME).exists():
+            raise ValueError(_no_manifest(path))
+        aside = _set_aside(path)
+        logger.warning(f"{path} is damaged and now called {aside.name}: {_some(damage)}.")
+    logger.warning(f"No checkpoint in {output_dir}: starting.")
+    return None
+
+
+def _verified(path: Path, *, unverified: bool) -> str:
+    if not (path / TRAINER_STATE_NAME).is_file():
+        raise ValueError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
+    if not (path / MANIFEST_NAME).exists():
+        if not unverified:
+            raise ValueError(_no_manifest(path))
+        logger.warning(f"{path} has no {MANIFEST_NAME}: nothing in it was verified.")
+        return str(path)
+    damage = find_damage(path)
+    if damage:
+        raise ValueError(
+            f"--resume_from_checkpoint {path} is damaged: {_some(damage)}. `--resume_from_checkpoint auto` takes the "
+            "newest one in --output_dir that is whole."
+        )
+    return str(path)
+
+
+def _no_manifest(path: Path) -> str:
+    return (
+        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is whole: another program wrote it, or an earlier "
+        "version. Go on from it with --allow_inexact_resume, or from its weights alone with --model_name_or_path."
+    )
+
+
+def _some(damage: list[str]) -> str:
+    return "; ".join(damage[:5]) + (f"; and {len(damage) - 5} more" if len(damage) > 5 else "")
+
+
+def _set_aside(path: Path) -> Path:
+    number = 0
+    while (aside := path.with_name(f"{_DAMAGED}-{path.name}" + (f"-{number}" if number else ""))).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def check_writable(output_dir: str | Path) -> None:
+    """Makes `output_dir`; ends the process with `EXIT_NOT_SAVED` where nothing can be written into it."""
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        probe = Path(output_dir, f"{SAVING}-probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        print(f"--output_dir {output_dir} cannot be written to: {error}. Choose another one.", file=sys.stderr)
+        raise SystemExit(EXIT_NOT_SAVED) from error
+
+
+def remove_leftovers(output_dir: str | Path) -> None:
+    """Removes what a killed run was writing into `output_dir`; no save may be under way there."""
+    shutil.rmtree(Path(output_dir, SAVING), ignore_errors=True)
+
+
+# What has to be the same
+
+
+def _describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
+    """The number of rows and a digest of some of them, evenly spaced; nothing of a stream."""
+    if not isinstance(dataset, datasets.Dataset):
+        return {}
+    step = max(1, len(dataset) // num_samples)
+    sample = dataset.with_format(None)[range(0, len(dataset), step)]
+    return {"rows": len(dataset), "digest": _digest(json.dumps(sample, default=repr, sort_keys=True))}
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What of a run keeps it from reading a checkpoint at all, and what keeps it from going on exactly."""
+    fatal, inexact = [], []
+    ranks = f"{then['world_size']} process(es)"
+    if then["layout"] != now["layout"]:
+        fatal.append(f"its optimizer state is that of {then['layout']}, this run uses {now['layout']}")
+    elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
+        fatal.append(
+            f"its {then['layout']} shards are those of {ranks}. Launch as many, or convert it: `python -m "
+            "deepspeed.checkpoint.ds_to_universal --input_folder CHECKPOINT/global_stepN --output_folder OUT` makes a "
+            'universal checkpoint for a DeepSpeed config with {"checkpoint": {"load_universal": true}}'
+        )
+    if then["optimizer"] != now["optimizer"]:
+        fatal.append(f"it was trained with --optim {then['optimizer']}, this run has {now['optimizer']}")
+    if then["save_only_model"]:
+        fatal.append("it was saved with --save_only_model (or --fsdp_size) and has no optimizer state")
+    batch = [run["batch_size"] * run["accumulation"] * run["world_size"] for run in (then, now)]
+    if batch[0] != batch[1]:
+        inexact.append(
+            f"its global batch was {batch[0]} rows ({ranks} x {then['batch_size']} x {then['accumulation']}) and this "
+            f"run's is {batch[1]}: rows would be skipped or seen twice"
+        )
+    if then["seed"] != now["seed"]:
+        inexact.append(f"its seed was {then['seed']}, this run's is {now['seed']}: the rows come in another order")
+    if then["data"] != now["data"]:
+        inexact.append(
+            f"its data were other ones ({then['data'] or 'streamed'} then, {now['data'] or 'streamed'} now)"
+        )
+    return fatal, inexact
+
+
+class CheckpointMixin(Trainer):
+    """A `Trainer` whose checkpoints are whole or not there, and which goes on from one exactly or not at all."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._saving: str | None = None
+        super().__init__(*args, **kwargs)
+
+    @cached_property
+    def _data_description(self) -> dict[str, Any]:
+        return _describe_data(self.train_dataset)
+
+    def _describe_run(self) -> dict[str, Any]:
+        """What has to be the same to go on exactly, and what is good to know."""
+        args = self.args
+        if self.is_deepspeed_enabled:
+            layout = f"ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage}"
+        else:
+            layout = "FSDP" if self.is_fsdp_enabled or self.is_distributed_loading_by_transformers else "one file"
+        return {
+            "step": self.state.global_step,
+            "num_tokens": self.state.num_input_tokens_seen,
+            "world_size": args.world_size,
+            "batch_size": args.per_device_train_batch_size,
+            "accumulation": args.gradient_accumulation_steps,
+            "layout": layout,
+            "optimizer": str(getattr(args.optim, "value", args.optim)),
+            "save_only_model": args.save_only_model,
+            "seed": args.data_seed if args.data_seed is not None else args.seed,
+            "data": self._data_description,
+            "config": _digest(self.accelerator.unwrap_model(self.model).config.to_json_string()),
+            "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
+        }
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _decide(self.args, lambda: newest_checkpoint(self.args.output_dir))
+        if resume_from_checkpoint and Path(resume_from_checkpoint, MANIFEST_NAME).exists():
+            self._check_resume(str(resume_from_checkpoint))
+        self._check_space()
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_resume(self, checkpoint: str) -> None:
+        then, now = read_manifest(checkpoint)["run"], self._describe_run()
+        fatal, inexact = _differences(then, now)
+        if fatal:
+            raise ValueError(
+                f"This run cannot go on from {checkpoint}: {'; '.join(fatal)}. Or start a new run from its weights: "
+                f"--model_name_or_path {checkpoint}."
+            )
+        if inexact and not getattr(self.args, "allow_inexact_resume", False):
+            raise ValueError(
+                f"Going on from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore what it had, or go on "
+                "nevertheless with --allow_inexact_resume."
+            )
+        if then["world_size"] != now["world_size"]:
+            logger.warning(
+                f"{checkpoint} was saved by {then['world_size']} process(es) and {now['world_size']} go on: the same "
+                "rows in each step, but random numbers (dropout) are others."
+            )
+        if inexact:
+            logger.warning(f"Going on from {checkpoint} although {'; '.join(inexact)}.")
+
+    # Saving
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saving or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Trainer pushes while it saves. A checkpoint is pushed when it is whole, by `_push_checkpoint`."""
+
+    def _push_checkpoint(self, checkpoint: Path) -> None:
+        """What `--push_to_hub` does with a checkpoint; for subclasses. All ranks call it."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        output_dir = Path(super()._get_output_dir(trial))
+        target = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._reporting_full_disks(target):
+            if self.args.should_save:
+                remove_leftovers(output_dir)
+                (output_dir / SAVING / target.name).mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self._saving = str(output_dir / SAVING)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._saving = None
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self._publish(output_dir / SAVING / target.name, target)
+            self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_checkpoint(target)
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(
+                str(output_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=best,
+                use_mtime=True,
+            )
+
+    def _publish(self, source: Path, target: Path) -> None:
+        """Gives a written checkpoint its name, once it is described and on the disk."""
+        # Trainer looked for the best one beside it.
+        if self.state.best_model_checkpoint == str(source):
+            self.state.best_model_checkpoint = str(target)
+            self.state.save_to_json(str(source / TRAINER_STATE_NAME))
+        write_manifest(source, self._describe_run())
+        if target.exists():
+            # Of a run that then went on from an older one.
+            os.rename(target, source.with_name("replaced"))
+        os.rename(source, target)
+        flush_directory(target.parent)
+        shutil.rmtree(source.parent)
+        damage = find_damage(target)
+        if damage:
+            aside = _set_aside(target)
+            raise OSError(errno.EIO, f"what was written to {aside} reads back otherwise: {_some(damage)}")
+
+    # Disks
+
+    def _checkpoint_bytes(self) -> int:
+        """An estimate of a checkpoint's size, by AdamW's two moments; DeepSpeed keeps float32 weights besides."""
+        num_parameters = get_model_param_count(self.model)
+        trainable = 0 if self.args.save_only_model else get_model_param_count(self.model, trainable_only=True)
+        return 4 * num_parameters + (12 if self.is_deepspeed_enabled else 8) * trainable
+
+    def _check_space(self) -> None:
+        """Ends a run that could not keep what it trains, before its first step."""
+        if self.args.save_strategy == "no":
+            return
+        output_dir = Path(self.args.output_dir)
+        with self._reporting_full_disks(output_dir / "the first checkpoint"):
+            if not self.args.should_save:
+                return
+            output_dir.mkdir(parents=True, exist_ok=True)
+            kept = len(sort_checkpoints(str(output_dir)))
+            # Old checkpoints go after the new one is there.
+            more = max(1, (self.args.save_total_limit or 0) + 1 - kept)
+            if self.args.max_steps > 0 and self.args.save_strategy == "steps" and self.args.save_steps >= 1:
+                more = min(more, max(1, self.args.max_steps // int(self.args.save_steps)))
+            needed, free = more * self._checkpoint_bytes(), shutil.disk_usage(output_dir).free
+            if free < needed:
+                raise OSError(errno.ENOSPC, f"{more} checkpoint(s) take about {_mib(needed)}, {_mib(free)} are free")
+
+    @contextmanager
+    def _reporting_full_disks(self, target: Path) -> Iterator[None]:
+        """Ends the run with `EXIT_NOT_SAVED` where the disk takes no more; what was saved before stays."""
+        try:
+            yield
+        except (OSError, SafetensorError, RuntimeError) as error:
+            # Writers of safetensors and torch keep the number to themselves.
+            free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
+            is_full = free < self._checkpoint_bytes() and not isinstance(error, OSError)
+            if getattr(error, "errno", None) not in _DISK_ERRORS and not is_full:
+                raise
+            shutil.rmtree(target.parent / SAVING, ignore_errors=True)
+            self._end_unsaved(target, error, free)
+
+    def _end_unsaved(self, target: Path, error: Exception, free: int) -> NoReturn:
+        kept = sort_checkpoints(str(target.parent)) if target.parent.is_dir() else []
+        print(
+            f"{target} could not be saved: {error}. A checkpoint takes about {_mib(self._checkpoint_bytes())}, "
+            f"{_mib(free)} were free. "
+            + (
+                f"{kept[-1]} is whole: make room and go on with `--resume_from_checkpoint auto`."
+                if kept
+                else "Nothing was lost that had been saved. Make room, or choose another --output_dir."
+            ),
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(EXIT_NOT_SAVED)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+# Runs
 
 
 def find_newest_run(directory: str = "out") -> str:
@@ -65,3 +416,16 @@ def find_newest_run(directory: str = "out") -> str:
             f"No model in {directory}/: run `make pretrain` first, or name one: --model_name_or_path DIR."
         )
     return max(runs)[1]
+
+
+__all__ = [
+    "CHECKPOINT_FILES",
+    "DATA_POSITION_NAME",
+    "EXIT_NOT_SAVED",
+    "CheckpointMixin",
+    "check_writable",
+    "checkpoint_to_resume",
+    "find_newest_run",
+    "newest_checkpoint",
+    "remove_leftovers",
+]

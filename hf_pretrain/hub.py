@@ -27,14 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, get_token, hf_hub_download, snapshot_download
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import HubStrategy, get_last_checkpoint
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from .adapters import is_adapted
+from .checkpointing import CHECKPOINT_FILES, newest_checkpoint
 from .configuration_minimind import CODE_FILES
 from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
+from .stopping import StoppingMixin
 from .training_args import LMTrainingArguments
 
 
@@ -113,7 +114,7 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
     with args.main_process_first(desc="downloading the checkpoint"):
         try:
             folder, step, files = _newest_pushed(repo_id, args.hub_revision)
-            local = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+            local = newest_checkpoint(output_dir, unverified=args.allow_inexact_resume)
             if local is None or int(local.rpartition("-")[2]) < step:
                 local = str(output_dir / f"checkpoint-{step}")
                 if not args.trust_checkpoint:
@@ -189,7 +190,7 @@ def _link(source: str | Path, target: str | Path):
         shutil.copy2(source, target)
 
 
-class HubPushMixin(Trainer):
+class HubPushMixin(StoppingMixin):
     """
     Trainer's pushing, without what it pickles, and with its errors reported instead of raised or lost.
 
@@ -281,21 +282,19 @@ class HubPushMixin(Trainer):
             return "FSDP2"
         return "DDP" if self.args.world_size > 1 else "one process"
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def _push_checkpoint(self, checkpoint: Path) -> None:
         """Pushes a checkpoint that was just saved, in the background."""
-        # The other ranks write their shards into it too.
-        self.accelerator.wait_for_everyone()
         strategy = HubStrategy(self.args.hub_strategy)
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
         must_push = self.args.hub_always_push or strategy == HubStrategy.ALL_CHECKPOINTS
         if not must_push and any(not push.done() for push in self._pushes):
-            logger.warning(f"{checkpoint_folder} waits: the push before it is still under way.")
-            self._waiting = Path(checkpoint_folder)
+            logger.warning(f"{checkpoint} waits: the push before it is still under way.")
+            self._waiting = checkpoint
             return
         self._waiting = None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self._submit(Path(checkpoint_folder), strategy)
+        self._submit(checkpoint, strategy)
 
     def _submit(self, checkpoint: Path, strategy: HubStrategy):
         """Stages what of a checkpoint is to be pushed, and hands it to the thread that pushes."""
@@ -313,7 +312,8 @@ class HubPushMixin(Trainer):
         """A directory of links, laid out as the repository; and the name in it of the whole checkpoint, if any."""
         staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.args.output_dir))
         for path in checkpoint.iterdir():
-            if path.is_file() and any(path.match(pattern) for pattern in PUBLISHED):
+            is_wanted = any(path.match(pattern) for pattern in PUBLISHED) and path.name not in CHECKPOINT_FILES
+            if path.is_file() and is_wanted:
                 _link(path, staging / path.name)
         # The next step writes its card into the same file.
         shutil.copy2(Path(self.args.output_dir, CARD_NAME), staging)

@@ -9,7 +9,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from .arguments import ChatArguments
 from .callbacks import TrainingProgressCallback
-from .checkpointing import checkpoint_to_resume
+from .checkpointing import check_writable, checkpoint_to_resume, remove_leftovers
 from .data.conversations import mark_template
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
@@ -29,7 +29,9 @@ def begin_run(training_args: LMTrainingArguments) -> str | None:
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
     if training_args.process_index == 0:
+        check_writable(training_args.output_dir)
         remove_staging(training_args.output_dir)
+        remove_leftovers(training_args.output_dir)
         print(training_args.launch_description)
     return checkpoint
 

@@ -9,10 +9,12 @@ An epoch ends with rows of weight zero where the rows do not fill the last globa
 Evaluation is one ratio of sums over the whole set.
 """
 
+import json
 import math
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -23,7 +25,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from .adapters import base_model_of, is_adapted
-from .data.filling import FILLER_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
+from .checkpointing import DATA_POSITION_NAME
+from .data.filling import FILLER_COLUMN, ROW_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
 from .hub import HubPushMixin
 from .loss import find_documents, prediction_weights
 from .modeling_minimind import MiniMindForCausalLM
@@ -51,6 +54,10 @@ class MaskedLossTrainer(HubPushMixin):
         self._logged_losses: torch.Tensor | None = None
         self._logged_names: tuple[str, ...] = ()
         self._new_tokens: torch.Tensor | None = None
+        # Of the step under way: its micro-batches' rows, and whether their losses are finite.
+        self._epoch = self._batches_taken = 0
+        self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._step_is_finite: list[torch.Tensor] = []
         self._steps_since_log = 0
         self._tokens_at_last_log = 0
         self._last_log_time: float | None = None
@@ -103,7 +110,7 @@ class MaskedLossTrainer(HubPushMixin):
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
         collator: Any = self.data_collator
-        self.data_collator = FillingCollator(collator)
+        self.data_collator = FillingCollator(collator, is_training=is_training)
         try:
             if not (is_training and self.args.dataloader_drop_last):
                 dataset, sampler_fn = self._fill(dataset, sampler_fn, multiple=multiple, is_training=is_training)
@@ -128,14 +135,61 @@ class MaskedLossTrainer(HubPushMixin):
             filled.sampler = FilledSampler(rows, multiple=multiple, seed=seed)
             return filled.sampler
 
-        filled = FilledDataset(dataset)
+        filled = FilledDataset(dataset, is_numbered=is_training)
         return filled, filled_sampler
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list({*self._signature_columns, "seq_lengths", FILLER_COLUMN})
+        self._signature_columns = list({*self._signature_columns, "seq_lengths", FILLER_COLUMN, ROW_COLUMN})
+
+    # Where in the data a run is. NOTE: Trainer derives it from the number of steps, as if a stream had no second pass.
+
+    def _run_epoch(self, *args, epoch, epochs_trained, steps_trained_in_current_epoch, **kwargs):
+        is_resumed = epoch == epochs_trained and kwargs["resume_from_checkpoint"] is not None
+        self._epoch, self._batches_taken = epoch, steps_trained_in_current_epoch if is_resumed else 0
+        position = {"epochs_trained": epochs_trained, "steps_trained_in_current_epoch": steps_trained_in_current_epoch}
+        return super()._run_epoch(*args, epoch=epoch, **position, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            num_rows = self._batches_taken * self.args.per_device_train_batch_size * self.data_parallel_size
+            position = {"epoch": self._epoch, "num_rows": num_rows}
+            Path(output_dir, DATA_POSITION_NAME).write_text(json.dumps(position), encoding="utf-8")
+
+    def _read_data_position(self, checkpoint: str, epochs_trained: int, num_batches: int) -> tuple[int, int]:
+        """The pass, and the micro-batches of it that each rank has had; from the number of steps in old checkpoints."""
+        path = Path(checkpoint, DATA_POSITION_NAME)
+        if self.args.ignore_data_skip or not path.is_file():
+            return epochs_trained, num_batches
+        position = json.loads(path.read_text(encoding="utf-8"))
+        accumulation = self.args.gradient_accumulation_steps
+        rows_a_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
+        return position["epoch"], position["num_rows"] // rows_a_step * accumulation
 
     # Loss
+
+    def get_batch_samples(self, *args, **kwargs):
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._batches_taken += len(batches)
+        self._losses_before_step = self._logged_losses
+        self._step_rows = [(batch.pop(ROW_COLUMN), batch["input_ids"]) for batch in batches if ROW_COLUMN in batch]
+        self._step_is_finite = []
+        return batches, num_items
+
+    def _skip_step(self):
+        super()._skip_step()
+        self._logged_losses = self._losses_before_step
+        self._steps_since_log -= 1
+
+    def _describe_step(self) -> list[dict[str, Any]]:
+        rows = []
+        for (numbers, input_ids), is_finite in zip(self._step_rows, self._step_is_finite, strict=True):
+            for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True):
+                if number >= 0:
+                    text = self.processing_class.decode(ids) if self.processing_class is not None else None
+                    rows.append({"row_number": number, "is_finite": bool(is_finite), "input_ids": ids, "text": text})
+        return rows
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """
@@ -197,8 +251,21 @@ class MaskedLossTrainer(HubPushMixin):
         self._logged_names, losses = tuple(parts), torch.stack(list(parts.values())).detach()
         self._logged_losses = losses if self._logged_losses is None else self._logged_losses + losses
         # Gradients are averaged over the ranks, so that each brings in its share this many times.
-        loss = loss * self.data_parallel_size
+        loss = self._mark_if_not_finite(loss * self.data_parallel_size)
         return (loss, outputs) if return_outputs else loss
+
+    def _mark_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
+        """
+        Sees to it that a loss that is not finite shows in the gradients, and so on every rank, before the update.
+        Under DeepSpeed, whose backward pass updates, the ranks have to ask each other before.
+        """
+        is_finite = loss.detach().isfinite()
+        self._step_is_finite.append(is_finite)
+        if self.is_deepspeed_enabled:
+            if self.accelerator.sync_gradients and self._any_rank(int(not all(self._step_is_finite))):
+                self._meet_nonfinite("The loss is not finite")
+            return loss
+        return loss * torch.where(is_finite, 1.0, torch.nan)
 
     def _combine_losses(
         self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
@@ -227,8 +294,15 @@ class MaskedLossTrainer(HubPushMixin):
 
     # Logs
 
-    def _init_training_state(self, *args, **kwargs):
-        progress = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
+        progress = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
+        )
+        if checkpoint is not None:
+            epoch, num_batches = self._read_data_position(checkpoint, *progress)
+            # At the end of a pass, Trainer restores random numbers for the next one alone.
+            steps_left = num_update_steps_per_epoch - num_batches // self.args.gradient_accumulation_steps
+            progress = (epoch, num_batches) if steps_left > 0 else (epoch + 1, 0)
         self._logged_losses = self._new_tokens = None
         self._steps_since_log = 0
         self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen

@@ -4,10 +4,12 @@ import atexit
 import os
 import sys
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -30,6 +32,14 @@ class LMTrainingArguments(TrainingArguments):
     resume_from_hub: str | None = field(
         default=None,
         metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
+    )
+    allow_inexact_resume: bool = field(
+        default=False,
+        metadata={"help": "Go on from a checkpoint of other data, batch or seed, or without a manifest."},
+    )
+    on_nonfinite: str = field(
+        default="stop",
+        metadata={"help": "What to do about a loss or gradient that is not finite: stop, or skip the step."},
     )
     trust_checkpoint: bool = field(
         default=False, metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub."}
@@ -79,7 +89,11 @@ class LMTrainingArguments(TrainingArguments):
                 if self.use_cpu
                 else torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
             )
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise ValueError(f"--on_nonfinite {self.on_nonfinite} is unknown; use stop or skip.")
         self._check_launch()
+        if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+            _start_gloo(timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":
             # NOTE: ZeRO-3's zero.Init counts ranks through DeepSpeed's own group, which Trainer sets up on GPUs alone.
@@ -157,6 +171,19 @@ class SFTTrainingArguments(LMTrainingArguments):
     output_dir: str | None = field(default="out/sft", metadata={"help": "Where the run goes."})
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
+
+
+def _start_gloo(timeout: timedelta):
+    """
+    The process group of CPU ranks. NOTE: Trainer would leave the timeout out; and torchrun keeps one store over its
+    restarts, in which the ranks of the next attempt would find the addresses of the dead.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # NOTE: gloo's threads sometimes abort a process that ends before its group does.
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def _remove_allreduce_buffers():

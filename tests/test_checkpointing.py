@@ -5,17 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpointing import checkpoint_to_resume, find_newest_run
+from hf_pretrain.checkpointing import checkpoint_to_resume, find_newest_run, remove_leftovers
+from hf_pretrain.manifest import MANIFEST_NAME, write_manifest
 
 
-def arguments(output_dir, resume=None):
-    return SimpleNamespace(output_dir=str(output_dir), resume_from_checkpoint=resume, distributed_state=None)
+def arguments(output_dir, resume=None, allow_inexact_resume=False):
+    return SimpleNamespace(
+        output_dir=str(output_dir),
+        resume_from_checkpoint=resume,
+        allow_inexact_resume=allow_inexact_resume,
+        process_index=0,
+        world_size=1,
+    )
 
 
 def make_checkpoint(output_dir, step: int):
     path = output_dir / f"checkpoint-{step}"
     path.mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
+    write_manifest(path, {"step": step})
     return str(path)
 
 
@@ -53,6 +61,41 @@ def test_a_named_checkpoint_must_be_one(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path, path)) == path
     with pytest.raises(ValueError, match="no trainer_state.json"):
         checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))
+
+
+def test_damaged_ones_get_a_name_that_says_so(tmp_path):
+    oldest, middle, newest = (make_checkpoint(tmp_path, step) for step in (8, 9, 10))
+    for path in (middle, newest):
+        with open(f"{path}/trainer_state.json", "a") as file:
+            file.write(" ")
+    with pytest.raises(
+        ValueError, match="checkpoint-9 is damaged: trainer_state.json has 3 bytes instead of 2.*`auto|auto` takes"
+    ):
+        checkpoint_to_resume(arguments(tmp_path, middle))
+    assert checkpoint_to_resume(arguments(tmp_path, "auto")) == oldest
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-8", "damaged-checkpoint-9", "damaged-checkpoint-10"}
+    # Again, at the same step.
+    (tmp_path / "checkpoint-10").mkdir()
+    write_manifest(tmp_path / "checkpoint-10", {})
+    (tmp_path / "checkpoint-10/more").touch()
+    assert checkpoint_to_resume(arguments(tmp_path, "auto")) == oldest
+    assert (tmp_path / "damaged-checkpoint-10-1/more").exists()
+
+
+def test_one_without_a_manifest_is_taken_when_told_to(tmp_path):
+    newest = make_checkpoint(tmp_path, 10)
+    os.unlink(f"{newest}/{MANIFEST_NAME}")
+    for resume in ("auto", newest):
+        with pytest.raises(ValueError, match="no manifest.json, so nothing says whether it is whole.*--allow_inexact"):
+            checkpoint_to_resume(arguments(tmp_path, resume))
+        assert checkpoint_to_resume(arguments(tmp_path, resume, allow_inexact_resume=True)) == newest
+
+
+def test_what_was_being_written_goes(tmp_path):
+    (tmp_path / ".saving/checkpoint-4").mkdir(parents=True)
+    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path / "none")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):

@@ -488,6 +488,8 @@ def test_the_other_stages_push_what_anybody_loads(recipe, workspace, server, env
     files = files_of(server)
     assert files >= WEIGHTS | CODE | {"tokenizer.json", "chat_template.jinja", "last-checkpoint/optimizer.pt"}
     assert not [name for name in files if "training_args" in name]
+    # It describes a checkpoint, not the model.
+    assert "last-checkpoint/manifest.json" in files and "manifest.json" not in files
     card = server.repos["user/toy"].files["README.md"].decode()
     assert f"python recipes/{recipe}.py --resume_from_hub user/toy" in card
     ours = MiniMindForCausalLM.from_pretrained(tmp_path / "run")

@@ -13,13 +13,19 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 FILLER_COLUMN = "is_filler"
+# The number of a row in the training data, or of its turn in a stream.
+ROW_COLUMN = "row_number"
 
 
 class FilledDataset(Dataset):
-    """Map-style rows of which any index past the end is a filler: the first row, marked to be given no weight."""
+    """
+    Map-style rows of which any index past the end is a filler: the first row, marked to be given no weight. The others
+    carry their number, if `is_numbered`.
+    """
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: Any, *, is_numbered: bool = False):
         self.dataset = dataset
+        self.is_numbered = is_numbered
         self.sampler: FilledSampler | None = None
 
     def __len__(self) -> int:
@@ -32,7 +38,8 @@ class FilledDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index < len(self.dataset):
-            return self.dataset[index]
+            row = self.dataset[index]
+            return {**row, ROW_COLUMN: index} if self.is_numbered else row
         return {**self.dataset[0], FILLER_COLUMN: True}
 
 
@@ -71,8 +78,8 @@ class FilledStream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         num_rows, row = 0, {}
         for row in self.dataset:
+            yield {**row, ROW_COLUMN: num_rows}
             num_rows += 1
-            yield row
         for _ in range(-num_rows % self.multiple):
             yield {**row, FILLER_COLUMN: True}
 
@@ -82,14 +89,21 @@ class FilledStream(IterableDataset):
 
 
 class FillingCollator:
-    """Collates as another collator does, then takes the weight from filler rows and checks `loss_mask`."""
+    """
+    Collates as another collator does, then takes the weight from filler rows and checks `loss_mask`. In training, the
+    batch has `row_number` besides, of shape `(num_rows,)`: -1 for a filler.
+    """
 
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]):
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]], *, is_training: bool):
         self.collator = collator
+        self.is_training = is_training
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         fillers = torch.tensor([bool(feature.get(FILLER_COLUMN)) for feature in features])
-        batch = self.collator([{k: v for k, v in f.items() if k != FILLER_COLUMN} for f in features])
+        own = (FILLER_COLUMN, ROW_COLUMN)
+        batch = self.collator([{k: v for k, v in f.items() if k not in own} for f in features])
+        if self.is_training:
+            batch[ROW_COLUMN] = torch.tensor([feature.get(ROW_COLUMN, -1) for feature in features])
         if fillers.any() and "labels" in batch:
             if len(batch["labels"]) != len(features):
                 raise ValueError(

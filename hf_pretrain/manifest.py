@@ -1,0 +1,108 @@
+"""
+What a checkpoint consists of: `manifest.json` names every file with its size and sha256, and the run that wrote it.
+
+A directory is written, flushed to the disk, described, and only then given its name (`checkpointing.py`). Whatever is
+lost, changed or added afterwards shows in [`find_damage`].
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+MANIFEST_NAME = "manifest.json"
+
+
+def write_manifest(directory: Path, run: dict[str, Any]) -> int:
+    """
+    Describes all files below `directory`, as they are on the disk, and the `run` that wrote them. Files, manifest and
+    directories are flushed to the disk.
+
+    Returns:
+        `int`: bytes of all files.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for path in _files(directory):
+        name = path.relative_to(directory).as_posix()
+        _flush(path)
+        files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    content = {"files": files, "run": run}
+    manifest = directory / MANIFEST_NAME
+    manifest.write_text(json.dumps({"sha256": _seal(content), **content}, indent=1), encoding="utf-8")
+    _flush(manifest)
+    for path in [*filter(Path.is_dir, directory.rglob("*")), directory]:
+        _flush(path)
+    return sum(file["size"] for file in files.values())
+
+
+def read_manifest(directory: str | Path) -> dict[str, Any]:
+    """
+    The manifest of a checkpoint: `files`, and under `run` what [`write_manifest`] was given.
+
+    Raises:
+        `ValueError`: where there is none, or it was changed.
+    """
+    path = Path(directory, MANIFEST_NAME)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        seal = content.pop("sha256")
+        if seal != _seal(content) or not isinstance(content["files"], dict) or not isinstance(content["run"], dict):
+            raise ValueError("its own sha256 is another one")
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST_NAME} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST_NAME} is damaged ({error})") from None
+    return content
+
+
+def find_damage(directory: str | Path) -> list[str]:
+    """What is missing, changed or too much in a checkpoint, a line each; nothing if it is as it was written."""
+    directory = Path(directory)
+    try:
+        expected = read_manifest(directory)["files"]
+    except ValueError as error:
+        return [str(error)]
+    found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    damage = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    damage += [f"{name} was added" for name in found.keys() - expected.keys()]
+    for name in expected.keys() & found.keys():
+        size, path = found[name].stat().st_size, found[name]
+        if path.is_symlink():
+            damage.append(f"{name} is a link")
+        elif size != expected[name]["size"]:
+            damage.append(f"{name} has {size:,} bytes instead of {expected[name]['size']:,}")
+        elif _sha256(path) != expected[name]["sha256"]:
+            damage.append(f"{name} has another sha256")
+    return sorted(damage)
+
+
+def flush_directory(directory: Path) -> None:
+    """Makes what was renamed in `directory` last."""
+    _flush(directory)
+
+
+def _files(directory: Path) -> list[Path]:
+    paths = sorted(directory.rglob("*"))
+    return [path for path in paths if not path.is_dir() and path != directory / MANIFEST_NAME]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+__all__ = ["MANIFEST_NAME", "find_damage", "flush_directory", "read_manifest", "write_manifest"]

@@ -1,0 +1,84 @@
+"""
+Runs that every test here compares with, and the table of what was survived.
+
+`FAULTS_JSON=faults.json` keeps the table in a file, `N=300` asks for as many kills at random moments.
+"""
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.faults.driving import command, final_bits, make_workspace, run
+
+
+TABLE: dict[str, dict[str, int]] = defaultdict(lambda: {"trials": 0, "survived": 0, "lost": 0})
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="session")
+def reference(workspace):
+    """A function from a launcher and arguments to the output directory of a run that nothing happened to."""
+    runs: dict[tuple[str, ...], Path] = {}
+
+    def get(launcher: str = "python", *arguments: str) -> Path:
+        key = (launcher, *arguments)
+        if key not in runs:
+            output_dir = workspace / f"reference-{len(runs)}"
+            words = command(workspace, output_dir, "--save_total_limit", "9", *arguments, launcher=launcher)
+            result = run(words)
+            assert result.returncode == 0, result.stdout[-4000:]
+            runs[key] = output_dir
+        return runs[key]
+
+    return get
+
+
+@pytest.fixture
+def record(request):
+    """A function that counts a trial of a fault, and is told whether it was survived."""
+
+    def add(fault: str, survived: bool) -> None:
+        TABLE[fault]["trials"] += 1
+        TABLE[fault]["survived" if survived else "lost"] += 1
+
+    return add
+
+
+@pytest.fixture
+def ends_like(workspace, reference, record):
+    """
+    A function that goes on with the run in a directory and sees to it that it ends in the bits of the reference,
+    checkpoint and log included. Returns what the run printed.
+    """
+
+    def check(fault: str, output_dir: Path, launcher: str = "python", *arguments: str) -> str:
+        words = command(workspace, output_dir, "--save_total_limit", "9", *arguments, launcher=launcher)
+        result = run([*words, "--resume_from_checkpoint", "auto"])
+        expected = final_bits(reference(launcher, *arguments))
+        survived = result.returncode == 0 and final_bits(output_dir) == expected
+        record(fault, survived)
+        assert survived, result.stdout[-4000:]
+        assert not list(output_dir.glob(".saving*"))
+        return result.stdout
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not TABLE:
+        return
+    width = max(map(len, TABLE))
+    terminalreporter.write_line(f"{'fault':{width}}  trials  survived  lost")
+    for fault, counts in TABLE.items():
+        terminalreporter.write_line(
+            f"{fault:{width}}  {counts['trials']:6}  {counts['survived']:8}  {counts['lost']:4}"
+        )
+    if "FAULTS_JSON" in os.environ:
+        Path(os.environ["FAULTS_JSON"]).write_text(json.dumps(TABLE, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,148 @@
+"""A small run under every launcher, the bits that it ends with, and ways to do it harm."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from hf_pretrain.tokenization import train_tokenizer
+from tests.invariants.launching import ROOT, cpu_environment, launcher_command
+from tests.toys import EXPERTS, toy_model, write_jsonl
+
+
+RECIPE = str(ROOT / "recipes/pretrain.py")
+STEPS = 8
+
+
+def make_workspace(path: Path) -> Path:
+    """A toy model with experts and dropout, and sentences enough for two passes and a half of `STEPS` steps."""
+    generator = random.Random(0)
+    words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet", "birds", "home", "far", "to"]
+    texts = [" ".join(generator.choices(words, k=generator.randint(3, 18))) for _ in range(26)]
+    tokenizer = train_tokenizer(texts * 10, vocab_size=320)
+    model = toy_model(vocab_size=len(tokenizer), num_key_value_heads=2, dropout=0.1, **EXPERTS)
+    model.save_pretrained(path / "toy")
+    tokenizer.save_pretrained(path / "toy")
+    write_jsonl(path / "train.jsonl", texts)
+    return path
+
+
+def command(workspace: Path, output_dir: Path, *arguments: str, launcher: str = "python") -> list[str]:
+    """Eight steps with a global batch of eight rows, a checkpoint after each second one."""
+    batch = ["4", "2"] if launcher == "python" else ["2", "2"]
+    return [
+        *(*launcher_command(launcher), RECIPE, "--use_cpu", "--bf16", "false"),
+        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "train.jsonl")),
+        *("--packing", "none", "--max_length", "32", "--validation_fraction", "0", "--max_steps", str(STEPS)),
+        *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
+        *("--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"),
+        *("--output_dir", str(output_dir), *arguments),
+    ]
+
+
+def run(words: list[str], *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    with start(words, **environment) as process:
+        output, _ = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(words, process.returncode, output)
+
+
+@contextmanager
+def start(words: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process group of its own, of which nothing is left at the end."""
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=cpu_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for child in [*ranks(process), process]:
+            try:
+                os.kill(child.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        process.wait()
+
+
+def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that train, in the order of their ranks."""
+    try:
+        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+    found = []
+    for child in tree:
+        try:
+            if RECIPE in child.cmdline()[:4] and "torchrun" not in " ".join(child.cmdline()[:3]):
+                found.append((int(child.environ().get("RANK", 0)), child.pid, child))
+        except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+            continue
+    return [child for *_, child in sorted(found)]
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 120) -> Any:
+    """Polls until `condition` holds, or the process has ended; gives what the condition gave."""
+    deadline = time.monotonic() + timeout
+    while not (result := condition()) and process.poll() is None:
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.0005)
+    return result
+
+
+def final_bits(output_dir: Path) -> dict[str, str]:
+    """Digests of everything that the last checkpoint of a run holds, but for clocks and the manifest."""
+    checkpoint = output_dir / f"checkpoint-{STEPS}"
+    digests = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.suffix in (".pt", ".pth") and not name.startswith("global_step"):
+            digests[name] = _digest(torch.load(path, weights_only=False))
+        elif path.name == "trainer_state.json":
+            state = json.loads(path.read_text())
+            # Under ZeRO-3 Trainer counts the parameters that happen to be gathered.
+            state.pop("total_flos")
+            for entry in state["log_history"]:
+                for clock in ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second"):
+                    entry.pop(clock, None)
+            digests[name] = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+        elif path.suffix == ".safetensors" or path.name == "data_position.json":
+            digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
+
+
+def _digest(value: Any) -> str:
+    """Of tensors and plain values; the bytes of a pickle depend on which objects are the same one."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=repr):
+                digest.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        elif hasattr(value, "tobytes"):
+            digest.update(value.tobytes())
+        else:
+            digest.update(repr(value).encode())
+
+    add(value)
+    return digest.hexdigest()

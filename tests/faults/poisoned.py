@@ -1,0 +1,38 @@
+"""
+`recipes/pretrain.py` with one bad micro-batch: `POISON=loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite,
+`POISON=gradient:9:0` puts a NaN into a gradient of the ninth on rank 0 whose loss is fine.
+"""
+
+import functools
+import os
+import runpy
+import sys
+
+import torch
+
+from hf_pretrain import MiniMindForCausalLM
+from tests.invariants.launching import ROOT
+
+
+kind, number, rank = os.environ["POISON"].split(":")
+forward = MiniMindForCausalLM.forward
+num_passes = 0
+
+
+@functools.wraps(forward)
+def poisoned(self, *args, **kwargs):
+    global num_passes
+    outputs = forward(self, *args, **kwargs)
+    num_passes += self.training
+    if num_passes == int(number) and os.environ.get("RANK", "0") == rank:
+        num_passes += 1
+        if kind == "loss":
+            outputs["loss"] = outputs["loss"] + torch.inf
+        else:
+            outputs["loss"].register_hook(lambda gradient: gradient * torch.nan)
+    return outputs
+
+
+MiniMindForCausalLM.forward = poisoned
+sys.argv[0] = str(ROOT / "recipes/pretrain.py")
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,81 @@
+"""A disk that fills up, or cannot be written to: the last good checkpoint stays, and the run says what it needed."""
+
+import os
+import subprocess
+
+import pytest
+
+from hf_pretrain.manifest import find_damage
+from tests.faults.driving import command, run, start, wait_for
+from tests.invariants.launching import ROOT
+
+
+ZERO2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json")]
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that mounts a small file system; where that is not allowed, tests skip."""
+    mounted = []
+
+    def mount(mebibytes: int):
+        path = tmp_path / "disk"
+        path.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(path)]
+        if subprocess.run(words, capture_output=True).returncode:
+            pytest.skip("mounting a file system takes more rights")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_too_small_a_disk_is_noticed_before_the_first_step(small_disk, workspace, record):
+    disk = small_disk(1)
+    result = run(command(workspace, disk / "run"))
+    survived = result.returncode == 74 and "checkpoint(s) take about" in result.stdout
+    record("disk: too small from the start", survived)
+    assert survived and "| 0/8 " not in result.stdout, result.stdout[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mebibytes", "arguments"),
+    [
+        ("python", 12, []),
+        pytest.param("torchrun", 12, [], marks=pytest.mark.faults),
+        pytest.param("deepspeed", 24, ZERO2, marks=pytest.mark.faults),
+    ],
+)
+def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, workspace, record):
+    disk = small_disk(mebibytes)
+    long = ["--max_steps", "20000", "--save_steps", "20"]
+    with start(command(workspace, disk / "run", *long, *arguments, launcher=launcher)) as process:
+        wait_for(lambda: list((disk / "run").glob("checkpoint-*")), process)
+        with open(disk / "other", "wb") as other:
+            try:
+                while other.write(bytes(1 << 16)):
+                    other.flush()
+            except OSError:
+                pass
+        output, _ = process.communicate(timeout=180)
+    kept = list((disk / "run").glob("checkpoint-*"))
+    status = process.returncode == 74 or "exitcode  : 74" in output
+    survived = status and bool(kept) and not any(find_damage(path) for path in kept)
+    record(f"disk: fills up, {launcher}", survived)
+    assert survived, (process.returncode, kept, output[-3000:])
+    assert "could not be saved" in output and "is whole: make room and go on" in output
+    assert not (disk / "run/.saving").exists()
+
+
+def test_a_read_only_output(small_disk, workspace, record):
+    disk = small_disk(8)
+    os.mkdir(disk / "run")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    result = run(command(workspace, disk / "run"))
+    survived = result.returncode == 74 and "Read-only file system" in result.stdout
+    record("disk: read-only", survived)
+    assert survived, result.stdout[-3000:]

@@ -1,0 +1,104 @@
+"""Going on from any checkpoint ends in the bits of the run that was never interrupted, or is refused."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.faults.driving import STEPS, command, run
+from tests.invariants.launching import ROOT
+
+
+def zero(stage: int) -> list[str]:
+    return ["--deepspeed", str(ROOT / f"ds_configs/zero{stage}.json")]
+
+
+WAYS = {
+    "one process": ("python", []),
+    "two loader workers": ("python", ["--dataloader_num_workers", "2"]),
+    "a stream": ("python", ["--streaming"]),
+    "a stream, two loader workers": ("python", ["--streaming", "--dataloader_num_workers", "2"]),
+    "DDP": ("torchrun", []),
+    "DDP, a stream": ("torchrun", ["--streaming"]),
+    "ZeRO-1": ("deepspeed", zero(1)),
+    "ZeRO-2": ("deepspeed", zero(2)),
+    "ZeRO-3": ("deepspeed", zero(3)),
+}
+QUICK = ("one process", "a stream", "DDP")
+
+
+@pytest.fixture
+def interrupted(reference, tmp_path):
+    """A function that gives an output directory with one checkpoint of a reference run, and nothing else."""
+
+    def make(step: int, launcher: str = "python", *arguments: str):
+        source = reference(launcher, *arguments) / f"checkpoint-{step}"
+        return shutil.copytree(source, tmp_path / "run" / source.name).parent
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "step"),
+    [
+        pytest.param(way, step, marks=() if way in QUICK and step == 6 else pytest.mark.faults, id=f"{way}-{step}")
+        for way in WAYS
+        # Within the first of four steps' passes, at its end, and within the second.
+        for step in (2, 4, 6)
+    ],
+)
+def test_bit_for_bit(way, step, interrupted, ends_like):
+    launcher, arguments = WAYS[way]
+    output_dir = interrupted(step, launcher, *arguments)
+    ends_like(f"resume: {way}", output_dir, launcher, *arguments)
+    seen = json.loads((output_dir / f"checkpoint-{STEPS}/trainer_state.json").read_text())["num_input_tokens_seen"]
+    assert seen > 0
+
+
+@pytest.mark.slow
+def test_as_many_processes_as_there_are(interrupted, workspace, reference, record):
+    """One process goes on from two at the same global batch: the same rows. Without dropout, the same loss."""
+    arguments = ["--config_overrides", "dropout=0.0"]
+    output_dir = interrupted(6, "torchrun", *arguments)
+    result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", *arguments))
+    assert result.returncode == 0 and "was saved by 2 process(es) and 1 go on" in result.stdout, result.stdout[-3000:]
+
+    def losses(directory) -> list[float]:
+        history = json.loads((directory / f"checkpoint-{STEPS}/trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in history if "loss" in entry]
+
+    assert losses(output_dir) == pytest.approx(losses(reference("torchrun", *arguments)), rel=1e-5)
+    record("resume: another world size", True)
+
+
+REFUSED = {
+    "batch": (["--per_device_train_batch_size", "3"], "its global batch was 8 rows (1 process(es) x 4 x 2)", True),
+    "seed": (["--seed", "3"], "its seed was 42, this run's is 3", True),
+    "data": (["--max_length", "31"], "its data were other ones", True),
+    "optimizer": (["--optim", "sgd"], "it was trained with --optim adamw_torch_fused, this run has sgd", False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_not_be_exact_is_refused(what, interrupted, workspace, record):
+    arguments, message, may_be_allowed = REFUSED[what]
+    words = command(workspace, interrupted(6), "--resume_from_checkpoint", "auto", *arguments)
+    result = run(words)
+    assert result.returncode != 0 and message in result.stdout, result.stdout[-3000:]
+    assert ("--allow_inexact_resume" in result.stdout) == may_be_allowed
+    if may_be_allowed and what != "batch":
+        result = run([*words, "--allow_inexact_resume"])
+        assert result.returncode == 0 and f"although {message}" in result.stdout, result.stdout[-3000:]
+    record("resume: refused", True)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_shards_of_another_launch_are_refused(launcher, interrupted, workspace, record):
+    output_dir = interrupted(6, "deepspeed", *zero(2))
+    result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", launcher=launcher))
+    message = "its optimizer state is that of ZeRO-2, this run uses one file"
+    assert result.returncode != 0 and message in result.stdout, result.stdout[-3000:]
+    record("resume: refused", True)

@@ -1,0 +1,145 @@
+"""Signals, ranks that die and ranks that hang, under the real launchers."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.faults.driving import command, final_bits, ranks, start, wait_for
+from tests.invariants.launching import ROOT
+
+
+ZERO2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json")]
+LONG = ["--max_steps", "20000", "--save_steps", "20"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def harm(workspace, tmp_path):
+    """
+    A function that starts a run, does something to it and its ranks after its first checkpoint, and waits. Returns the
+    launcher's status, the output, the seconds that passed and the checkpoints.
+    """
+
+    def act(action, launcher: str, *arguments: str):
+        output_dir = tmp_path / "run"
+        words = command(workspace, output_dir, *LONG, *arguments, launcher=launcher.split()[0])
+        if "max-restarts" in launcher:
+            words[1:1] = ["--max-restarts", "1"]
+        with start(words) as process:
+            wait_for(lambda: list(output_dir.glob("checkpoint-*")), process)
+            found = ranks(process)
+            begin = time.monotonic()
+            action(process, found)
+            output, _ = process.communicate(timeout=120)
+        seconds = time.monotonic() - begin
+        steps = sorted(int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*"))
+        return process.returncode, output, seconds, steps
+
+    return act
+
+
+def to_one(number):
+    return lambda process, found: found[-1].send_signal(number)
+
+
+def to_group(number):
+    return lambda process, found: os.killpg(process.pid, number)
+
+
+def to_launcher(number):
+    return lambda process, found: process.send_signal(number)
+
+
+def to_all_with_skew(process, found):
+    """In the middle of whatever each of them is doing, accumulation most of the time."""
+    found[1].send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    found[0].send_signal(signal.SIGTERM)
+
+
+# What launchers make of it: torchrun ends with 1 and names the statuses of its ranks, deepspeed's runner dies itself.
+SIGNALS = {
+    "SIGTERM": ("python", [], to_one(signal.SIGTERM), 143),
+    "SIGINT": ("python", [], to_one(signal.SIGINT), 130),
+    "SIGUSR1, loader workers too": ("python", ["--dataloader_num_workers", "2"], to_group(signal.SIGUSR1), 138),
+    "SIGTERM, loader workers too": ("python", ["--dataloader_num_workers", "2"], to_group(signal.SIGTERM), 143),
+    "SIGTERM to torchrun": ("torchrun", [], to_launcher(signal.SIGTERM), 1),
+    "SIGINT to torchrun's group": ("torchrun", [], to_group(signal.SIGINT), 1),
+    "SIGTERM to ranks 0.2 s apart": ("torchrun", [], to_all_with_skew, 1),
+    "SIGTERM to deepspeed's group": ("deepspeed", ZERO2, to_group(signal.SIGTERM), -15),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("SIGTERM", "SIGTERM to ranks 0.2 s apart") else pytest.mark.faults)
+        for name in SIGNALS
+    ],
+)
+def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
+    launcher, arguments, action, status = SIGNALS[name]
+    returncode, output, seconds, steps = harm(action, launcher, *arguments)
+    survived = returncode == status and "Stopped by SIG" in output and seconds < 10
+    record(f"signal: {name}", survived)
+    assert survived, (returncode, seconds, output[-3000:])
+    assert f"after step {steps[-1]}" in output
+    if action is to_all_with_skew:
+        assert output.count("exitcode  : 143") == 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        ("torchrun", []),
+        pytest.param("deepspeed", ZERO2, marks=pytest.mark.faults),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_is_named(launcher, arguments, rank, harm, record):
+    returncode, output, seconds, _ = harm(
+        lambda process, found: found[rank].send_signal(signal.SIGKILL), launcher, *arguments
+    )
+    survived = returncode != 0 and f"Rank(s) {rank} of 2 died" in output and seconds < 30
+    record(f"a rank dies: {launcher}", survived)
+    assert survived, (returncode, seconds, output[-3000:])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("launcher", "arguments"), [("torchrun", []), ("deepspeed", ZERO2)])
+def test_a_rank_that_hangs_is_named(launcher, arguments, harm, record):
+    """After the timeout of five seconds and as many for the roll call; launchers give the frozen one thirty more."""
+    returncode, output, seconds, _ = harm(to_one(signal.SIGSTOP), launcher, *arguments, "--ddp_timeout", "5")
+    survived = returncode != 0 and "Rank(s) 1 of 2 died, hang" in output and seconds < 60
+    record(f"a rank hangs: {launcher}", survived)
+    assert survived, (returncode, seconds, output[-3000:])
+
+
+def test_a_run_recovers_by_itself(workspace, reference, tmp_path, record):
+    """In the same bits: torchrun starts both ranks again, and they go on from the newest checkpoint."""
+    output_dir = tmp_path / "run"
+    words = command(workspace, output_dir, "--save_total_limit", "9", launcher="torchrun")
+    words[1:1] = ["--max-restarts", "1"]
+    with start(words) as process:
+        wait_for((output_dir / "checkpoint-4").is_dir, process)
+        ranks(process)[1].kill()
+        output, _ = process.communicate(timeout=180)
+    survived = process.returncode == 0 and final_bits(output_dir) == final_bits(reference("torchrun"))
+    record("a rank dies: --max-restarts 1", survived)
+    assert survived and "Resuming from" in output, output[-4000:]
+
+
+@pytest.mark.faults
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(workspace, tmp_path, ends_like):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        output_dir = tmp_path / number.name
+        with start(command(workspace, output_dir, "--save_total_limit", "9")) as process:
+            wait_for((output_dir / "checkpoint-2").is_dir, process)
+            ranks(process)[0].send_signal(number)
+            process.communicate(timeout=60)
+        ends_like("signal: then resumed", output_dir)
+        shutil.rmtree(output_dir)
