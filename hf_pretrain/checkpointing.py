@@ -56,7 +56,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     damaged ones that are newer get a name that says so. All ranks get the same.
 
     Raises:
-        `ValueError`: if the checkpoint named does not exist or verify, or if a run would start in an `output_dir` that
+        `ValueError`: if the checkpoint named does not exist or verify, or would have to be unpickled, or if a run would start in an `output_dir` that
             holds files already.
     """
     resume = args.resume_from_checkpoint
@@ -66,6 +66,13 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     if resume in ("auto", "true", "True", True):
         return _decide(args, lambda: newest_checkpoint(args.output_dir, unverified=args.allow_inexact_resume))
     if resume is not None:
+        is_own = Path(args.output_dir).resolve() in Path(resume).resolve().parents
+        if args.deepspeed_plugin is not None and not is_own and not args.trust_checkpoint:
+            raise ValueError(
+                f"--resume_from_checkpoint {resume} lies outside --output_dir {args.output_dir}, and DeepSpeed unpickles "
+                "its shards (global_step*/*.pt), which runs whatever code was put into them. Add --trust_checkpoint if "
+                "you know who wrote it."
+            )
         return _decide(args, lambda: _verified(Path(resume), unverified=args.allow_inexact_resume))
     return _decide(args, lambda: _refuse_used(Path(args.output_dir)))
 

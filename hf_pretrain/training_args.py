@@ -42,7 +42,8 @@ class LMTrainingArguments(TrainingArguments):
         metadata={"help": "What to do about a loss or gradient that is not finite: stop, or skip the step."},
     )
     trust_checkpoint: bool = field(
-        default=False, metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub."}
+        default=False,
+        metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub or from outside output_dir."},
     )
     hub_license: str | None = field(default=None, metadata={"help": "Licence of what is pushed, in its model card."})
     hub_language: list[str] | None = field(

@@ -14,6 +14,8 @@ def arguments(output_dir, resume=None, allow_inexact_resume=False):
         output_dir=str(output_dir),
         resume_from_checkpoint=resume,
         allow_inexact_resume=allow_inexact_resume,
+        deepspeed_plugin=None,
+        trust_checkpoint=False,
         process_index=0,
         world_size=1,
     )
@@ -89,6 +91,20 @@ def test_one_without_a_manifest_is_taken_when_told_to(tmp_path):
         with pytest.raises(ValueError, match="no manifest.json, so nothing says whether it is whole.*--allow_inexact"):
             checkpoint_to_resume(arguments(tmp_path, resume))
         assert checkpoint_to_resume(arguments(tmp_path, resume, allow_inexact_resume=True)) == newest
+
+
+def test_shards_from_elsewhere_take_trust(tmp_path):
+    path = make_checkpoint(tmp_path / "other", 10)
+    args = arguments(tmp_path / "run", path)
+    assert checkpoint_to_resume(args) == path
+    args.deepspeed_plugin = object()
+    with pytest.raises(ValueError, match="outside --output_dir.*runs whatever code.*--trust_checkpoint"):
+        checkpoint_to_resume(args)
+    args.trust_checkpoint = True
+    assert checkpoint_to_resume(args) == path
+    own = arguments(tmp_path / "other", path)
+    own.deepspeed_plugin = object()
+    assert checkpoint_to_resume(own) == path
 
 
 def test_what_was_being_written_goes(tmp_path):

@@ -85,7 +85,7 @@ def file_format(path: Path) -> str | None:
     return extension if extension in EXTENSIONS and not (is_compressed and extension == ".parquet") else None
 
 
-def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, Any]]:
+def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int | None, Any]]:
     """
     The records of a file, each with its number.
 
@@ -95,8 +95,9 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, Any
             put under. Without it, records have all columns, and a `.txt` file has none.
 
     Yields:
-        `tuple[int, Any]`: the line of a JSONL or `.txt` document, the place in a JSON array or parquet file, counted
-        from 1; and what was parsed, or a [`BadRecord`]. Number 0 comes with a `BadRecord` on the file as a whole, or
+        `tuple[int, int | None, Any]`: the line of a JSONL or `.txt` document, the place in a JSON array or parquet
+        file, counted from 1; the byte of the (decompressed) file that the line starts at, `None` in arrays and parquet
+        files; and what was parsed, or a [`BadRecord`]. Number 0 comes with a `BadRecord` on the file as a whole, or
         on its rest if other records came before.
     """
     extension = file_format(path)
@@ -104,7 +105,7 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, Any
         if extension == ".parquet":
             yield from _read_parquet(path, text_column)
         elif extension == ".txt" and text_column is None:
-            yield 0, BadRecord("plain text, and records are wanted; write them as JSONL")
+            yield 0, None, BadRecord("plain text, and records are wanted; write them as JSONL")
         elif extension == ".txt":
             yield from _read_paragraphs(_lines(_decompressed(path)), text_column)
         elif extension == ".json" and _starts_array(path):
@@ -112,9 +113,9 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, Any
         else:
             yield from _read_json_lines(_lines(_decompressed(path)))
     except EOFError:
-        yield 0, BadRecord("the compressed file ends early, its rest is lost; write it again")
+        yield 0, None, BadRecord("the compressed file ends early, its rest is lost; write it again")
     except (gzip.BadGzipFile, zlib.error) as error:
-        yield 0, BadRecord(f"the compressed file is damaged ({error}); write it again")
+        yield 0, None, BadRecord(f"the compressed file is damaged ({error}); write it again")
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
@@ -150,44 +151,44 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
         raise EOFError
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines without their ends, counted from 1; a byte order mark is dropped."""
-    number, pieces = 0, []
+def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Lines without their ends, counted from 1, and where each starts; a byte order mark is dropped."""
+    number, offset, pieces = 0, 0, []
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         pieces.append(first)
         for other in others:
-            number += 1
-            yield number, _strip_line(number, b"".join(pieces))
-            pieces = [other]
+            number, line = number + 1, b"".join(pieces)
+            yield number, offset, _strip_line(number, line)
+            offset, pieces = offset + len(line) + 1, [other]
     if any(pieces):
-        yield number + 1, _strip_line(number + 1, b"".join(pieces))
+        yield number + 1, offset, _strip_line(number + 1, b"".join(pieces))
 
 
 def _strip_line(number: int, line: bytes) -> bytes:
     return (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
 
 
-def _read_json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, Any]]:
-    for number, line in lines:
+def _read_json_lines(lines: Iterable[tuple[int, int, bytes]]) -> Iterator[tuple[int, int, Any]]:
+    for number, offset, line in lines:
         if line.strip():
-            yield number, _parse_json(line)
+            yield number, offset, _parse_json(line)
 
 
-def _read_paragraphs(lines: Iterable[tuple[int, bytes]], text_column: str) -> Iterator[tuple[int, Any]]:
+def _read_paragraphs(lines: Iterable[tuple[int, int, bytes]], text_column: str) -> Iterator[tuple[int, int, Any]]:
     """Runs of lines between blank ones, each numbered by its first line."""
-    start = 0
+    start = (0, 0)
     paragraph: list[bytes] = []
 
-    def finish() -> tuple[int, Any]:
+    def finish() -> tuple[int, int, Any]:
         try:
-            return start, {text_column: b"\n".join(paragraph).decode("utf-8")}
+            return *start, {text_column: b"\n".join(paragraph).decode("utf-8")}
         except UnicodeDecodeError:
-            return start, BadRecord("not UTF-8; convert the file")
+            return *start, BadRecord("not UTF-8; convert the file")
 
-    for number, line in lines:
+    for number, offset, line in lines:
         if line.strip():
-            start = start if paragraph else number
+            start = start if paragraph else (number, offset)
             paragraph.append(line)
         elif paragraph:
             yield finish()
@@ -203,31 +204,31 @@ def _starts_array(path: Path) -> bool:
     return False
 
 
-def _read_array(data: bytes) -> Iterator[tuple[int, Any]]:
+def _read_array(data: bytes) -> Iterator[tuple[int, None, Any]]:
     records = _parse_json(data.removeprefix(b"\xef\xbb\xbf"))
     if isinstance(records, BadRecord):
-        yield 0, records
+        yield 0, None, records
     else:
-        yield from enumerate(records, start=1)
+        yield from ((number, None, record) for number, record in enumerate(records, start=1))
 
 
-def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, None, Any]]:
     number = 0
     try:
         file = pq.ParquetFile(path)
         if text_column is not None and text_column not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
-            yield 0, BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column")
+            yield 0, None, BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column")
             return
         for batch in file.iter_batches(batch_size=1000, columns=None if text_column is None else [text_column]):
             for record in batch.to_struct_array():
                 number += 1
                 try:
-                    yield number, record.as_py()
+                    yield number, None, record.as_py()
                 except UnicodeDecodeError:
-                    yield number, BadRecord("not UTF-8; convert the file")
+                    yield number, None, BadRecord("not UTF-8; convert the file")
     except (pa.ArrowException, OSError) as error:
-        yield 0, BadRecord(f"no readable parquet file ({error}); write it again")
+        yield 0, None, BadRecord(f"no readable parquet file ({error}); write it again")
 
 
 def _parse_json(data: bytes) -> Any:

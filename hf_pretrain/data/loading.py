@@ -30,9 +30,15 @@ EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
 DOCUMENT_FEATURES = Features({"text": Value("string")})
 # What every source is read into: a document, or an empty text and the reason why there is none.
 ROW_FEATURES = Features(
-    {"text": Value("string"), "source": Value("string"), "line": Value("int64"), "reason": Value("string")}
+    {
+        "text": Value("string"),
+        "source": Value("string"),
+        "line": Value("int64"),
+        "offset": Value("int64"),
+        "reason": Value("string"),
+    }
 )
-READER_VERSION = 3  # part of the cache key; raise it when reading gives other rows
+READER_VERSION = 4  # part of the cache key; raise it when reading gives other rows
 MAX_WARNINGS = 20
 # Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
 VALIDATION_SCAN = 50_000
@@ -77,7 +83,7 @@ def load_documents(
         max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated, over all names; while
             streaming, checked every 1,000 lines and at the end of a name.
         rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in: source, line (counted
-            from 1; 0 is the whole file), reason.
+            from 1), offset (the byte that the line starts at, in the decompressed file, where there are lines), reason.
 
     Returns:
         `tuple`: training documents and held-out ones, each with the single column `text`.
@@ -162,12 +168,12 @@ class _RejectedLines:
         """Whether a row of a stream is a document; looks at the limit every so many rows."""
         self.num_lines += 1
         if row["reason"] is not None:
-            self.add(row["source"], row["line"], row["reason"])
+            self.add(row["source"], row["line"], row["offset"], row["reason"])
         if self.num_lines % RATIO_INTERVAL == 0:
             self.check_ratio()
         return row["reason"] is None
 
-    def add(self, source: str, line: int, reason: str) -> None:
+    def add(self, source: str, line: int, offset: int | None, reason: str) -> None:
         """Notes a bad line; `ValueError` if a whole file is bad (line 0), since nobody knows how much it held."""
         if line == 0:
             raise ValueError(f"{source}: {reason}.")
@@ -185,8 +191,9 @@ class _RejectedLines:
             )
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            entry = {"source": source, "line": line, "offset": offset, "reason": reason}
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"source": source, "line": line, "reason": reason}, ensure_ascii=False) + "\n")
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def check_ratio(self) -> None:
         """Raises `ValueError` if more lines are bad than the limit allows."""
@@ -312,7 +319,7 @@ def _check_records(
     rows = []
     for place, index in enumerate(indices):
         record = {column: values[place] for column, values in batch.items()}
-        rows.append(_make_row(name, index + 1, record, schema, text_column))
+        rows.append(_make_row(name, index + 1, None, record, schema, text_column))
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 
 
@@ -323,28 +330,30 @@ def _read_rows(sources: list[str], schema: str, text_column: str | None) -> Iter
             documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
             if schema == "text":
                 documents = ({text_column: document["text"]} for document in documents)
-            records: Iterator[tuple[int, Any]] = enumerate(documents, start=1)
+            records: Iterator[tuple[int, int | None, Any]] = ((n, None, d) for n, d in enumerate(documents, start=1))
         else:
             records = read_file(Path(source), text_column=text_column)
         is_empty = True
-        for line, record in records:
+        for line, offset, record in records:
             is_empty = False
-            yield _make_row(source, line, record, schema, text_column)
+            yield _make_row(source, line, offset, record, schema, text_column)
         if is_empty:
             reason = BadRecord("holds no record; remove the file or write it again")
-            yield _make_row(source, 0, reason, schema, text_column)
+            yield _make_row(source, 0, None, reason, schema, text_column)
 
 
-def _make_row(source: str, line: int, record: Any, schema: str, text_column: str | None) -> dict[str, Any]:
+def _make_row(
+    source: str, line: int, offset: int | None, record: Any, schema: str, text_column: str | None
+) -> dict[str, Any]:
     """One row: the text of a good record, or where a bad one is and why."""
     try:
         if isinstance(record, BadRecord):
             raise record
         text = read_text(record, text_column=text_column) if schema == "text" else SCHEMAS[schema](record)
-        return {"text": text, "source": None, "line": None, "reason": None}
+        return {"text": text, "source": None, "line": None, "offset": None, "reason": None}
     except BadRecord as error:
         reason = error.reason.encode("utf-8", "backslashreplace").decode()
-        return {"text": "", "source": source, "line": line, "reason": reason}
+        return {"text": "", "source": source, "line": line, "offset": offset, "reason": reason}
 
 
 # From rows to documents, held out or not
@@ -355,7 +364,7 @@ def _keep_documents(rows: Dataset, rejected: _RejectedLines) -> Dataset:
     is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)
     rejected.num_lines += len(rows)
     for row in rows.select(np.flatnonzero(is_bad)):
-        rejected.add(row["source"], row["line"], row["reason"])
+        rejected.add(row["source"], row["line"], row["offset"], row["reason"])
     documents = rows.select_columns(["text"])
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
 

@@ -236,8 +236,8 @@ def _read_messages(messages: list[Any], name: str) -> tuple[list[dict[str, Any]]
     return read, tools
 
 
-def _read_records(name: str) -> Iterator[tuple[str, int, Any]]:
-    """Source, line and content of every record under a name that is not embedded."""
+def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
+    """Source, line, byte and content of every record under a name that is not embedded."""
     sources = _find_sources(name)
     if sources is None:
         rest, _, revision = name.partition("@")
@@ -248,12 +248,12 @@ def _read_records(name: str) -> Iterator[tuple[str, int, Any]]:
             raise ValueError(
                 f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
             ) from error
-        yield from ((name, line, record) for line, record in enumerate(records, start=1))
+        yield from ((name, line, None, record) for line, record in enumerate(records, start=1))
         return
     for source in sources:
         if file_format(Path(source)) not in (".jsonl", ".json"):
             raise ValueError(f"{source}: tasks are read from .jsonl and .json. Convert the file.")
-        yield from ((source, line, record) for line, record in read_file(Path(source), text_column="prompt"))
+        yield from ((source, *found) for found in read_file(Path(source), text_column="prompt"))
 
 
 def _load_tasks(name: str, seed: int, describe_tools: bool, rejected: _RejectedLines) -> list[dict[str, Any]]:
@@ -261,14 +261,14 @@ def _load_tasks(name: str, seed: int, describe_tools: bool, rejected: _RejectedL
     if re.match(r"embedded(:|$)", name):
         return list(_load_embedded_tasks(name, seed))
     rows = []
-    for source, line, record in _read_records(name):
+    for source, line, offset, record in _read_records(name):
         rejected.num_lines += 1
         try:
             if isinstance(record, BadRecord):
                 raise record
             rows.append(read_task(record, describe_tools=describe_tools))
         except BadRecord as error:
-            rejected.add(source, line, error.reason)
+            rejected.add(source, line, offset, error.reason)
     rejected.check_ratio()
     if not rows:
         raise ValueError(f"--dataset_name {name} holds no task.{rejected.describe()}")

@@ -14,7 +14,7 @@ def read(path):
     """Records of a file, with the reason in place of a `BadRecord`."""
     return [
         (number, f"bad: {record.reason}" if isinstance(record, BadRecord) else record)
-        for number, record in read_file(path, text_column="text")
+        for number, _, record in read_file(path, text_column="text")
     ]
 
 
@@ -76,6 +76,18 @@ def test_lines_across_chunks(tmp_path, monkeypatch):
     records = [{"text": "x" * length} for length in range(12)]
     write_jsonl(path, records)
     assert read(path) == list(enumerate(records, start=1))
+
+
+def test_lines_start_where_they_say(tmp_path):
+    lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"", b'{"text": "\xc3\xa9"}', b'{"text": "no end of line"}']
+    content = b"\n".join(lines)
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    starts = [0, content.index(b'{"text": "\xc3'), content.index(b'{"text": "no')]
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        assert [offset for _, offset, _ in read_file(tmp_path / name, text_column="text")] == starts
+    (tmp_path / "a.txt").write_bytes(b"one\n\n\ntwo\nlines\n")
+    assert [offset for _, offset, _ in read_file(tmp_path / "a.txt", text_column="text")] == [0, 6]
 
 
 def test_json_array_and_lines(tmp_path):

@@ -2,6 +2,7 @@ import gzip
 import hashlib
 import json
 import pickle
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -79,6 +80,8 @@ def test_bad_lines_are_set_aside_and_good_ones_go_on(tmp_path, warnings, streami
         assert sorted(texts_of(train, validation)) == sorted(GOOD_TEXTS)
         listed = [json.loads(line) for line in rejected.read_text(encoding="utf-8").splitlines()]
         assert [(entry["source"], entry["line"]) for entry in listed] == [(name, number) for number in BAD_LINES]
+        for entry in listed:
+            assert Path(name).read_bytes()[entry["offset"] :].split(b"\n")[0] == BAD_LINES[entry["line"]][0]
         for entry, (_, words), warning in zip(listed, BAD_LINES.values(), warnings, strict=True):
             assert words in entry["reason"]
             assert warning.startswith(f"{name}:{entry['line']}: ") and words in warning
