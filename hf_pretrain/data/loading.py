@@ -224,7 +224,8 @@ def _load_rows(
     sources = _find_sources(name)
     if sources is None:
         return _load_hub_rows(name, schema, text_column, streaming, num_proc)
-    arguments = {"sources": sources, "schema": schema, "text_column": text_column}
+    states = [_file_state(source) for source in sources]
+    arguments = {"sources": sources, "states": states, "schema": schema, "text_column": text_column}
     if streaming:
         return IterableDataset.from_generator(_read_rows, features=ROW_FEATURES, gen_kwargs=arguments)
     digest = hashlib.blake2b(json.dumps([READER_VERSION, schema, text_column, sources]).encode(), digest_size=16)
@@ -234,14 +235,35 @@ def _load_rows(
         else:
             with open(source, "rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return Dataset.from_generator(
-        _read_rows,
-        features=ROW_FEATURES,
-        gen_kwargs=arguments,
-        # One process for each file at most; NOTE: datasets wants None rather than 1 for none.
-        num_proc=min(num_proc or 1, len(sources)) if (num_proc or 1) > 1 and len(sources) > 1 else None,
-        fingerprint=digest.hexdigest(),
-    )
+    try:
+        return Dataset.from_generator(
+            _read_rows,
+            features=ROW_FEATURES,
+            gen_kwargs=arguments,
+            # One process for each file at most; NOTE: datasets wants None rather than 1 for none.
+            num_proc=min(num_proc or 1, len(sources)) if (num_proc or 1) > 1 and len(sources) > 1 else None,
+            fingerprint=digest.hexdigest(),
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise ValueError(str(error.__cause__)) from None
+        raise
+
+
+def _file_state(source: str) -> tuple[int, int]:
+    """Size and time of a file, by which a change is noticed; zeros for an embedded part."""
+    if source in EMBEDDED_SOURCES:
+        return 0, 0
+    status = Path(source).stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _check_unchanged(source: str, state: tuple[int, int]) -> None:
+    if _file_state(source) != tuple(state):
+        raise ValueError(
+            f"{source} changed while this run was reading it: what was read is neither the old file nor the new one. "
+            "Start again, from a copy if something still writes to it."
+        )
 
 
 def _find_sources(name: str) -> list[str] | None:
@@ -323,9 +345,12 @@ def _check_records(
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 
 
-def _read_rows(sources: list[str], schema: str, text_column: str | None) -> Iterator[dict[str, Any]]:
-    """Rows of embedded parts and files."""
-    for source in sources:
+def _read_rows(
+    sources: list[str], states: list[tuple[int, int]], schema: str, text_column: str | None
+) -> Iterator[dict[str, Any]]:
+    """Rows of embedded parts and files; `ValueError` for a file that is not in its state of the beginning any more."""
+    for source, state in zip(sources, states, strict=True):
+        _check_unchanged(source, state)
         if source in EMBEDDED_SOURCES:
             documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
             if schema == "text":
@@ -340,6 +365,7 @@ def _read_rows(sources: list[str], schema: str, text_column: str | None) -> Iter
         if is_empty:
             reason = BadRecord("holds no record; remove the file or write it again")
             yield _make_row(source, 0, None, reason, schema, text_column)
+        _check_unchanged(source, state)
 
 
 def _make_row(

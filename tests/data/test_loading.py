@@ -99,6 +99,28 @@ def test_too_many_bad_lines_stop_the_run(tmp_path, streaming):
     assert str(tmp_path / "rejected.jsonl") in message
 
 
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+    name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    train, _ = load_documents([name], streaming=True, validation_fraction=0)
+    assert len(list(train)) == len(TEXTS) and len(list(train)) == len(TEXTS)
+    write_jsonl(tmp_path / "a.jsonl", [*TEXTS, "one more"])
+    with pytest.raises(ValueError, match="a.jsonl changed while this run was reading it"):
+        list(train)
+
+    from_generator = Dataset.from_generator
+
+    def slowly(*args, **kwargs):
+        write_jsonl(tmp_path / "a.jsonl", TEXTS[1:])
+        return from_generator(*args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "from_generator", slowly)
+    with pytest.raises(ValueError, match="a.jsonl changed while this run was reading it"):
+        load_documents([name])
+    monkeypatch.undo()
+    train, held_out = load_documents([name])
+    assert len(train) + len(held_out) == len(TEXTS) - 1
+
+
 def test_warnings_end_after_a_while(tmp_path, warnings):
     name = str(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + "{\n" * 100)

@@ -1,0 +1,122 @@
+"""Whatever stands in a file: good documents are read as they are, bad lines are listed, and nothing else happens."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_pretrain.data.formats import BadRecord, read_file, read_text
+from hf_pretrain.data.loading import load_documents
+from tests.faults.driving import command, run
+from tests.toys import write_jsonl
+
+
+# What JSON can say, with and without what makes a document of it.
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=5,
+)
+records = st.dictionaries(st.sampled_from(["text", "id", "Text"]), values, max_size=3) | values
+lines = st.one_of(
+    records.map(lambda record: json.dumps(record).encode()),
+    records.map(lambda record: json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass")),
+    records.map(lambda record: json.dumps(record).encode()[:-1]),
+    st.text(min_size=1).map(lambda text: b'{"text": ' + json.dumps(text).encode() + b', "text": "twice"}'),
+    st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"")),
+)
+
+
+def is_document(line: bytes) -> bool:
+    """The rule, said once more: one object of UTF-8 JSON without a key twice, whose `text` is text with a letter in it."""
+    try:
+        text = line.decode("utf-8")
+        pairs = json.loads(text, object_pairs_hook=lambda pairs: ("object", pairs))
+    except (ValueError, RecursionError):
+        return False
+
+    def has_twice(value) -> bool:
+        if isinstance(value, tuple):
+            keys = [key for key, _ in value[1]]
+            return len(keys) != len(set(keys)) or any(has_twice(item) for _, item in value[1])
+        return isinstance(value, list) and any(map(has_twice, value))
+
+    if "\0" in text or not isinstance(pairs, tuple) or has_twice(pairs):
+        return False
+    document = dict(pairs[1]).get("text")
+    if not isinstance(document, str) or not document.strip() or "\0" in document:
+        return False
+    return not any(0xD800 <= ord(character) < 0xE000 for character in document)
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(lines, max_size=6))
+def test_any_lines(content):
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "a.jsonl")
+        path.write_bytes(b"\n".join(content))
+        good, bad = [], []
+        for number, offset, record in read_file(path, text_column="text"):
+            assert path.read_bytes()[offset:].split(b"\n")[0] == content[number - 1]
+            try:
+                if isinstance(record, BadRecord):
+                    raise record
+                good.append((number, read_text(record, text_column="text")))
+            except BadRecord as error:
+                assert error.reason
+                bad.append(number)
+    expected = {number for number, line in enumerate(content, start=1) if is_document(first_line(number, line))}
+    blank = {number for number, line in enumerate(content, start=1) if not first_line(number, line).strip()}
+    assert {number for number, _ in good} == expected
+    assert set(bad) == set(range(1, len(content) + 1)) - expected - blank
+    for number, text in good:
+        assert text == json.loads(first_line(number, content[number - 1]))["text"]
+
+
+def first_line(number: int, line: bytes) -> bytes:
+    """Without the byte order mark that a file may begin with, and the carriage return that a line may end with."""
+    return (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
+
+
+BAD_LINES = {
+    "broken JSON": b'{"text": "cut off',
+    "a wrong type": b'{"text": 5}',
+    "a missing field": b'{"body": "text"}',
+    "bad bytes": b'{"text": "latin \xe9"}',
+    "an empty text": b'{"text": " "}',
+    "half a surrogate pair": b'{"text": "a\\ud83d"}',
+    "a NUL": b'{"text": "a\0"}',
+    "a key twice": b'{"text": "a", "text": "b"}',
+    "no object": b"[1, 2]",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_a_bad_line_is_listed_and_the_rest_trained_on(kind, tmp_path, record):
+    texts = [f"document {number}" for number in range(150)]
+    lines = [json.dumps({"text": text}).encode() for text in texts]
+    lines.insert(70, BAD_LINES[kind])
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    train, held_out = load_documents([str(tmp_path / "a.jsonl")], rejected_path=tmp_path / "rejected.jsonl")
+    assert sorted([*train["text"], *held_out["text"]]) == sorted(texts)
+    (entry,) = map(json.loads, (tmp_path / "rejected.jsonl").read_text().splitlines())
+    assert entry["line"] == 71 and entry["offset"] == sum(len(line) + 1 for line in lines[:70]) and entry["reason"]
+    record(f"data: {kind}", True)
+
+
+@pytest.mark.slow
+def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path, record):
+    write_jsonl(tmp_path / "a.jsonl", ["good"] * 20)
+    with open(tmp_path / "a.jsonl", "ab") as file:
+        file.write(b"\n".join(BAD_LINES.values()))
+    words = command(workspace, tmp_path / "run")
+    words[words.index("--dataset_name") + 1] = str(tmp_path / "a.jsonl")
+    result = run(words)
+    assert result.returncode != 0 and "9 of 29 lines (31.03%) are bad" in result.stdout, result.stdout[-3000:]
+    assert result.stdout.count(" x ") >= 5 and "| 0/8" not in result.stdout
+    assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == 9
+    record("data: too many bad lines", True)
