@@ -100,9 +100,14 @@ class StoppingMixin(CheckpointMixin):
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.is_world_process_zero():
+            go_on = (
+                "It has no optimizer: start a new run from it with --model_name_or_path."
+                if self.args.save_only_model
+                else "Go on with the same command and `--resume_from_checkpoint auto`."
+            )
             print(
                 f"Stopped by {signal.Signals(number).name} after step {self.state.global_step}, whose checkpoint is in "
-                f"{self.args.output_dir}. Go on with the same command and `--resume_from_checkpoint auto`.",
+                f"{self.args.output_dir}. {go_on}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -188,7 +193,9 @@ class StoppingMixin(CheckpointMixin):
         try:
             yield
         except (RuntimeError, ConnectionError) as error:
-            missing = self._missing_ranks() if self.args.world_size > 1 else []
+            # NOTE: gloo's own errors have no class of their own.
+            is_of_others = isinstance(error, (dist.DistError, ConnectionError)) or "gloo" in str(error)
+            missing = self._missing_ranks() if self.args.world_size > 1 and is_of_others else []
             if not missing:
                 raise
             raise RuntimeError(

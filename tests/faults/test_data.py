@@ -20,7 +20,13 @@ values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=5,
 )
-records = st.dictionaries(st.sampled_from(["text", "id", "Text"]), values, max_size=3) | values
+# Among them what is hard to come by at random: NUL, halves of a surrogate pair, blanks.
+hard_texts = st.text(st.sampled_from(["a", "é", " ", "\n", "\0", "\ud83d", "\ude00"]), max_size=4)
+records = st.one_of(
+    st.dictionaries(st.sampled_from(["text", "id", "Text"]), values, max_size=3),
+    st.fixed_dictionaries({"text": hard_texts}),
+    values,
+)
 lines = st.one_of(
     records.map(lambda record: json.dumps(record).encode()),
     records.map(lambda record: json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass")),
