@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 import datasets
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 from transformers.utils import logging
 
 from .manifest import MANIFEST_NAME, find_damage, flush_directory, read_manifest, write_manifest
+from .sharding import ShardedCheckpointMixin
 from .training_args import LMTrainingArguments
 
 
@@ -207,7 +207,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
     if then["optimizer"] != now["optimizer"]:
         fatal.append(f"it was trained with --optim {then['optimizer']}, this run has {now['optimizer']}")
     if then["save_only_model"]:
-        fatal.append("it was saved with --save_only_model (or --fsdp_size) and has no optimizer state")
+        fatal.append("it was saved with --save_only_model and has no optimizer state")
     batch = [run["batch_size"] * run["accumulation"] * run["world_size"] for run in (then, now)]
     if batch[0] != batch[1]:
         inexact.append(
@@ -223,7 +223,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
     return fatal, inexact
 
 
-class CheckpointMixin(Trainer):
+class CheckpointMixin(ShardedCheckpointMixin):
     """A `Trainer` whose checkpoints are whole or not there, and which goes on from one exactly or not at all."""
 
     def __init__(self, *args: Any, **kwargs: Any):

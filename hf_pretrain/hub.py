@@ -123,7 +123,7 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
                 if not any(path.startswith(f"{folder}/{state}") for path in files):
                     raise ValueError(
                         f"--resume_from_hub {repo_id}: {folder}/ has no optimizer state that this run can read, and "
-                        "would go on with a fresh one. It was saved with --save_only_model or --fsdp_size, or under "
+                        "would go on with a fresh one. It was saved with --save_only_model, or under "
                         f"another launcher. Start a new run from its weights: --model_name_or_path {repo_id}."
                     )
                 _download(repo_id, folder, files, Path(local), args.hub_revision)

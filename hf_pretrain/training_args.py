@@ -150,9 +150,6 @@ class LMTrainingArguments(TrainingArguments):
                 f"--fsdp_size {self.fsdp_size} needs as many processes, and {world_size} run. Launch with "
                 f"torchrun --standalone --nproc_per_node {self.fsdp_size} {' '.join(sys.argv)}"
             )
-        if self.fsdp_size > 1 and not self.save_only_model:
-            logger.warning("transformers cannot resume a model that it sharded: --fsdp_size saves models only.")
-            self.save_only_model = True
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count()
         if not self.use_cpu and 0 < num_gpus < local_world_size:

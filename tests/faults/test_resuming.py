@@ -20,6 +20,7 @@ WAYS = {
     "a stream, two loader workers": ("python", ["--streaming", "--dataloader_num_workers", "2"]),
     "DDP": ("torchrun", []),
     "DDP, a stream": ("torchrun", ["--streaming"]),
+    "FSDP2": ("torchrun", ["--fsdp_size", "2"]),
     "ZeRO-1": ("deepspeed", zero(1)),
     "ZeRO-2": ("deepspeed", zero(2)),
     "ZeRO-3": ("deepspeed", zero(3)),

@@ -1,0 +1,84 @@
+"""
+Checkpoints of models that transformers shards while it loads them (`--fsdp_size`, FSDP2).
+
+Trainer saves their weights and refuses the rest. Here the optimizer's state is gathered by names of parameters, whole on
+one rank, so that any number of processes can go on from it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+
+class ShardedCheckpointMixin(Trainer):
+    """A `Trainer` that saves and resumes what transformers sharded."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
+        is_resumable = (
+            getattr(model, "is_distributed_loading_by_transformers", False)
+            and training_args is not None
+            and not training_args.save_only_model
+        )
+        if is_resumable:
+            # Trainer's constructor refuses what is mended here.
+            training_args.save_only_model = True
+        super().__init__(*args, **kwargs)
+        if is_resumable:
+            training_args.save_only_model = False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_distributed_loading_by_transformers:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=options)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.is_distributed_loading_by_transformers:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        weights: dict[str, Any] = {}
+        for path in sorted(Path(resume_from_checkpoint).glob("*.safetensors")):
+            weights |= load_file(path)
+        # A tied head is not in the file.
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        result = set_model_state_dict(self.model, weights, options=options)
+        missing = set(result.missing_keys) - set(self.model._tied_weights_keys or {})
+        if missing or result.unexpected_keys:
+            raise ValueError(
+                f"{resume_from_checkpoint} lacks {sorted(missing)}, has too many: {result.unexpected_keys}."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_distributed_loading_by_transformers or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state, schedule = (
+            torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
+            for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+        )
+        self.lr_scheduler.load_state_dict(schedule)
+        if state["state"]:
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.model, self.optimizer.optimizer, state, options=options)
+            return
+        # NOTE: of an optimizer without state (SGD), torch cannot tell the device; its rates are all that there is.
+        for group, learning_rate in zip(self.optimizer.param_groups, schedule["_last_lr"], strict=True):
+            group["lr"] = learning_rate
+
+
+__all__ = ["ShardedCheckpointMixin"]
