@@ -200,9 +200,8 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
         fatal.append(f"its optimizer state is that of {then['layout']}, this run uses {now['layout']}")
     elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
         fatal.append(
-            f"its {then['layout']} shards are those of {ranks}. Launch as many, or convert it: `python -m "
-            "deepspeed.checkpoint.ds_to_universal --input_folder CHECKPOINT/global_stepN --output_folder OUT` makes a "
-            'universal checkpoint for a DeepSpeed config with {"checkpoint": {"load_universal": true}}'
+            f"its {then['layout']} shards are those of {ranks}. Launch as many, or convert them as docs/checkpoints.md "
+            "says (`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state ...`)"
         )
     if then["optimizer"] != now["optimizer"]:
         fatal.append(f"it was trained with --optim {then['optimizer']}, this run has {now['optimizer']}")
