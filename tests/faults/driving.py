@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from hf_pretrain.tokenization import train_tokenizer
-from tests.invariants.launching import ROOT, cpu_environment, launcher_command
+from tests.invariants.launching import ROOT, launcher_command, process_options
 from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
@@ -59,15 +59,7 @@ def run(words: list[str], *, timeout: float = 240, **environment: str) -> subpro
 @contextmanager
 def start(words: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A process group of its own, of which nothing is left at the end."""
-    process = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env=cpu_environment(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = subprocess.Popen(words, start_new_session=True, **process_options(**environment))
     try:
         yield process
     finally:

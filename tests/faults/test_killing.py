@@ -1,5 +1,6 @@
 """kill -9 at any moment: what is there verifies, and the run that goes on ends in the same bits."""
 
+import itertools
 import os
 import random
 import signal
@@ -48,6 +49,7 @@ def kill_at(number: int, launcher: str, workspace, output_dir) -> None:
     with start(command(workspace, output_dir, "--save_total_limit", "9", launcher=launcher)) as process:
         wait_for(is_time, process)
         kill(process, launcher, number % 2)
+    assert process.returncode != 0, "the run ended before it was killed"
 
 
 @pytest.mark.parametrize(
@@ -67,11 +69,17 @@ def test_after_each_file_of_a_save(launcher, number, workspace, tmp_path, ends_l
 @pytest.mark.faults
 @pytest.mark.parametrize("trial", range(NUM_RANDOM_KILLS))
 def test_at_random_moments(trial, workspace, tmp_path, ends_like):
+    """Some time after the run began or saved. A run that had ended by then was not killed and does not count."""
     launcher = ("python", "torchrun")[trial % 2]
-    moment = random.Random(trial).uniform(0, 1.2)
-    with start(command(workspace, tmp_path / "run", "--save_total_limit", "9", launcher=launcher)) as process:
-        wait_for((tmp_path / "run").is_dir, process)
-        time.sleep(moment)
-        kill(process, launcher, trial // 2 % 2)
-    check_checkpoints(tmp_path / "run")
-    ends_like(f"kill -9 at a random moment: {launcher}", tmp_path / "run", launcher)
+    chance = random.Random(trial)
+    for attempt in itertools.count():
+        output_dir = tmp_path / str(attempt)
+        last = output_dir / chance.choice(["", "checkpoint-2", "checkpoint-4", "checkpoint-6"])
+        with start(command(workspace, output_dir, "--save_total_limit", "9", launcher=launcher)) as process:
+            wait_for(last.is_dir, process)
+            time.sleep(chance.uniform(0, 0.2))
+            kill(process, launcher, trial // 2 % 2)
+        if process.returncode != 0:
+            break
+    check_checkpoints(output_dir)
+    ends_like(f"kill -9 at a random moment: {launcher}", output_dir, launcher)

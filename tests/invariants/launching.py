@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -49,16 +50,14 @@ def cpu_environment(**extra: str) -> dict[str, str]:
     }
 
 
+def process_options(**environment: str) -> dict[str, Any]:
+    """How a test starts any process: from the repository's root, with all that it prints in one text."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return {"cwd": ROOT, "env": cpu_environment(**environment), **streams}
+
+
 def start(command: list[str], *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=cpu_environment(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    return subprocess.run(command, timeout=timeout, **process_options(**environment))
 
 
 @dataclass
