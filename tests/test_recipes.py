@@ -253,13 +253,16 @@ def test_two_launch_agents_on_one_host(workspace):
 
 
 @pytest.mark.distributed
-def test_fsdp_size_saves_what_it_can(workspace):
+def test_fsdp_size_saves_a_checkpoint_that_goes_on(workspace):
     arguments = [word for word in toy_arguments(workspace, "fsdp-size") if word not in ("--save_strategy", "no")]
-    result = start([*launcher_command("torchrun"), RECIPE, *arguments, "--fsdp_size", "2"])
+    command = [*launcher_command("torchrun"), RECIPE, *arguments, "--fsdp_size", "2"]
+    result = start(command)
     assert result.returncode == 0, result.stdout[-3000:]
-    assert "--fsdp_size saves models only" in result.stdout
     assert (workspace / "fsdp-size/checkpoint-2/model.safetensors").is_file()
     assert MiniMindForCausalLM.from_pretrained(workspace / "fsdp-size").config.hidden_size == 32
+    result = start([*command, "--max_steps", "3", "--resume_from_checkpoint", "auto"])
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert (workspace / "fsdp-size/checkpoint-3/optimizer.pt").is_file()
 
 
 @pytest.mark.distributed
