@@ -179,7 +179,7 @@ class SourceArguments:
         default=0.01, metadata={"help": "Share of the documents that is held out, chosen by a hash of their text."}
     )
     num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that tokenize; by default one, and up to 8 for many documents."}
+        default=None, metadata={"help": "Processes that read and tokenize large data; by default one a core, up to 8."}
     )
     max_rejected_ratio: float = field(
         default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they go to rejected.jsonl."}

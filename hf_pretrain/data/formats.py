@@ -118,6 +118,21 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
         yield 0, None, BadRecord(f"the compressed file is damaged ({error}); write it again")
 
 
+def read_json_lines(path: Path, *, start: int, stop: int, line: int) -> Iterator[tuple[int, int, Any]]:
+    """
+    Records as [`read_file`] gives them, of a piece of an uncompressed JSONL file: from byte `start`, where line number
+    `line` starts, to byte `stop`, where one ends.
+    """
+
+    def chunks() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            file.seek(start)
+            while chunk := file.read(min(CHUNK_BYTES, stop - file.tell())):
+                yield chunk
+
+    yield from _read_json_lines(_lines(chunks(), line - 1, start))
+
+
 def _decompressed(path: Path) -> Iterator[bytes]:
     """A file's bytes in chunks; `EOFError` or an error of the decompressor if they are not whole."""
     if path.suffix.lower() == ".zst":
@@ -151,9 +166,9 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
         raise EOFError
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Lines without their ends, counted from 1, and where each starts; a byte order mark is dropped."""
-    number, offset, pieces = 0, 0, []
+def _lines(chunks: Iterable[bytes], number: int = 0, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
+    """Lines without their ends, counted from `number` + 1, and where each starts; a byte order mark is dropped."""
+    pieces: list[bytes] = []
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         pieces.append(first)

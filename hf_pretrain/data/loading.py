@@ -8,9 +8,11 @@ numbers for text. A bad line is set aside with file, line and reason; too many o
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,17 @@ from transformers.utils import logging
 
 from .conversations import SCHEMAS, first_question
 from .corpora import EMBEDDED_CORPORA, load_embedded
-from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, file_format, read_file, read_text
+from .formats import (
+    CHUNK_BYTES,
+    COMPRESSIONS,
+    EXTENSIONS,
+    BadRecord,
+    file_format,
+    read_file,
+    read_json_lines,
+    read_text,
+)
+from .parts import cut, work_on
 
 
 logger = logging.get_logger(__name__)
@@ -38,7 +50,8 @@ ROW_FEATURES = Features(
         "reason": Value("string"),
     }
 )
-READER_VERSION = 4  # part of the cache key; raise it when reading gives other rows
+READER_VERSION = 5  # part of the cache key; raise it when reading gives other rows
+SHARD_BYTES = 64 << 20  # what is read into one file of the cache
 MAX_WARNINGS = 20
 # Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
 VALIDATION_SCAN = 50_000
@@ -79,7 +92,8 @@ def load_documents(
             first 50,000; later ones are left out of training too.
         validation_fraction (`float`, defaults to 0.01): share of documents to hold out; 0 holds out none.
         seed (`int`, defaults to 42): of the mixture.
-        num_proc (`int`, *optional*): processes that read; one by default.
+        num_proc (`int`, *optional*): processes that read data of more than 64 MiB or 100,000 documents; by default one
+            a core, up to 8.
         max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated, over all names; while
             streaming, checked every 1,000 lines and at the end of a name.
         rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in: source, line (counted
@@ -224,25 +238,82 @@ def _load_rows(
     sources = _find_sources(name)
     if sources is None:
         return _load_hub_rows(name, schema, text_column, streaming, num_proc)
-    states = [_file_state(source) for source in sources]
-    arguments = {"sources": sources, "states": states, "schema": schema, "text_column": text_column}
+    how = {"schema": schema, "text_column": text_column}
     if streaming:
-        return IterableDataset.from_generator(_read_rows, features=ROW_FEATURES, gen_kwargs=arguments)
-    digest = hashlib.blake2b(json.dumps([READER_VERSION, schema, text_column, sources]).encode(), digest_size=16)
-    for source in sources:
-        if source in EMBEDDED_SOURCES:
-            digest.update(EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version().encode())
-        else:
-            with open(source, "rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        pieces = [_Piece(source, _file_state(source)) for source in sources]
+        stream = IterableDataset.from_generator(
+            _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}
+        )
+        # It stays with all that is made of the stream, and a run that goes on compares it.
+        stream.info.description = str([how, *((Path(piece.source).name, piece.state[0]) for piece in pieces)])
+        return stream
+    shards = _cut_sources(sources)
+    parts = work_on(shards, partial(_load_shard, how=how), num_proc=num_proc, desc=f"Reading {name}")
+    return datasets.concatenate_datasets(parts)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """
+    A file or embedded part in its state of the beginning, or some lines of it: from byte `start` to `stop`, of which the
+    first is number `line`. `digest` is that of its content.
+    """
+
+    source: str
+    state: tuple[int, int]
+    start: int = 0
+    stop: int | None = None
+    line: int = 1
+    digest: str | None = None
+
+
+def _cut_sources(sources: list[str]) -> list[list[_Piece]]:
+    """What is read together: about `SHARD_BYTES` each, whole files unless they can be cut between lines."""
+    shards: list[list[_Piece]] = [[]]
+    size = 0
+    for piece in chain.from_iterable(map(_cut_file, sources)):
+        shards[-1].append(piece)
+        size += (piece.stop or piece.state[0]) - piece.start
+        if size >= SHARD_BYTES:
+            shards.append([])
+            size = 0
+    return [shard for shard in shards if shard]
+
+
+def _cut_file(source: str) -> Iterator[_Piece]:
+    state = _file_state(source)
+    if source in EMBEDDED_SOURCES:
+        yield _Piece(source, state, digest=EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version())
+        return
+    is_cut = Path(source).suffix.lower() == ".jsonl"
+    digest, start, line, stop, next_line = hashlib.blake2b(digest_size=16), 0, 1, 0, 1
+    with open(source, "rb") as file:
+        for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
+            end_of_line = chunk.rfind(b"\n") + 1
+            if is_cut and end_of_line and stop + end_of_line - start >= SHARD_BYTES:
+                digest.update(chunk[:end_of_line])
+                next_line += chunk.count(b"\n")
+                yield _Piece(source, state, start, stop + end_of_line, line, digest.hexdigest())
+                digest, start, line = (
+                    hashlib.blake2b(chunk[end_of_line:], digest_size=16),
+                    stop + end_of_line,
+                    next_line,
+                )
+            else:
+                digest.update(chunk)
+                next_line += chunk.count(b"\n")
+            stop += len(chunk)
+    if start < stop:
+        yield _Piece(source, state, start, stop if start else None, line, digest.hexdigest())
+
+
+def _load_shard(pieces: list[_Piece], how: dict[str, str | None]) -> Dataset:
+    """The rows of some pieces, read or from the cache."""
+    contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
+    key = hashlib.blake2b(json.dumps([READER_VERSION, how, contents]).encode(), digest_size=16).hexdigest()
     try:
         return Dataset.from_generator(
-            _read_rows,
-            features=ROW_FEATURES,
-            gen_kwargs=arguments,
-            # One process for each file at most; NOTE: datasets wants None rather than 1 for none.
-            num_proc=min(num_proc or 1, len(sources)) if (num_proc or 1) > 1 and len(sources) > 1 else None,
-            fingerprint=digest.hexdigest(),
+            _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}, fingerprint=key
         )
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
@@ -259,7 +330,7 @@ def _file_state(source: str) -> tuple[int, int]:
 
 
 def _check_unchanged(source: str, state: tuple[int, int]) -> None:
-    if _file_state(source) != tuple(state):
+    if _file_state(source) != state:
         raise ValueError(
             f"{source} changed while this run was reading it: what was read is neither the old file nor the new one. "
             "Start again, from a copy if something still writes to it."
@@ -345,27 +416,29 @@ def _check_records(
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 
 
-def _read_rows(
-    sources: list[str], states: list[tuple[int, int]], schema: str, text_column: str | None
-) -> Iterator[dict[str, Any]]:
+def _read_rows(pieces: list[_Piece], schema: str, text_column: str | None) -> Iterator[dict[str, Any]]:
     """Rows of embedded parts and files; `ValueError` for a file that is not in its state of the beginning any more."""
-    for source, state in zip(sources, states, strict=True):
-        _check_unchanged(source, state)
+    for piece in pieces:
+        source = piece.source
+        _check_unchanged(source, piece.state)
+        records: Iterator[tuple[int, int | None, Any]]
         if source in EMBEDDED_SOURCES:
             documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
             if schema == "text":
                 documents = ({text_column: document["text"]} for document in documents)
-            records: Iterator[tuple[int, int | None, Any]] = ((n, None, d) for n, d in enumerate(documents, start=1))
-        else:
+            records = ((n, None, d) for n, d in enumerate(documents, start=1))
+        elif piece.stop is None:
             records = read_file(Path(source), text_column=text_column)
-        is_empty = True
+        else:
+            records = read_json_lines(Path(source), start=piece.start, stop=piece.stop, line=piece.line)
+        is_empty = piece.stop is None
         for line, offset, record in records:
             is_empty = False
             yield _make_row(source, line, offset, record, schema, text_column)
         if is_empty:
             reason = BadRecord("holds no record; remove the file or write it again")
             yield _make_row(source, 0, None, reason, schema, text_column)
-        _check_unchanged(source, state)
+        _check_unchanged(source, piece.state)
 
 
 def _make_row(
@@ -402,10 +475,13 @@ def _split(
     is_wanted = partial(_are_on_side, fraction=fraction, held_out=held_out, is_text=is_text)
     if isinstance(documents, IterableDataset):
         return documents.filter(is_wanted, batched=True, input_columns="text")
-    key = hashlib.blake2b(
-        f"{documents._fingerprint} {fraction} {held_out} {is_text}".encode(), digest_size=16
-    ).hexdigest()
-    return documents.filter(is_wanted, batched=True, input_columns="text", num_proc=num_proc, new_fingerprint=key)
+    split = partial(_split_part, is_wanted=is_wanted, key=f"{fraction} {held_out} {is_text}")
+    return datasets.concatenate_datasets(work_on(cut(documents), split, num_proc=num_proc, desc="Splitting"))
+
+
+def _split_part(documents: Dataset, is_wanted: Callable[[list[str]], list[bool]], key: str) -> Dataset:
+    key = hashlib.blake2b(f"{documents._fingerprint} {key}".encode(), digest_size=16).hexdigest()
+    return documents.filter(is_wanted, batched=True, input_columns="text", new_fingerprint=key)
 
 
 def _are_on_side(texts: list[str], fraction: float, held_out: bool, is_text: bool = True) -> list[bool]:

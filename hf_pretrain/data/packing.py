@@ -7,7 +7,6 @@ documents are, so that none of them sees another.
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,19 +15,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerFast
 
 from ..tokenization import encode_documents
 from .conversations import ConversationEncoder
+from .parts import cut, work_on
 
 
 PACKINGS = ("bfd", "wrapped", "none")
 MIN_LENGTH = 8
-# Documents that are packed together: enough to fill rows, few enough to hold in memory. The same for any number of
-# processes, so that rows are the same too.
+# Documents that are packed together: enough to fill rows, few enough to hold in memory.
 GROUP_SIZE = 10_000
-PARALLEL_FROM = 100_000
 ENCODING_VERSION = 1  # part of the cache keys; raise them when the same arguments give other ids or rows
 PACKING_VERSION = 1
 
@@ -92,8 +90,8 @@ def prepare_rows(
             splits documents longer than a row; `wrapped` cuts the stream of documents into rows, where a document
             that is cut goes on as another one; `none` gives each document a row and drops what is over `max_length`.
             Documents are packed 10,000 at a time.
-        num_proc (`int`, *optional*): processes that tokenize; by default one, and up to 8 from 100,000 documents on.
-            It does not change the rows.
+        num_proc (`int`, *optional*): processes that work on parts of 100,000 documents; by default one a core, up to
+            8. It does not change the rows.
         encoder ([`~data.conversations.ConversationEncoder`], *optional*): for documents that are conversations. They
             are never split: what is over `max_length` is cut off, and one without anything to train on before is
             dropped.
@@ -115,40 +113,63 @@ def prepare_rows(
         raise ValueError("packing='wrapped' would cut conversations apart; use bfd or none.")
     is_weighted = encoder is not None
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
-    pack: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": features}
     how: dict[str, Any] = {"max_length": max_length, "packing": packing}
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
     if isinstance(documents, IterableDataset):
         how["encode"] = encode
-        return documents.map(_encode_and_pack_batch, fn_kwargs=how, remove_columns=["text"], **pack), None
+        rows = documents.map(
+            _encode_and_pack_batch,
+            fn_kwargs=how,
+            remove_columns=["text"],
+            **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
+        )
+        return rows, None
     if len(documents) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
 
-    if num_proc is None:
-        num_proc = min(os.cpu_count(), 8) if len(documents) >= PARALLEL_FROM else 1
     # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    key = _digest(documents._fingerprint, tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
+    key = _digest(tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
     if is_weighted:
         key = _digest(key, encoder, tokenizer.chat_template, max_length)
-    tokens = documents.map(
-        encode,
-        batched=True,
-        remove_columns=["text"],
-        features=Features(WEIGHTED_TOKEN_FEATURES if is_weighted else TOKEN_FEATURES),
-        num_proc=num_proc if num_proc > 1 else None,
-        new_fingerprint=key,
-        desc="Tokenizing",
-    )
-    if len(tokens) == 0:
+    prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
+    prepared = work_on(cut(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
+    rows = concatenate_datasets([part for part, _ in prepared])
+    report = _add_reports([report for _, report in prepared], max_length)
+    if report.num_rows == 0:
         raise ValueError(
             f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "
             "Raise --max_length, or look at the rows with --preview."
         )
-    key = _digest(key, max_length, packing, GROUP_SIZE, PACKING_VERSION)
-    rows = tokens.with_format("arrow").map(_pack_batch, fn_kwargs=how, new_fingerprint=key, desc="Packing", **pack)
-    return rows.with_format(None), _report(documents, tokens, rows, max_length)
+    return rows, report
+
+
+def _prepare_part(
+    documents: Dataset, key: str, encode: Callable[[dict[str, list]], dict[str, list]], features: Features, how: dict
+) -> tuple[Dataset, PackingReport]:
+    """Rows of one part, and what was counted; `key` stands for the tokenizer and the encoder."""
+    key = _digest(documents._fingerprint, key)
+    tokens = documents.map(
+        encode,
+        batched=True,
+        remove_columns=["text"],
+        features=Features(WEIGHTED_TOKEN_FEATURES if "loss_mask" in features else TOKEN_FEATURES),
+        new_fingerprint=key,
+        desc="Tokenizing",
+    )
+    if len(tokens) == 0:
+        no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
+        return no_rows, PackingReport(len(documents), 0, 0, 0.0, 0, num_dropped=len(documents))
+    key = _digest(key, how, GROUP_SIZE, PACKING_VERSION)
+    rows = tokens.with_format("arrow").map(
+        _pack_batch,
+        fn_kwargs=how,
+        new_fingerprint=key,
+        desc="Packing",
+        **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
+    )
+    return rows.with_format(None), _report(documents, tokens, rows, how["max_length"])
 
 
 def _digest(*parts: object) -> str:
@@ -175,6 +196,15 @@ def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int)
         num_tokens_trained=trained,
         num_dropped=len(documents) - len(tokens),
     )
+
+
+def _add_reports(reports: list[PackingReport], max_length: int) -> PackingReport:
+    """The report of all parts."""
+    names = ("num_documents", "num_tokens", "num_rows", "num_tokens_lost", "num_dropped")
+    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
+    trained = [report.num_tokens_trained for report in reports if report.num_tokens_trained is not None]
+    fill_ratio = sums["num_tokens"] / max(sums["num_rows"] * max_length, 1)
+    return PackingReport(**sums, fill_ratio=fill_ratio, num_tokens_trained=sum(trained) if trained else None)
 
 
 def _encode_batch(

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from datasets import Dataset, Features, IterableDataset, Value
 
-from hf_pretrain.data import loading
+from hf_pretrain.data import formats, loading, parts
 from hf_pretrain.data.loading import load_documents
 from tests.toys import write_jsonl
 
@@ -185,12 +185,34 @@ def test_all_formats_by_file_glob_and_directory(tmp_path, warnings, streaming):
     assert any("README.md" in message for message in warnings)
 
 
-def test_processes_read_the_same(tmp_path):
+def test_parts_and_processes_read_the_same(tmp_path, monkeypatch):
     expected = write_all_formats(tmp_path)
-    train, validation = load_documents([str(tmp_path)], num_proc=2, validation_fraction=0.2)
-    assert sorted(texts_of(train, validation)) == sorted(expected)
-    alone, alone_validation = load_documents([str(tmp_path)], validation_fraction=0.2)
-    assert texts_of(train) == texts_of(alone) and texts_of(validation) == texts_of(alone_validation)
+    lines = [json.dumps({"text": f"line {number} " * (number % 7)}).encode() for number in range(300)]
+    lines[5::40] = [
+        b"",
+        b"{",
+        b'{"text": 5}',
+        b"[1, 2]",
+        b'{"text": " "}',
+        b'{"text": "a\0"}',
+        b'{"body": "b"}',
+        b'"c"',
+    ]
+    (tmp_path / "z.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+
+    def load(**arguments) -> tuple[list[str], list[str], str]:
+        how = {"validation_fraction": 0.2, "max_rejected_ratio": 1, "rejected_path": tmp_path / "out" / "rejected"}
+        train, validation = load_documents([str(tmp_path / "*.*")], **how, **arguments)
+        return texts_of(train), texts_of(validation), (tmp_path / "out" / "rejected").read_text()
+
+    whole = load()
+    assert set(expected) < set(whole[0] + whole[1]) and len(whole[2].splitlines()) > 40
+    monkeypatch.setattr(parts, "PART_SIZE", 30)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(loading, "CHUNK_BYTES", 64)
+    for shard_bytes in (100, 1000):
+        monkeypatch.setattr(loading, "SHARD_BYTES", shard_bytes)
+        assert load(num_proc=2) == whole == load()
 
 
 def test_split_is_fixed_by_the_text_alone(tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
-from hf_pretrain.data import packing
+from hf_pretrain.data import packing, parts
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import PACKINGS, PackingReport, prepare_rows
 from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer, train_tokenizer
@@ -134,15 +134,16 @@ def test_none_is_one_document_a_row(tokenizer, texts):
 def test_rows_are_the_same_for_streams_and_processes(tokenizer, texts, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(packing, "GROUP_SIZE", 100)
     documents = on_disk(texts, tmp_path / "documents")
-    one, _ = prepare_rows(documents, tokenizer, max_length=32, packing=kind, num_proc=1)
+    one, one_report = prepare_rows(documents, tokenizer, max_length=32, packing=kind)
     stream = IterableDataset.from_generator(lambda: ({"text": text} for text in texts), features=documents.features)
     streamed, report = prepare_rows(stream, tokenizer, max_length=32, packing=kind)
     assert report is None
     assert list(streamed) == list(one)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
     again = on_disk(texts, tmp_path / "again")
-    two, _ = prepare_rows(again, tokenizer, max_length=32, packing=kind, num_proc=2)
-    assert list(two) == list(one)
+    monkeypatch.setattr(parts, "PART_SIZE", 200)
+    two, two_report = prepare_rows(again, tokenizer, max_length=32, packing=kind, num_proc=2)
+    assert list(two) == list(one) and two_report == one_report
     assert two.features == one.features == packing.ROW_FEATURES
 
 

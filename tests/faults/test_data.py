@@ -1,16 +1,18 @@
 """Whatever stands in a file: good documents are read as they are, bad lines are listed, and nothing else happens."""
 
 import json
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_pretrain.data.formats import BadRecord, read_file, read_text
 from hf_pretrain.data.loading import load_documents
-from tests.faults.driving import command, run
+from tests.faults.driving import command, run, start, wait_for
 from tests.toys import write_jsonl
 
 
@@ -126,3 +128,44 @@ def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path, record):
     assert result.stdout.count(" x ") >= 5 and "| 0/8" not in result.stdout
     assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == 9
     record("data: too many bad lines", True)
+
+
+PREPARE = """
+import hashlib, sys
+from hf_pretrain.data import loading, packing, parts
+from hf_pretrain.tokenization import load_tokenizer
+
+loading.SHARD_BYTES, parts.PART_SIZE, packing.GROUP_SIZE = 1 << 20, 4_000, 2_000
+documents, _ = loading.load_documents([sys.argv[1]], num_proc=2)
+rows, _ = packing.prepare_rows(documents, load_tokenizer(sys.argv[2]), max_length=64, num_proc=2)
+print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_preparing_that_is_killed_does_nothing_again(workspace, tmp_path, record):
+    write_jsonl(
+        tmp_path / "a.jsonl", [f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000)]
+    )
+    words = [sys.executable, "-c", PREPARE, str(tmp_path / "a.jsonl"), str(workspace / "toy")]
+
+    def finished() -> dict[str, tuple[int, int]]:
+        files = [path for path in (tmp_path / "cache").rglob("*.arrow") if "incomplete" not in str(path)]
+        return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+    done: dict[str, tuple[int, int]] = {}
+    for _ in range(3):
+        with start(words, HF_HOME=str(tmp_path / "cache")) as process:
+            enough = len(done) + 4
+            assert wait_for(lambda: len(finished()) >= enough, process), process.communicate()[0]  # noqa: B023
+            workers = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            assert workers and not psutil.wait_procs(workers, timeout=20)[1]
+        done |= finished()
+    interrupted = run(words, HF_HOME=str(tmp_path / "cache"))
+    assert {path: state for path, state in finished().items() if path in done} == done
+    whole = run(words, HF_HOME=str(tmp_path / "other"))
+    rows = [line for line in whole.stdout.splitlines() if line.startswith("ROWS")]
+    survived = bool(rows) and rows[0] in interrupted.stdout
+    record("data: preparing killed", survived)
+    assert survived, interrupted.stdout[-3000:]

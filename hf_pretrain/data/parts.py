@@ -1,0 +1,69 @@
+"""
+Work on large data part by part, each in a process of its own and cached: a run that is killed does not do again what was
+done, and memory does not grow with the data, whose pages stay mapped only as long as a part is worked on.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import datasets
+from datasets import Dataset
+from tqdm.auto import tqdm
+
+
+# A multiple of what is packed together, so that rows do not depend on it.
+PART_SIZE = 100_000
+MAX_PROCESSES = 8
+
+T = TypeVar("T")
+
+
+def cut(dataset: Dataset) -> list[Dataset]:
+    """The parts of a dataset, of `PART_SIZE` rows each but for the last one; a single one if it is empty."""
+    starts = range(0, max(len(dataset), 1), PART_SIZE)
+    return [dataset.select(range(start, min(start + PART_SIZE, len(dataset)))) for start in starts]
+
+
+def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | None, desc: str) -> list[T]:
+    """
+    `function` of each part, in order. A single part is worked on here; several are in other processes, with one
+    progress bar.
+
+    Args:
+        parts (`list`): what can be pickled; a [`~datasets.Dataset`] is, by the path of its files.
+        function (`Callable`): from a part to its result, both cached and small to pickle.
+        num_proc (`int`, *optional*): processes; by default one for each core, up to 8.
+        desc (`str`): what the progress bar says.
+
+    Raises:
+        What `function` raises; `concurrent.futures.process.BrokenProcessPool` if a process is killed.
+    """
+    if len(parts) == 1:
+        return [function(parts[0])]
+    num_proc = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), len(parts))
+    with ProcessPoolExecutor(num_proc, get_context("fork"), _begin_worker, (os.getpid(),)) as executor:
+        results = executor.map(function, parts)
+        return list(
+            tqdm(results, desc=desc, total=len(parts), unit="part", disable=datasets.are_progress_bars_disabled())
+        )
+
+
+def _begin_worker(parent: int) -> None:
+    """Makes a worker quiet, and end when its parent is killed: it would wait for work for ever."""
+    datasets.disable_progress_bars()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+__all__ = ["MAX_PROCESSES", "PART_SIZE", "cut", "work_on"]
