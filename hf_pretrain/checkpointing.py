@@ -180,7 +180,9 @@ def remove_leftovers(output_dir: str | Path) -> None:
 
 
 def _describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
-    """The number of rows and a digest of some of them, evenly spaced; nothing of a stream."""
+    """The number of rows and a digest of some of them, evenly spaced; of a stream, a digest of how it describes itself."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return {"digest": _digest(dataset.info.description)}
     if not isinstance(dataset, datasets.Dataset):
         return {}
     step = max(1, len(dataset) // num_samples)
@@ -216,9 +218,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
     if then["seed"] != now["seed"]:
         inexact.append(f"its seed was {then['seed']}, this run's is {now['seed']}: the rows come in another order")
     if then["data"] != now["data"]:
-        inexact.append(
-            f"its data were other ones ({then['data'] or 'streamed'} then, {now['data'] or 'streamed'} now)"
-        )
+        inexact.append(f"its data were other ones ({then['data'] or 'unknown'} then, {now['data'] or 'unknown'} now)")
     return fatal, inexact
 
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .configuration_minimind import MiniMindConfig
 from .forms import FORMS, describe_form
 from .modeling_minimind import MiniMindForCausalLM
-from .weight_files import read_json, read_tensors, resolve
+from .weight_files import check_shards, read_json, read_tensors, resolve
 
 
 logger = logging.get_logger(__name__)
@@ -115,8 +115,10 @@ def load_ours(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
     `from_pretrained` of a checkpoint that this package wrote, which fills in nothing.
 
     Raises:
-        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite, or the file damaged.
+        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite, the file damaged, or a shard
+            outside the directory.
     """
+    check_shards(path)
     try:
         model, info = MiniMindForCausalLM.from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **loading

@@ -30,6 +30,7 @@ from .loss import prediction_weights
 from .teacher_cache import ROW_COLUMN, TeacherCollator, keep_top, open_cache
 from .tokenization import load_tokenizer
 from .trainer import MaskedLossTrainer
+from .weight_files import check_shards
 
 
 logger = logging.get_logger(__name__)
@@ -130,9 +131,10 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
         is_packed (`bool`): whether it will be given rows of several documents, told apart by `position_ids` alone.
 
     Raises:
-        `ValueError`: if it cannot be loaded; if its tokenizer is missing or another one; if it sees across documents
+        `ValueError`: if it cannot be loaded, or a shard lies outside its directory; if its tokenizer is missing or another one; if it sees across documents
             in packed rows.
     """
+    check_shards(name_or_path)
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
     try:
         with _whole_weights():

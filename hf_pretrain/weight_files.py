@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
 
 # Rotary tables and masks that some versions saved: computed, never read.
@@ -66,6 +67,27 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def check_shards(name_or_path: str | Path) -> None:
+    """Raises `ValueError` if the shards of a directory or Hub id lie outside of it: transformers would follow."""
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        index = cached_file(
+            str(name_or_path),
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if index is not None:
+            _shard_names(Path(index))
+
+
+def _shard_names(index: Path) -> list[str]:
+    shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+    if not shards or any(Path(shard).name != shard for shard in shards):
+        raise ValueError(f"{index} must name files beside it, and names {shards or 'none'}.")
+    return shards
+
+
 def _read_all(path: Path) -> dict[str, torch.Tensor]:
     if path.is_file():
         return _read_file(path)
@@ -74,9 +96,7 @@ def _read_all(path: Path) -> dict[str, torch.Tensor]:
             return _read_file(path / name)
         index = path / f"{name}.index.json"
         if index.is_file():
-            shards = sorted(set(read_json(index).get("weight_map", {}).values()))
-            if not shards or any(Path(shard).name != shard for shard in shards):
-                raise ValueError(f"{index} must name files beside it, and names {shards or 'none'}.")
+            shards = _shard_names(index)
             missing = [shard for shard in shards if not (path / shard).is_file()]
             if missing:
                 raise ValueError(f"{path} lacks the shard(s) {', '.join(missing)} that {index.name} names.")
@@ -108,4 +128,4 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     return content
 
 
-__all__ = ["read_json", "read_tensors", "resolve"]
+__all__ = ["check_shards", "read_json", "read_tensors", "resolve"]

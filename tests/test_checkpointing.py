@@ -5,8 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpointing import checkpoint_to_resume, find_newest_run, remove_leftovers
+from hf_pretrain.checkpointing import _describe_data, checkpoint_to_resume, find_newest_run, remove_leftovers
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.manifest import MANIFEST_NAME, write_manifest
+from hf_pretrain.tokenization import train_tokenizer
+from tests.toys import write_jsonl
 
 
 def arguments(output_dir, resume=None, allow_inexact_resume=False):
@@ -63,6 +67,18 @@ def test_a_named_checkpoint_must_be_one(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path, path)) == path
     with pytest.raises(ValueError, match="no trainer_state.json"):
         checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))
+
+
+def test_another_stream_is_known_by_the_size_of_its_files(tmp_path):
+    def description(*texts: str) -> dict:
+        name = write_jsonl(tmp_path / "a.jsonl", texts)
+        documents, _ = load_documents([name], streaming=True, validation_fraction=0)
+        tokenizer = train_tokenizer(["one two"], vocab_size=300)
+        rows, _ = prepare_rows(documents.shuffle(seed=1, buffer_size=10), tokenizer, max_length=16)
+        return _describe_data(rows)
+
+    first = description("one", "two")
+    assert description("one", "two") == first and description("one", "two", "three") != first
 
 
 def test_damaged_ones_get_a_name_that_says_so(tmp_path):

@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.arguments import ModelArguments
-from hf_pretrain.conversion import load_upstream
+from hf_pretrain.conversion import load_ours, load_upstream
 from hf_pretrain.forms import to_half_split, to_interleaved
 from hf_pretrain.tokenization import load_tokenizer
 from tests.invariants.launching import ROOT
@@ -354,6 +354,10 @@ def test_shard_names_stay_in_the_directory(shard, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBED: shard}}))
     with pytest.raises(ValueError, match="files beside it|lacks the shard"):
         load_upstream(tmp_path)
+    if "/" in shard:
+        # transformers would follow it.
+        with pytest.raises(ValueError, match="must name files beside it"):
+            load_ours(tmp_path)
 
 
 def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):

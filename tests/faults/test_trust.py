@@ -1,0 +1,108 @@
+"""What a stranger may have written is read without running it, or refused; and the token is nowhere."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_pretrain.manifest import read_manifest, write_manifest
+from tests.faults.driving import command, run
+from tests.faults.test_resuming import zero
+from tests.hub_server import HubServer
+
+
+class Hostile:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, planted: Path):
+        self.planted = planted
+
+    def __reduce__(self):
+        return Path.mkdir, (self.planted,)
+
+
+@pytest.fixture
+def planted(tmp_path) -> Path:
+    """A path that is there once hostile content has run; the content works where everything is unpickled."""
+    proof = tmp_path / "proof"
+    torch.save(Hostile(proof), tmp_path / "proof.pt")
+    torch.load(tmp_path / "proof.pt", weights_only=False)
+    assert proof.is_dir()
+    return tmp_path / "planted"
+
+
+def refuses(words: list[str], planted: Path, *messages: str) -> bool:
+    result = run(words)
+    assert not planted.exists(), result.stdout[-3000:]
+    assert result.returncode != 0 and all(message in result.stdout for message in messages), result.stdout[-3000:]
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "optimizer.pt" else pytest.mark.faults)
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+    ],
+)
+def test_hostile_files_of_a_checkpoint(name, workspace, reference, planted, tmp_path, record):
+    """With a manifest that fits: whoever can write the file can write that, too."""
+    checkpoint = Path(shutil.copytree(reference() / "checkpoint-6", tmp_path / "run/checkpoint-6"))
+    torch.save({"state": Hostile(planted)}, checkpoint / name)
+    run_facts = read_manifest(checkpoint)["run"]
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, run_facts)
+    words = command(workspace, tmp_path / "run", "--resume_from_checkpoint", "auto")
+    record("hostile: a file of a checkpoint", refuses(words, planted, "Weights only load failed"))
+
+
+@pytest.mark.faults
+def test_hostile_shards_of_deepspeed(workspace, reference, planted, tmp_path, record):
+    source = reference("deepspeed", *zero(2)) / "checkpoint-6"
+    checkpoint = Path(shutil.copytree(source, tmp_path / "elsewhere/checkpoint-6"))
+    for shard in checkpoint.glob("global_step*/*.pt"):
+        torch.save(Hostile(planted), shard)
+    words = command(workspace, tmp_path / "run", *zero(2), launcher="deepspeed")
+    words += ["--resume_from_checkpoint", str(checkpoint)]
+    record("hostile: DeepSpeed's shards", refuses(words, planted, "Add --trust_checkpoint"))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["pth", "shard name"])
+def test_hostile_weights(kind, workspace, planted, tmp_path, record):
+    words = command(workspace, tmp_path / "run")
+    if kind == "pth":
+        model, message = tmp_path / "model.pth", "was refused before anything of it ran"
+        torch.save({"model.embed_tokens.weight": Hostile(planted)}, model)
+        words += ["--tokenizer_name_or_path", str(workspace / "toy")]
+    else:
+        model, message = Path(shutil.copytree(workspace / "toy", tmp_path / "toy")), "must name files beside it"
+        shutil.move(model / "model.safetensors", tmp_path / "outside.safetensors")
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    words[words.index("--model_name_or_path") + 1] = str(model)
+    record(f"hostile: {kind}", refuses(words, planted, message))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_the_token_is_in_nothing_written_or_sent(launcher, workspace, tmp_path, record):
+    token = "hf_" + "kVbNqWzXyPlMtRsG"
+    with HubServer(token) as hub:
+        words = command(
+            workspace, tmp_path / "run", "--push_to_hub", "--hub_strategy", "checkpoint", launcher=launcher
+        )
+        result = run(
+            [*words, "--hub_model_id", "user/toy"],
+            **{"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
+            **{"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": token},
+        )
+        sent = hub.bytes_received()
+    assert result.returncode == 0 and hub.repos["user/toy"].commits, result.stdout[-3000:]
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"last-checkpoint" in sent and b"train_batch_size" in sent and b"train_batch_size" in written
+    assert token.encode() not in sent + written + result.stdout.encode()
+    record("a token: searched in all files, output and requests", True)
