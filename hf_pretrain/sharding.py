@@ -1,8 +1,9 @@
 """
-Checkpoints of models that transformers shards while it loads them (`--fsdp_size`, FSDP2).
+Checkpoints of models in shards.
 
-Trainer saves their weights and refuses the rest. Here the optimizer's state is gathered by names of parameters, whole on
-one rank, so that any number of processes can go on from it.
+Of models that transformers shards while it loads them (`--fsdp_size`, FSDP2), Trainer saves the weights and refuses the
+rest. Here the optimizer's state is gathered by names of parameters, whole on one rank, so that any number of processes can
+go on from it.
 """
 
 from pathlib import Path
@@ -22,6 +23,9 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 class ShardedCheckpointMixin(Trainer):
     """A `Trainer` that saves and resumes what transformers sharded."""
+
+    # Of the optimizer's groups, unless a DeepSpeed config brings its own optimizer.
+    _weight_decays: list[float] = []
 
     def __init__(self, *args: Any, **kwargs: Any):
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
@@ -63,7 +67,23 @@ class ShardedCheckpointMixin(Trainer):
                 f"{resume_from_checkpoint} lacks {sorted(missing)}, has too many: {result.unexpected_keys}."
             )
 
+    def create_optimizer(self, *args: Any, **kwargs: Any):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+        return optimizer
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.is_deepspeed_enabled and self._weight_decays:
+            # NOTE: of a universal checkpoint, ZeRO-3 gives every group the weight decay of the first one, and all the
+            # same counter of steps, which each of them would advance.
+            for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
+                group["weight_decay"] = weight_decay
+            optimizer = self.optimizer
+            while hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer
+            for state in optimizer.state.values():
+                if torch.is_tensor(state.get("step")):
+                    state["step"] = state["step"].clone()
         if not self.is_distributed_loading_by_transformers or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return

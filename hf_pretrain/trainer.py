@@ -110,7 +110,8 @@ class MaskedLossTrainer(HubPushMixin):
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
         collator: Any = self.data_collator
-        self.data_collator = FillingCollator(collator, is_training=is_training)
+        vocab_size = getattr(self.accelerator.unwrap_model(self.model).config, "vocab_size", None)
+        self.data_collator = FillingCollator(collator, is_training=is_training, vocab_size=vocab_size)
         try:
             if not (is_training and self.args.dataloader_drop_last):
                 dataset, sampler_fn = self._fill(dataset, sampler_fn, multiple=multiple, is_training=is_training)

@@ -310,6 +310,14 @@ def test_tokens_are_counted_up_to_each_evaluation(tmp_path):
         assert entry["num_input_tokens_seen"] == entry["step"] * sum(LENGTHS)
 
 
+@pytest.mark.parametrize("bad", [64, -1])
+def test_ids_that_the_model_does_not_know_are_refused(tmp_path, bad):
+    documents = make_documents()
+    documents[7]["input_ids"][5] = bad
+    with pytest.raises(ValueError, match=rf"Row 7 holds the id {bad}, and the model knows 0 to 63"):
+        make_trainer(tmp_path, pack(documents, [1] * 13)).train()
+
+
 def test_negative_weights_are_refused(tmp_path):
     rows = [{"input_ids": [1, 5, 2], "seq_lengths": [3], "loss_mask": [0.0, -1.0, 1.0]}]
     with pytest.raises(ValueError, match="negative weight"):

@@ -90,13 +90,20 @@ class FilledStream(IterableDataset):
 
 class FillingCollator:
     """
-    Collates as another collator does, then takes the weight from filler rows and checks `loss_mask`. In training, the
-    batch has `row_number` besides, of shape `(num_rows,)`: -1 for a filler.
+    Collates as another collator does, then takes the weight from filler rows and checks `loss_mask` and that all ids
+    are below `vocab_size`. In training, the batch has `row_number` besides, of shape `(num_rows,)`: -1 for a filler.
     """
 
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]], *, is_training: bool):
+    def __init__(
+        self,
+        collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
+        *,
+        is_training: bool,
+        vocab_size: int | None = None,
+    ):
         self.collator = collator
         self.is_training = is_training
+        self.vocab_size = vocab_size
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         fillers = torch.tensor([bool(feature.get(FILLER_COLUMN)) for feature in features])
@@ -111,6 +118,19 @@ class FillingCollator:
                     "MaskedLossTrainer needs one row a feature: pack rows before (data.packing), not in the collator."
                 )
             batch["labels"][fillers] = -100
+        if self.vocab_size is not None and "input_ids" in batch:
+            self._check_ids(batch["input_ids"], features)
         if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
             raise ValueError("loss_mask holds a negative weight; weights of predictions are zero or positive.")
         return batch
+
+    def _check_ids(self, input_ids: torch.Tensor, features: list[dict[str, Any]]):
+        """Here, since a GPU would only say that an assertion failed somewhere."""
+        is_bad = (input_ids < 0) | (input_ids >= self.vocab_size)
+        if is_bad.any():
+            place = int(is_bad.flatten(1).any(dim=1).nonzero()[0])
+            number = features[place].get(ROW_COLUMN, "?") if len(features) == len(input_ids) else "?"
+            raise ValueError(
+                f"Row {number} holds the id {int(input_ids[is_bad][0])}, and the model knows 0 to {self.vocab_size - 1}. "
+                "Prepare the rows with the model's own tokenizer."
+            )

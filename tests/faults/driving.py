@@ -37,11 +37,13 @@ def make_workspace(path: Path) -> Path:
     return path
 
 
-def command(workspace: Path, output_dir: Path, *arguments: str, launcher: str = "python") -> list[str]:
+def command(
+    workspace: Path, output_dir: Path, *arguments: str, launcher: str = "python", processes: int = 2
+) -> list[str]:
     """Eight steps with a global batch of eight rows, a checkpoint after each second one."""
-    batch = ["4", "2"] if launcher == "python" else ["2", "2"]
+    batch = ["4", "2"] if launcher == "python" or processes == 1 else ["2", "2"]
     return [
-        *(*launcher_command(launcher), RECIPE, "--use_cpu", "--bf16", "false"),
+        *(*launcher_command(launcher, processes), RECIPE, "--use_cpu", "--bf16", "false"),
         *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "train.jsonl")),
         *("--packing", "none", "--max_length", "32", "--validation_fraction", "0", "--max_steps", str(STEPS)),
         *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),

@@ -62,7 +62,7 @@ def is_document(line: bytes) -> bool:
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(lines, max_size=6))
-def test_any_lines(content):
+def test_any_lines(record, content):
     with TemporaryDirectory() as directory:
         path = Path(directory, "a.jsonl")
         path.write_bytes(b"\n".join(content))
@@ -82,6 +82,7 @@ def test_any_lines(content):
     assert set(bad) == set(range(1, len(content) + 1)) - expected - blank
     for number, text in good:
         assert text == json.loads(first_line(number, content[number - 1]))["text"]
+    record("data: lines by hypothesis", True)
 
 
 def first_line(number: int, line: bytes) -> bytes:

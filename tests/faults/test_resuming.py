@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.faults.driving import STEPS, command, run
-from tests.invariants.launching import ROOT
+from tests.invariants.launching import ROOT, cpu_environment
 
 
 def zero(stage: int) -> list[str]:
@@ -26,6 +29,11 @@ WAYS = {
     "ZeRO-3": ("deepspeed", zero(3)),
 }
 QUICK = ("one process", "a stream", "DDP")
+
+
+def losses(output_dir: Path) -> list[float]:
+    history = json.loads((output_dir / f"checkpoint-{STEPS}/trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.fixture
@@ -64,12 +72,34 @@ def test_as_many_processes_as_there_are(interrupted, workspace, reference, recor
     output_dir = interrupted(6, "torchrun", *arguments)
     result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", *arguments))
     assert result.returncode == 0 and "was saved by 2 process(es) and 1 go on" in result.stdout, result.stdout[-3000:]
-
-    def losses(directory) -> list[float]:
-        history = json.loads((directory / f"checkpoint-{STEPS}/trainer_state.json").read_text())["log_history"]
-        return [entry["loss"] for entry in history if "loss" in entry]
-
     assert losses(output_dir) == pytest.approx(losses(reference("torchrun", *arguments)), rel=1e-5)
+    record("resume: another world size", True)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_go_on_in_another_number_of_processes(stage, interrupted, workspace, reference, tmp_path, record):
+    """As docs/checkpoints.md says. Without dropout, the same loss,"""
+    arguments = ["--config_overrides", "dropout=0.0"]
+    output_dir = interrupted(4, "deepspeed", *zero(stage), *arguments)
+    checkpoint = output_dir / "checkpoint-4"
+    folders = ["--input_folder", "global_step4", "--output_folder", "global_step4_universal"]
+    words = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders]
+    environment = cpu_environment(PYTHONPATH=str(ROOT))
+    converted = subprocess.run(words, cwd=checkpoint, env=environment, capture_output=True, text=True, timeout=240)
+    assert converted.returncode == 0, converted.stderr[-3000:]
+    (checkpoint / "latest_universal").write_text("global_step4_universal")
+    (checkpoint / "manifest.json").unlink()
+    config = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
+    config["checkpoint"] = {"load_universal": True}
+    (tmp_path / "universal.json").write_text(json.dumps(config))
+
+    words = command(workspace, output_dir, *arguments, launcher="deepspeed", processes=1)
+    words += ["--deepspeed", str(tmp_path / "universal.json")]
+    result = run([*words, "--resume_from_checkpoint", "auto", "--allow_inexact_resume"])
+    assert result.returncode == 0 and "1 process(es)" in result.stdout, result.stdout[-3000:]
+    expected = losses(reference("deepspeed", *zero(stage), *arguments))
+    assert losses(output_dir) == pytest.approx(expected, rel=1e-5)
     record("resume: another world size", True)
 
 

@@ -23,17 +23,18 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def launcher_command(launcher: str) -> list[str]:
-    """`python`, or two processes of `torchrun`, `deepspeed`, or `accelerate:<config file's name>`."""
+def launcher_command(launcher: str, processes: int = 2) -> list[str]:
+    """`python`, or some processes of `torchrun`, `deepspeed`, or `accelerate:<config file's name>`."""
     if launcher == "python":
         return [sys.executable]
     if launcher == "torchrun":
-        return [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())]
+        return [str(BIN / "torchrun"), "--nproc_per_node", str(processes), "--master_port", str(free_port())]
     if launcher == "deepspeed":
-        return [str(BIN / "deepspeed"), "--include", "localhost:0,1", "--master_port", str(free_port())]
+        devices = ",".join(map(str, range(processes)))
+        return [str(BIN / "deepspeed"), "--include", f"localhost:{devices}", "--master_port", str(free_port())]
     config = ROOT / "recipes/accelerate_configs" / f"{launcher.removeprefix('accelerate:')}.yaml"
     ports = ["--main_process_port", str(free_port())]
-    return [str(BIN / "accelerate"), "launch", "--config_file", str(config), *ports, "--num_processes", "2"]
+    return [str(BIN / "accelerate"), "launch", "--config_file", str(config), *ports, "--num_processes", str(processes)]
 
 
 def cpu_environment(**extra: str) -> dict[str, str]:
