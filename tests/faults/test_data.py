@@ -67,12 +67,12 @@ def test_any_lines(record, content):
         path = Path(directory, "a.jsonl")
         path.write_bytes(b"\n".join(content))
         good, bad = [], []
-        for number, offset, record in read_file(path, text_column="text"):
+        for number, offset, parsed in read_file(path, text_column="text"):
             assert path.read_bytes()[offset:].split(b"\n")[0] == content[number - 1]
             try:
-                if isinstance(record, BadRecord):
-                    raise record
-                good.append((number, read_text(record, text_column="text")))
+                if isinstance(parsed, BadRecord):
+                    raise parsed
+                good.append((number, read_text(parsed, text_column="text")))
             except BadRecord as error:
                 assert error.reason
                 bad.append(number)
