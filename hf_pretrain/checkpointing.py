@@ -16,12 +16,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import datasets
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
@@ -29,9 +30,11 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 from transformers.utils import logging
 
-from .manifest import MANIFEST_NAME, find_damage, flush_directory, read_manifest, write_manifest
+from .adapters import is_adapted
+from .manifest import MANIFEST_NAME, find_damage, flush, read_manifest, write_manifest
 from .sharding import ShardedCheckpointMixin
 from .training_args import LMTrainingArguments
+from .weight_files import check_shards
 
 
 logger = logging.get_logger(__name__)
@@ -42,7 +45,12 @@ SAVING = ".saving"
 DATA_POSITION_NAME = "data_position.json"
 # What means something in a checkpoint alone, not beside a model.
 CHECKPOINT_FILES = (MANIFEST_NAME, DATA_POSITION_NAME)
-_DAMAGED = "damaged"
+T = TypeVar("T")
+# Flags that may be changed on purpose when a run goes on, and are told.
+_SETTINGS = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
+    *("max_steps", "num_train_epochs", "bf16", "fp16"),
+)
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 
 
@@ -61,35 +69,62 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     """
     resume = args.resume_from_checkpoint
     restarts = max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    if resume is None and restarts:
-        resume = "auto"
-    if resume in ("auto", "true", "True", True):
-        return _decide(args, lambda: newest_checkpoint(args.output_dir, unverified=args.allow_inexact_resume))
-    if resume is not None:
-        is_own = Path(args.output_dir).resolve() in Path(resume).resolve().parents
-        if args.deepspeed_plugin is not None and not is_own and not args.trust_checkpoint:
-            raise ValueError(
-                f"--resume_from_checkpoint {resume} lies outside --output_dir {args.output_dir}, and DeepSpeed unpickles "
-                "its shards (global_step*/*.pt), which runs whatever code was put into them. Add --trust_checkpoint if "
-                "you know who wrote it."
-            )
-        return _decide(args, lambda: _verified(Path(resume), unverified=args.allow_inexact_resume))
-    return _decide(args, lambda: _refuse_used(Path(args.output_dir)))
+    newest = partial(newest_checkpoint, args.output_dir, unverified=args.allow_inexact_resume)
+    if resume in ("auto", "true", "True", True) or (resume is None and restarts):
+        return on_main_process(args, newest)
+    if resume is None:
+        return on_main_process(args, lambda: _refuse_used(Path(args.output_dir)))
+    path = Path(resume)
+    is_own = Path(args.output_dir).resolve() == path.resolve().parent
+    is_unpickled = args.deepspeed_plugin is not None or any(path.glob("*/.metadata"))
+    if is_unpickled and not is_own and not args.trust_checkpoint:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume} lies outside --output_dir {args.output_dir}, and its shards "
+            "(DeepSpeed's global_step*/*.pt, torch's .metadata) are unpickled, which runs whatever code was put into "
+            "them. Add --trust_checkpoint if you know who wrote it."
+        )
+
+    def decide() -> str:
+        # After a restart the run may have come further than the checkpoint that it was started with.
+        if restarts and (further := newest()):
+            return further
+        verified = _verified(path, unverified=args.allow_inexact_resume)
+        if is_own:
+            _leave_branch(path)
+        return verified
+
+    return on_main_process(args, decide)
 
 
-def _decide(args: LMTrainingArguments, decide: Callable[[], str | None]) -> str | None:
-    """What `decide` returns or raises on the main process, on all of them."""
+def on_main_process(args: LMTrainingArguments, decide: Callable[[], T]) -> T:
+    """What `decide` returns or raises on the main process, on all of them: none is left waiting for the others."""
     outcome: list[Any] = [None, None]
     if args.process_index == 0:
         try:
             outcome[0] = decide()
-        except ValueError as error:
-            outcome[1] = str(error)
+        except (ValueError, OSError, SystemExit) as error:
+            outcome[1] = error
     if args.world_size > 1:
         broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise ValueError(outcome[1])
+        raise outcome[1]
     return outcome[0]
+
+
+def on_saving_processes(args: LMTrainingArguments, action: Callable[[], None]) -> None:
+    """Does something on the processes that write files; all raise what one of them raises."""
+    error: BaseException | None = None
+    try:
+        if args.should_save:
+            action()
+    except (ValueError, OSError, SystemExit) as raised:
+        error = raised
+    errors: list[Any] = [error]
+    if args.world_size > 1:
+        errors = [None] * args.world_size
+        dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise error
 
 
 def _refuse_used(output_dir: Path) -> None:
@@ -114,6 +149,7 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
             logger.warning(
                 f"Resuming from {path}." if not damage else f"Resuming from {path}, unverified: {damage[0]}."
             )
+            check_shards(path)
             return str(path)
         if not (path / MANIFEST_NAME).exists():
             raise ValueError(_no_manifest(path))
@@ -123,9 +159,17 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
     return None
 
 
+def _leave_branch(path: Path) -> None:
+    """Renames the checkpoints beside `path` that came after it: `auto` would return to them."""
+    found = [Path(other).resolve() for other in sort_checkpoints(str(path.parent))]
+    for other in found[found.index(path.resolve()) + 1 :] if path.resolve() in found else []:
+        logger.warning(f"Going on from {path}: {other} is now called {_set_aside(other, 'abandoned').name}.")
+
+
 def _verified(path: Path, *, unverified: bool) -> str:
     if not (path / TRAINER_STATE_NAME).is_file():
         raise ValueError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
+    check_shards(path)
     if not (path / MANIFEST_NAME).exists():
         if not unverified:
             raise ValueError(_no_manifest(path))
@@ -151,9 +195,9 @@ def _some(damage: list[str]) -> str:
     return "; ".join(damage[:5]) + (f"; and {len(damage) - 5} more" if len(damage) > 5 else "")
 
 
-def _set_aside(path: Path) -> Path:
+def _set_aside(path: Path, why: str = "damaged") -> Path:
     number = 0
-    while (aside := path.with_name(f"{_DAMAGED}-{path.name}" + (f"-{number}" if number else ""))).exists():
+    while (aside := path.with_name(f"{why}-{path.name}" + (f"-{number}" if number else ""))).exists():
         number += 1
     path.rename(aside)
     return aside
@@ -195,7 +239,7 @@ def _digest(text: str) -> str:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What of a run keeps it from reading a checkpoint at all, and what keeps it from going on exactly."""
+    """What of a run keeps it from reading a checkpoint at all, and what keeps it from going on exactly unasked."""
     fatal, inexact = [], []
     ranks = f"{then['world_size']} process(es)"
     if then["layout"] != now["layout"]:
@@ -219,6 +263,10 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
         inexact.append(f"its seed was {then['seed']}, this run's is {now['seed']}: the rows come in another order")
     if then["data"] != now["data"]:
         inexact.append(f"its data were other ones ({then['data'] or 'unknown'} then, {now['data'] or 'unknown'} now)")
+    if then["order"] != now["order"]:
+        inexact.append(f"its rows came in an order that depends on {then['order']}, this run's on {now['order']}")
+    if then["config"] != now["config"]:
+        inexact.append("its model has another config (--config_overrides)")
     return fatal, inexact
 
 
@@ -251,17 +299,40 @@ class CheckpointMixin(ShardedCheckpointMixin):
             "save_only_model": args.save_only_model,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
             "data": self._data_description,
+            "order": self._describe_order(),
+            "settings": {name: getattr(args, name) for name in _SETTINGS},
             "config": _digest(self.accelerator.unwrap_model(self.model).config.to_json_string()),
             "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
         }
 
+    def _describe_order(self) -> dict[str, Any]:
+        """What the order of the rows depends on beside the seed."""
+        args = self.args
+        if args.train_sampling_strategy == "group_by_length":
+            return {"rows a device": args.per_device_train_batch_size}
+        if isinstance(self.train_dataset, datasets.IterableDataset) and args.dataloader_num_workers > 1:
+            return {"loader workers": args.dataloader_num_workers, "rows a device": args.per_device_train_batch_size}
+        return {}
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        self._check_same_data()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _decide(self.args, lambda: newest_checkpoint(self.args.output_dir))
+            resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(self.args.output_dir))
         if resume_from_checkpoint and Path(resume_from_checkpoint, MANIFEST_NAME).exists():
             self._check_resume(str(resume_from_checkpoint))
-        self._check_space()
+        on_saving_processes(self.args, self._check_space)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_same_data(self) -> None:
+        if self.args.world_size == 1:
+            return
+        descriptions: list[Any] = [None] * self.args.world_size
+        dist.all_gather_object(descriptions, self._data_description)
+        if any(description != descriptions[0] for description in descriptions):
+            raise ValueError(
+                f"The ranks read different data: {descriptions}. Did a file change meanwhile, or differ between the "
+                "machines? Start again."
+            )
 
     def _check_resume(self, checkpoint: str) -> None:
         then, now = read_manifest(checkpoint)["run"], self._describe_run()
@@ -283,6 +354,9 @@ class CheckpointMixin(ShardedCheckpointMixin):
             )
         if inexact:
             logger.warning(f"Going on from {checkpoint} although {'; '.join(inexact)}.")
+        changed = [f"{k} {then['settings'][k]} -> {v}" for k, v in now["settings"].items() if then["settings"][k] != v]
+        if changed:
+            logger.warning(f"Going on from {checkpoint} with other settings: {', '.join(changed)}.")
 
     # Saving
 
@@ -298,20 +372,19 @@ class CheckpointMixin(ShardedCheckpointMixin):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         output_dir = Path(super()._get_output_dir(trial))
         target = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._reporting_full_disks(target):
-            if self.args.should_save:
-                remove_leftovers(output_dir)
-                (output_dir / SAVING / target.name).mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            self._saving = str(output_dir / SAVING)
-            try:
+        source = output_dir / SAVING / target.name
+        on_saving_processes(self.args, lambda: self._make_room(source, target))
+        self._saving = str(output_dir / SAVING)
+        try:
+            with self._reporting_full_disks(target):
                 super()._save_checkpoint(model, trial)
-            finally:
-                self._saving = None
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self._publish(output_dir / SAVING / target.name, target)
-            self.accelerator.wait_for_everyone()
+        finally:
+            self._saving = None
+        self.accelerator.wait_for_everyone()
+        # Trainer looked for the best one beside it.
+        if self.state.best_model_checkpoint == str(source):
+            self.state.best_model_checkpoint = str(target)
+        on_saving_processes(self.args, lambda: self._publish(source, target))
         if self.args.push_to_hub:
             self._push_checkpoint(target)
         if self.args.should_save:
@@ -323,31 +396,35 @@ class CheckpointMixin(ShardedCheckpointMixin):
                 use_mtime=True,
             )
 
+    def _make_room(self, source: Path, target: Path) -> None:
+        with self._reporting_full_disks(target):
+            remove_leftovers(target.parent)
+            source.mkdir(parents=True)
+
     def _publish(self, source: Path, target: Path) -> None:
         """Gives a written checkpoint its name, once it is described and on the disk."""
-        # Trainer looked for the best one beside it.
-        if self.state.best_model_checkpoint == str(source):
-            self.state.best_model_checkpoint = str(target)
-            self.state.save_to_json(str(source / TRAINER_STATE_NAME))
-        write_manifest(source, self._describe_run())
-        if target.exists():
-            # Of a run that then went on from an older one.
-            os.rename(target, source.with_name("replaced"))
-        os.rename(source, target)
-        flush_directory(target.parent)
-        shutil.rmtree(source.parent)
-        damage = find_damage(target)
-        if damage:
-            aside = _set_aside(target)
-            raise OSError(errno.EIO, f"what was written to {aside} reads back otherwise: {_some(damage)}")
+        with self._reporting_full_disks(target):
+            if self.state.best_model_checkpoint == str(target):
+                self.state.save_to_json(str(source / TRAINER_STATE_NAME))
+            write_manifest(source, self._describe_run())
+            if target.exists():
+                # Of a run that then went on from an older one.
+                os.rename(target, source.with_name("replaced"))
+            os.rename(source, target)
+            flush(target.parent)
+            damage = find_damage(target)
+            if damage:
+                aside = _set_aside(target)
+                raise OSError(errno.EIO, f"what was written to {aside} reads back otherwise: {_some(damage)}")
+            shutil.rmtree(source.parent)
 
     # Disks
 
     def _checkpoint_bytes(self) -> int:
         """An estimate of a checkpoint's size, by AdamW's two moments; DeepSpeed keeps float32 weights besides."""
-        num_parameters = get_model_param_count(self.model)
+        num_saved = get_model_param_count(self.model, trainable_only=is_adapted(self.model))
         trainable = 0 if self.args.save_only_model else get_model_param_count(self.model, trainable_only=True)
-        return 4 * num_parameters + (12 if self.is_deepspeed_enabled else 8) * trainable
+        return 4 * num_saved + (12 if self.is_deepspeed_enabled else 8) * trainable
 
     def _check_space(self) -> None:
         """Ends a run that could not keep what it trains, before its first step."""
@@ -355,8 +432,6 @@ class CheckpointMixin(ShardedCheckpointMixin):
             return
         output_dir = Path(self.args.output_dir)
         with self._reporting_full_disks(output_dir / "the first checkpoint"):
-            if not self.args.should_save:
-                return
             output_dir.mkdir(parents=True, exist_ok=True)
             kept = len(sort_checkpoints(str(output_dir)))
             # Old checkpoints go after the new one is there.
@@ -375,10 +450,12 @@ class CheckpointMixin(ShardedCheckpointMixin):
         except (OSError, SafetensorError, RuntimeError) as error:
             # Writers of safetensors and torch keep the number to themselves.
             free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
-            is_full = free < self._checkpoint_bytes() and not isinstance(error, OSError)
+            is_writers = isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error)
+            is_full = free < self._checkpoint_bytes() and is_writers
             if getattr(error, "errno", None) not in _DISK_ERRORS and not is_full:
                 raise
-            shutil.rmtree(target.parent / SAVING, ignore_errors=True)
+            if self.args.should_save:
+                shutil.rmtree(target.parent / SAVING, ignore_errors=True)
             self._end_unsaved(target, error, free)
 
     def _end_unsaved(self, target: Path, error: Exception, free: int) -> NoReturn:
@@ -433,5 +510,6 @@ __all__ = [
     "checkpoint_to_resume",
     "find_newest_run",
     "newest_checkpoint",
+    "on_main_process",
     "remove_leftovers",
 ]

@@ -15,26 +15,22 @@ from typing import Any
 MANIFEST_NAME = "manifest.json"
 
 
-def write_manifest(directory: Path, run: dict[str, Any]) -> int:
+def write_manifest(directory: Path, run: dict[str, Any]) -> None:
     """
     Describes all files below `directory`, as they are on the disk, and the `run` that wrote them. Files, manifest and
     directories are flushed to the disk.
-
-    Returns:
-        `int`: bytes of all files.
     """
     files: dict[str, dict[str, Any]] = {}
     for path in _files(directory):
         name = path.relative_to(directory).as_posix()
-        _flush(path)
+        flush(path)
         files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     content = {"files": files, "run": run}
     manifest = directory / MANIFEST_NAME
     manifest.write_text(json.dumps({"sha256": _seal(content), **content}, indent=1), encoding="utf-8")
-    _flush(manifest)
+    flush(manifest)
     for path in [*filter(Path.is_dir, directory.rglob("*")), directory]:
-        _flush(path)
-    return sum(file["size"] for file in files.values())
+        flush(path)
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
@@ -68,19 +64,20 @@ def find_damage(directory: str | Path) -> list[str]:
     damage = [f"{name} is missing" for name in expected.keys() - found.keys()]
     damage += [f"{name} was added" for name in found.keys() - expected.keys()]
     for name in expected.keys() & found.keys():
-        size, path = found[name].stat().st_size, found[name]
-        if path.is_symlink():
-            damage.append(f"{name} is a link")
-        elif size != expected[name]["size"]:
-            damage.append(f"{name} has {size:,} bytes instead of {expected[name]['size']:,}")
-        elif _sha256(path) != expected[name]["sha256"]:
-            damage.append(f"{name} has another sha256")
+        try:
+            damage += _compare(name, found[name], expected[name])
+        except OSError as error:
+            damage.append(f"{name} cannot be read ({error.strerror})")
     return sorted(damage)
 
 
-def flush_directory(directory: Path) -> None:
-    """Makes what was renamed in `directory` last."""
-    _flush(directory)
+def _compare(name: str, path: Path, expected: dict[str, Any]) -> list[str]:
+    if path.is_symlink():
+        return [f"{name} is a link"]
+    size = path.stat().st_size
+    if size != expected["size"]:
+        return [f"{name} has {size:,} bytes instead of {expected['size']:,}"]
+    return [f"{name} has another sha256"] if _sha256(path) != expected["sha256"] else []
 
 
 def _files(directory: Path) -> list[Path]:
@@ -97,7 +94,8 @@ def _seal(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Makes what was written to a file, or renamed in a directory, last."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,4 +103,4 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["MANIFEST_NAME", "find_damage", "flush_directory", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST_NAME", "find_damage", "flush", "read_manifest", "write_manifest"]

@@ -9,7 +9,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from .arguments import ChatArguments
 from .callbacks import TrainingProgressCallback
-from .checkpointing import check_writable, checkpoint_to_resume, remove_leftovers
+from .checkpointing import check_writable, checkpoint_to_resume, on_main_process, remove_leftovers
 from .data.conversations import mark_template
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
@@ -28,11 +28,14 @@ def begin_run(training_args: LMTrainingArguments) -> str | None:
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
-    if training_args.process_index == 0:
+
+    def clear() -> None:
         check_writable(training_args.output_dir)
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
         print(training_args.launch_description)
+
+    on_main_process(training_args, clear)
     return checkpoint
 
 

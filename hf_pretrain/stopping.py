@@ -14,9 +14,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from datetime import timedelta
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
-from .checkpointing import CheckpointMixin
+from .checkpointing import CheckpointMixin, on_main_process
 
 
 logger = logging.get_logger(__name__)
@@ -42,6 +43,7 @@ class StoppingMixin(CheckpointMixin):
     def __init__(self, *args: Any, **kwargs: Any):
         self._signal = 0
         self._is_ending = False
+        self._evaluation_is_due = False
         self._signal_time = 0.0
         self._num_skipped_steps = 0
         super().__init__(*args, **kwargs)
@@ -70,6 +72,12 @@ class StoppingMixin(CheckpointMixin):
                 # On the way out, signals of other ranks' launchers still come in, and are answered by exiting.
                 signal.signal(number, signal.SIG_IGN if self._is_ending else handler)
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any):
+        loader = super()._get_dataloader(*args, **kwargs)
+        inner = getattr(loader, "base_dataloader", loader)
+        inner.worker_init_fn = partial(_survive_one_sigterm, inner.worker_init_fn)
+        return loader
+
     def _note_signal(self, number: int, frame: Any) -> None:
         """The first signal counts: launchers pass on what a terminal has sent already. A later Ctrl-C ends at once."""
         now = time.monotonic()
@@ -81,7 +89,9 @@ class StoppingMixin(CheckpointMixin):
     @cached_property
     def _cpu_group(self) -> dist.ProcessGroup | None:
         """A group whose collectives do not wait for a GPU; `None` is the default one."""
-        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        if dist.get_backend() == "gloo":
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
 
     def _any_rank(self, number: int) -> int:
         """The largest number of all ranks."""
@@ -96,6 +106,7 @@ class StoppingMixin(CheckpointMixin):
         if not number:
             super()._maybe_log_save_evaluate(*args, **kwargs)
             return
+        self._evaluation_is_due = self.control.should_evaluate
         self.control.should_save, self.control.should_evaluate = True, False
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -129,8 +140,12 @@ class StoppingMixin(CheckpointMixin):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):
         # NOTE: with `no_sync` and clipping done, this is Trainer's last word before the update (DeepSpeed's is over).
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        # A scaler of float16 meets infinities by design and leaves the step out itself.
-        if grad_norm is None or getattr(self.accelerator, "scaler", None) is not None:
+        if grad_norm is None:
+            return grad_norm
+        if getattr(self.accelerator, "scaler", None) is not None:
+            # Of float16. It meets infinite gradients by design and leaves the step out itself; a loss is another thing.
+            if self._any_rank(int(not self._is_loss_finite())):
+                self._meet_nonfinite("The loss is not finite")
             return grad_norm
         if not torch.as_tensor(grad_norm).isfinite().all():
             self._meet_nonfinite(f"The gradient's norm is {float(grad_norm)}")
@@ -146,10 +161,13 @@ class StoppingMixin(CheckpointMixin):
             rows = [row for part in gathered for row in part]
         suspects = [row for row in rows if not row["is_finite"]] or rows
         path = Path(self.args.output_dir, f"nonfinite-{step}.json")
-        if self.is_world_process_zero():
+        report = json.dumps({"step": step, "what": what, "rows": suspects}, indent=1, ensure_ascii=False)
+
+        def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            report = {"step": step, "what": what, "rows": suspects}
-            path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
+            path.write_text(report, encoding="utf-8")
+
+        on_main_process(self.args, write)
         message = f"{what} in step {step}; {path} has the {len(suspects)} row(s) it may come from."
         if self._skips_nonfinite and self._num_skipped_steps < MAX_SKIPPED_STEPS:
             self._num_skipped_steps += 1
@@ -180,6 +198,10 @@ class StoppingMixin(CheckpointMixin):
         if self._num_skipped_steps:
             logs["skipped_steps"] = self._num_skipped_steps
         super().log(logs, *args, **kwargs)
+
+    def _is_loss_finite(self) -> bool:
+        """Whether the losses of this rank's step are; for subclasses that know before the gradient does."""
+        return True
 
     def _describe_step(self) -> list[dict[str, Any]]:
         """This rank's rows of the step, with `is_finite` for the loss that they were in; for subclasses."""
@@ -216,6 +238,16 @@ class StoppingMixin(CheckpointMixin):
         except (RuntimeError, ConnectionError):
             # Where no launcher keeps the store, rank 0 does.
             return [0]
+
+
+def _survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: int) -> None:
+    """
+    For workers of a loader. NOTE: a signal to the whole group would end them, and torch raises an error where they are
+    missed. The next one ends them, since that is how they are ended at last.
+    """
+    if initialize is not None:
+        initialize(worker_id)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
 __all__ = ["EXIT_NOT_FINITE", "MAX_SKIPPED_STEPS", "SIGNALS", "StoppingMixin"]

@@ -59,6 +59,7 @@ class MaskedLossTrainer(HubPushMixin):
         self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._step_is_finite: list[torch.Tensor] = []
         self._steps_since_log = 0
+        self._unlogged: dict[str, Any] | None = None
         self._tokens_at_last_log = 0
         self._last_log_time: float | None = None
         if self.is_deepspeed_enabled:
@@ -153,24 +154,57 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
+        sums = torch.stack([self._tr_loss, *(self._logged_losses if self._logged_losses is not None else ())])
+        sums = self.accelerator.gather(sums[None])
         if self.args.should_save:
-            num_rows = self._batches_taken * self.args.per_device_train_batch_size * self.data_parallel_size
-            position = {"epoch": self._epoch, "num_rows": num_rows}
+            position = {
+                "epoch": self._epoch,
+                "num_rows": self._batches_taken * self.args.per_device_train_batch_size * self.data_parallel_size,
+                "evaluation_is_due": self._evaluation_is_due,
+                # What the next log is the mean of, for each rank.
+                "unlogged": {
+                    "sums": sums.tolist(),
+                    "last_logged": self._globalstep_last_logged,
+                    "steps": self._steps_since_log,
+                    "skipped": self._num_skipped_steps,
+                },
+            }
             Path(output_dir, DATA_POSITION_NAME).write_text(json.dumps(position), encoding="utf-8")
 
     def _read_data_position(self, checkpoint: str, epochs_trained: int, num_batches: int) -> tuple[int, int]:
         """The pass, and the micro-batches of it that each rank has had; from the number of steps in old checkpoints."""
         path = Path(checkpoint, DATA_POSITION_NAME)
-        if self.args.ignore_data_skip or not path.is_file():
+        position = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        self.args.eval_on_start = position.get("evaluation_is_due", False)
+        self._unlogged = position.get("unlogged")
+        if self.args.ignore_data_skip or not position:
             return epochs_trained, num_batches
-        position = json.loads(path.read_text(encoding="utf-8"))
         accumulation = self.args.gradient_accumulation_steps
         rows_a_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
         return position["epoch"], position["num_rows"] // rows_a_step * accumulation
 
+    def _restore_unlogged(self, unlogged: dict[str, Any]):
+        """Goes on with the sums since the last log; where the ranks are others, the first one has them all."""
+        sums = torch.tensor(unlogged["sums"], dtype=torch.float64, device=self.args.device)
+        self._total_loss_scalar -= sums[:, 0].mean().item()
+        if len(sums) == self.args.world_size:
+            sums = sums[self.args.process_index]
+        else:
+            # Trainer takes the mean over the ranks, `log` the sum.
+            mean = sums[:, :1].mean(dim=0) * self.args.world_size
+            sums = torch.cat([mean, sums[:, 1:].sum(dim=0)]) * (self.args.process_index == 0)
+        self._tr_loss = sums[0].to(self._tr_loss)
+        self._logged_losses = sums[1:] if len(sums) > 1 else None
+        self._globalstep_last_logged, self._steps_since_log = unlogged["last_logged"], unlogged["steps"]
+        self._num_skipped_steps = unlogged["skipped"]
+
     # Loss
 
     def get_batch_samples(self, *args, **kwargs):
+        if self._unlogged is not None:
+            # NOTE: Trainer's own sum exists from here on.
+            self._restore_unlogged(self._unlogged)
+            self._unlogged = None
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._batches_taken += len(batches)
         self._losses_before_step = self._logged_losses
@@ -263,10 +297,13 @@ class MaskedLossTrainer(HubPushMixin):
         is_finite = loss.detach().isfinite()
         self._step_is_finite.append(is_finite)
         if self.is_deepspeed_enabled:
-            if self.accelerator.sync_gradients and self._any_rank(int(not all(self._step_is_finite))):
+            if self.accelerator.sync_gradients and self._any_rank(int(not self._is_loss_finite())):
                 self._meet_nonfinite("The loss is not finite")
             return loss
         return loss * torch.where(is_finite, 1.0, torch.nan)
+
+    def _is_loss_finite(self) -> bool:
+        return all(self._step_is_finite)
 
     def _combine_losses(
         self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
@@ -304,6 +341,9 @@ class MaskedLossTrainer(HubPushMixin):
             # At the end of a pass, Trainer restores random numbers for the next one alone.
             steps_left = num_update_steps_per_epoch - num_batches // self.args.gradient_accumulation_steps
             progress = (epoch, num_batches) if steps_left > 0 else (epoch + 1, 0)
+            if self.state.global_step >= max_steps:
+                # NOTE: Trainer would train one step more.
+                progress = (num_train_epochs, 0)
         self._logged_losses = self._new_tokens = None
         self._steps_since_log = 0
         self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen
@@ -345,7 +385,9 @@ class MaskedLossTrainer(HubPushMixin):
             super()._save_checkpoint(*args, **kwargs)
 
     def _evaluate(self, *args, **kwargs):
-        with self._clock_stopped():
+        # Random numbers of training do not depend on whether there was an evaluation.
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with self._clock_stopped(), torch.random.fork_rng(devices):
             return super()._evaluate(*args, **kwargs)
 
     # Saving

@@ -70,15 +70,17 @@ def test_a_named_checkpoint_must_be_one(tmp_path):
 
 
 def test_another_stream_is_known_by_the_size_of_its_files(tmp_path):
-    def description(*texts: str) -> dict:
+    def description(*texts: str, max_length: int = 16, held_out: float = 0, **mixture) -> dict:
         name = write_jsonl(tmp_path / "a.jsonl", texts)
-        documents, _ = load_documents([name], streaming=True, validation_fraction=0)
+        documents, _ = load_documents([name, name], streaming=True, validation_fraction=held_out, **mixture)
         tokenizer = train_tokenizer(["one two"], vocab_size=300)
-        rows, _ = prepare_rows(documents.shuffle(seed=1, buffer_size=10), tokenizer, max_length=16)
+        rows, _ = prepare_rows(documents.shuffle(seed=1, buffer_size=10), tokenizer, max_length=max_length)
         return _describe_data(rows)
 
     first = description("one", "two")
     assert description("one", "two") == first and description("one", "two", "three") != first
+    for change in ({"max_length": 17}, {"held_out": 0.1}, {"weights": [1, 2]}):
+        assert description("one", "two", **change) != first
 
 
 def test_damaged_ones_get_a_name_that_says_so(tmp_path):
@@ -121,6 +123,37 @@ def test_shards_from_elsewhere_take_trust(tmp_path):
     own = arguments(tmp_path / "other", path)
     own.deepspeed_plugin = object()
     assert checkpoint_to_resume(own) == path
+
+
+def test_shards_of_torch_from_elsewhere_take_trust_too(tmp_path):
+    path = make_checkpoint(tmp_path / "other", 10)
+    os.mkdir(f"{path}/pytorch_model_fsdp_0")
+    open(f"{path}/pytorch_model_fsdp_0/.metadata", "w").close()
+    with pytest.raises(ValueError, match="outside --output_dir.*--trust_checkpoint"):
+        checkpoint_to_resume(arguments(tmp_path / "run", path))
+
+
+def test_shard_names_stay_in_the_checkpoint(tmp_path):
+    path = make_checkpoint(tmp_path, 10)
+    with open(f"{path}/model.safetensors.index.json", "w") as file:
+        file.write('{"weight_map": {"model.norm.weight": "../../outside.safetensors"}}')
+    os.unlink(f"{path}/{MANIFEST_NAME}")
+    write_manifest(tmp_path / "checkpoint-10", {})
+    for resume in ("auto", path):
+        with pytest.raises(ValueError, match="must name files beside it"):
+            checkpoint_to_resume(arguments(tmp_path, resume))
+
+
+def test_an_older_checkpoint_is_gone_on_from(tmp_path, monkeypatch):
+    """Its successors get another name, or `auto` would return to them; after a restart, what came of it is taken."""
+    older, _ = (make_checkpoint(tmp_path, step) for step in (8, 10))
+    assert checkpoint_to_resume(arguments(tmp_path, older)) == older
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "abandoned-checkpoint-10"}
+    newer = make_checkpoint(tmp_path, 9)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert checkpoint_to_resume(arguments(tmp_path, older)) == newer
+    # From another directory, and nothing was saved yet.
+    assert checkpoint_to_resume(arguments(tmp_path / "new", older)) == older
 
 
 def test_what_was_being_written_goes(tmp_path):

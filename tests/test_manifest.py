@@ -17,7 +17,7 @@ def checkpoint(tmp_path):
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    assert write_manifest(tmp_path, RUN) == sum(map(len, FILES.values()))
+    write_manifest(tmp_path, RUN)
     return tmp_path
 
 
@@ -63,6 +63,16 @@ def test_every_fault_of_every_file_is_found(checkpoint, tmp_path_factory, name, 
         assert not damage
     else:
         assert len(damage) == 1 and damage[0].startswith(name)
+
+
+def test_a_file_that_cannot_be_read_is_damage(checkpoint):
+    (checkpoint / "global_step2").rename(checkpoint / "moved")
+    os.symlink("/nowhere", checkpoint / "global_step2")
+    assert find_damage(checkpoint)
+    name = next(path for path in checkpoint.iterdir() if path.is_file() and path.name != MANIFEST_NAME)
+    name.unlink()
+    os.symlink("/nowhere", name)
+    assert f"{name.name} is a link" in find_damage(checkpoint)
 
 
 def test_an_added_file_is_found(checkpoint):

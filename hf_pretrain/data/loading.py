@@ -132,11 +132,16 @@ def load_documents(
                 "train on. Lower it, or add data."
             )
     if weights is None or len(parts) == 1:
-        return datasets.concatenate_datasets(parts), validation
-    probabilities = [weight / sum(weights) for weight in weights]
-    train = datasets.interleave_datasets(
-        parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
-    )
+        train = datasets.concatenate_datasets(parts)
+    else:
+        probabilities = [weight / sum(weights) for weight in weights]
+        train = datasets.interleave_datasets(
+            parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
+        )
+    if streaming:
+        # It stays with all that is made of the stream, and a run that goes on compares it.
+        described = [part.info.description for part in rows]
+        train.info.description = str((described, weights, validation_fraction))
     return train, validation
 
 
@@ -394,7 +399,7 @@ def _load_hub_rows(
     columns = records.column_names or list(next(iter(records)))
     if text_column is not None and text_column not in columns:
         raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
-    return records.map(
+    rows = records.map(
         _check_records,
         batched=True,
         with_indices=True,
@@ -403,6 +408,8 @@ def _load_hub_rows(
         remove_columns=columns,
         **({} if streaming else {"num_proc": num_proc}),
     )
+    rows.info.description = str((name, schema, text_column))
+    return rows
 
 
 def _check_records(

@@ -115,24 +115,24 @@ def prepare_rows(
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     how: dict[str, Any] = {"max_length": max_length, "packing": packing}
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
-    if isinstance(documents, IterableDataset):
-        how["encode"] = encode
-        rows = documents.map(
-            _encode_and_pack_batch,
-            fn_kwargs=how,
-            remove_columns=["text"],
-            **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
-        )
-        return rows, None
-    if len(documents) == 0:
-        no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
-        return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
-
     # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     key = _digest(tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
     if is_weighted:
         key = _digest(key, encoder, tokenizer.chat_template, max_length)
+    if isinstance(documents, IterableDataset):
+        rows = documents.map(
+            _encode_and_pack_batch,
+            fn_kwargs={**how, "encode": encode},
+            remove_columns=["text"],
+            **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
+        )
+        rows.info.description = str((documents.info.description, key, how, PACKING_VERSION))
+        return rows, None
+    if len(documents) == 0:
+        no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
+        return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
+
     prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
     prepared = work_on(cut(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
     rows = concatenate_datasets([part for part, _ in prepared])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.driving import command, final_bits, make_workspace, run
+from tests.faults.driving import STEPS, command, final_bits, make_workspace, run
 
 
 TABLE: dict[str, dict[str, int]] = defaultdict(lambda: {"trials": 0, "survived": 0, "lost": 0})
@@ -42,11 +42,11 @@ def reference(workspace):
 
 @pytest.fixture
 def record(request):
-    """A function that counts a trial of a fault, and is told whether it was survived."""
+    """A function that counts trials of a fault, and is told whether they were survived."""
 
-    def add(fault: str, survived: bool) -> None:
-        TABLE[fault]["trials"] += 1
-        TABLE[fault]["survived" if survived else "lost"] += 1
+    def add(fault: str, survived: bool, trials: int = 1) -> None:
+        TABLE[fault]["trials"] += trials
+        TABLE[fault]["survived" if survived else "lost"] += trials
 
     return add
 
@@ -58,12 +58,13 @@ def ends_like(workspace, reference, record):
     checkpoint and log included. Returns what the run printed.
     """
 
-    def check(fault: str, output_dir: Path, launcher: str = "python", *arguments: str) -> str:
+    def check(fault: str, output_dir: Path, launcher: str = "python", *arguments: str, trials: int = 1) -> str:
         words = command(workspace, output_dir, "--save_total_limit", "9", *arguments, launcher=launcher)
         result = run([*words, "--resume_from_checkpoint", "auto"])
         expected = final_bits(reference(launcher, *arguments))
         survived = result.returncode == 0 and final_bits(output_dir) == expected
-        record(fault, survived)
+        survived &= max(path.name for path in output_dir.glob("checkpoint-*")) == f"checkpoint-{STEPS}"
+        record(fault, survived, trials)
         assert survived, result.stdout[-4000:]
         assert not list(output_dir.glob(".saving*"))
         return result.stdout

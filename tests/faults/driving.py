@@ -52,6 +52,10 @@ def command(
     ]
 
 
+def zero(stage: int) -> list[str]:
+    return ["--deepspeed", str(ROOT / f"ds_configs/zero{stage}.json")]
+
+
 def run(words: list[str], *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     with start(words, **environment) as process:
         output, _ = process.communicate(timeout=timeout)
@@ -99,9 +103,9 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, ti
 
 
 def final_bits(output_dir: Path) -> dict[str, str]:
-    """Digests of everything that the last checkpoint of a run holds, but for clocks and the manifest."""
+    """Digests of the model and of all that the last checkpoint of a run holds, but for clocks and the manifest."""
     checkpoint = output_dir / f"checkpoint-{STEPS}"
-    digests = {}
+    digests = {"": hashlib.sha256((output_dir / "model.safetensors").read_bytes()).hexdigest()}
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
         if path.suffix in (".pt", ".pth") and not name.startswith("global_step"):

@@ -1,5 +1,5 @@
 """
-`recipes/pretrain.py` with one bad micro-batch: `POISON=loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite,
+`recipes/pretrain.py` with other data on one rank, `POISON=data:other.jsonl:1`, or with one bad micro-batch: `POISON=loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite,
 `POISON=gradient:9:0` puts a NaN into a gradient of the ninth on rank 0 whose loss is fine.
 """
 
@@ -18,13 +18,16 @@ kind, number, rank = os.environ["POISON"].split(":")
 forward = MiniMindForCausalLM.forward
 num_passes = 0
 
+if kind == "data" and os.environ["RANK"] == rank:
+    sys.argv[sys.argv.index("--dataset_name") + 1] = number
+
 
 @functools.wraps(forward)
 def poisoned(self, *args, **kwargs):
     global num_passes
     outputs = forward(self, *args, **kwargs)
     num_passes += self.training
-    if num_passes == int(number) and os.environ.get("RANK", "0") == rank:
+    if kind != "data" and num_passes == int(number) and os.environ.get("RANK", "0") == rank:
         num_passes += 1
         if kind == "loss":
             outputs["loss"] = outputs["loss"] + torch.inf

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hf_pretrain.data.formats import BadRecord, read_file, read_text
 from hf_pretrain.data.loading import load_documents
-from tests.faults.driving import command, run, start, wait_for
+from tests.faults.driving import RECIPE, command, run, start, wait_for
+from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
 
 
@@ -131,12 +132,23 @@ def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path, record):
     record("data: too many bad lines", True)
 
 
+@pytest.mark.faults
+def test_ranks_with_different_data_do_not_train(workspace, tmp_path, record):
+    lines = (workspace / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join([lines[1], *lines[1:]]))
+    words = command(workspace, tmp_path / "run", launcher="torchrun")
+    words[words.index(RECIPE)] = str(ROOT / "tests/faults/poisoned.py")
+    result = run(words, POISON=f"data:{tmp_path / 'other.jsonl'}:1", PYTHONPATH=str(ROOT))
+    assert result.returncode != 0 and "The ranks read different data" in result.stdout, result.stdout[-3000:]
+    record("data: another file on one rank", True)
+
+
 PREPARE = """
 import hashlib, sys
 from hf_pretrain.data import loading, packing, parts
 from hf_pretrain.tokenization import load_tokenizer
 
-loading.SHARD_BYTES, parts.PART_SIZE, packing.GROUP_SIZE = 1 << 20, 4_000, 2_000
+loading.SHARD_BYTES, parts.PART_SIZE, packing.GROUP_SIZE = 1 << 20, 3_000, 1_000
 documents, _ = loading.load_documents([sys.argv[1]], num_proc=2)
 rows, _ = packing.prepare_rows(documents, load_tokenizer(sys.argv[2]), max_length=64, num_proc=2)
 print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encode()).hexdigest())

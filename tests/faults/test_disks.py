@@ -6,11 +6,8 @@ import subprocess
 import pytest
 
 from hf_pretrain.manifest import find_damage
-from tests.faults.driving import command, run, start, wait_for
-from tests.invariants.launching import ROOT
+from tests.faults.driving import command, run, start, wait_for, zero
 
-
-ZERO2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json")]
 
 pytestmark = [pytest.mark.slow]
 
@@ -47,7 +44,7 @@ def test_too_small_a_disk_is_noticed_before_the_first_step(small_disk, workspace
     [
         ("python", 12, []),
         pytest.param("torchrun", 12, [], marks=pytest.mark.faults),
-        pytest.param("deepspeed", 24, ZERO2, marks=pytest.mark.faults),
+        pytest.param("deepspeed", 24, zero(2), marks=pytest.mark.faults),
     ],
 )
 def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, workspace, record):

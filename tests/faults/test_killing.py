@@ -5,21 +5,29 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from hf_pretrain.manifest import MANIFEST_NAME, find_damage
-from tests.faults.driving import command, ranks, start, wait_for
+from tests.faults.driving import STEPS, command, ranks, start, wait_for
 
 
-NUM_RANDOM_KILLS = int(os.environ.get("N", 30))
-# Of the second save: no file yet, each of its files, its manifest, and its name.
-NUM_FILES = {"python": 14, "torchrun": 15}
+# A run is killed in each of its saves but the last one.
+SAVES = range(2, STEPS, 2)
+NUM_RANDOM_RUNS = -(-int(os.environ.get("N", 30)) // len(SAVES))
+# Of a save: no file yet, each of its files, its manifest, and its name.
+NUM_MOMENTS = {"python": 16, "torchrun": 17}
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-def kill(process, launcher: str, rank: int) -> None:
+def killable(workspace: Path, output_dir: Path, launcher: str) -> list[str]:
+    words = command(workspace, output_dir, "--save_total_limit", "9", launcher=launcher)
+    return [*words, "--resume_from_checkpoint", "auto"]
+
+
+def kill(process, rank: int) -> None:
     """The only process, or one rank; the launcher sees to the other, as it would."""
     found = ranks(process)
     if found:
@@ -27,59 +35,61 @@ def kill(process, launcher: str, rank: int) -> None:
     process.communicate(timeout=120)
 
 
-def check_checkpoints(output_dir):
+def check_checkpoints(output_dir: Path) -> None:
     for path in output_dir.glob("checkpoint-*"):
         assert find_damage(path) == []
 
 
-def kill_at(number: int, launcher: str, workspace, output_dir) -> None:
-    def written() -> int:
-        saving = output_dir / ".saving/checkpoint-4"
-        try:
-            return sum(path.is_file() for path in saving.rglob("*")) + (saving / MANIFEST_NAME).exists()
-        except FileNotFoundError:
-            return 0
+def kill_within_save(step: int, number: int, words: list[str], output_dir: Path) -> None:
+    saving, named = output_dir / f".saving/checkpoint-{step}", output_dir / f"checkpoint-{step}"
 
     def is_time() -> bool:
-        return (output_dir / ".saving/checkpoint-4").is_dir() and written() >= number or is_named()
+        try:
+            written = sum(path.is_file() for path in saving.rglob("*")) + (saving / MANIFEST_NAME).exists()
+        except FileNotFoundError:
+            written = 0
+        return (saving.is_dir() and written >= number) or named.is_dir()
 
-    def is_named() -> bool:
-        return (output_dir / "checkpoint-4").is_dir()
-
-    with start(command(workspace, output_dir, "--save_total_limit", "9", launcher=launcher)) as process:
+    with start(words) as process:
         wait_for(is_time, process)
-        kill(process, launcher, number % 2)
+        kill(process, number % 2)
     assert process.returncode != 0, "the run ended before it was killed"
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"),
+    ("launcher", "first"),
     [
-        pytest.param(launcher, number, marks=() if number in (0, 9) and launcher == "python" else pytest.mark.faults)
-        for launcher, num_files in NUM_FILES.items()
-        for number in range(num_files + 2)
+        pytest.param(launcher, first, marks=() if (launcher, first) == ("python", 0) else pytest.mark.faults)
+        for launcher, num_moments in NUM_MOMENTS.items()
+        for first in range(-(-num_moments // len(SAVES)))
     ],
 )
-def test_after_each_file_of_a_save(launcher, number, workspace, tmp_path, ends_like):
-    kill_at(number, launcher, workspace, tmp_path / "run")
-    check_checkpoints(tmp_path / "run")
-    ends_like(f"kill -9 within a save: {launcher}", tmp_path / "run", launcher)
+def test_after_each_file_of_a_save(launcher, first, workspace, tmp_path, ends_like):
+    moments = range(first, NUM_MOMENTS[launcher], -(-NUM_MOMENTS[launcher] // len(SAVES)))
+    for step, number in zip(SAVES, moments, strict=False):
+        kill_within_save(step, number, killable(workspace, tmp_path / "run", launcher), tmp_path / "run")
+        check_checkpoints(tmp_path / "run")
+    ends_like(f"kill -9 within a save: {launcher}", tmp_path / "run", launcher, trials=len(moments))
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("trial", range(NUM_RANDOM_KILLS))
+@pytest.mark.parametrize("trial", range(NUM_RANDOM_RUNS))
 def test_at_random_moments(trial, workspace, tmp_path, ends_like):
-    """Some time after the run began or saved. A run that had ended by then was not killed and does not count."""
+    """Some time after the next save, three times. A run that had ended by then was not killed and does not count."""
     launcher = ("python", "torchrun")[trial % 2]
     chance = random.Random(trial)
     for attempt in itertools.count():
         output_dir = tmp_path / str(attempt)
-        last = output_dir / chance.choice(["", "checkpoint-2", "checkpoint-4", "checkpoint-6"])
-        with start(command(workspace, output_dir, "--save_total_limit", "9", launcher=launcher)) as process:
-            wait_for(last.is_dir, process)
-            time.sleep(chance.uniform(0, 0.2))
-            kill(process, launcher, trial // 2 % 2)
-        if process.returncode != 0:
+        for _ in SAVES:
+            saved = [int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*")]
+            following = output_dir / f"checkpoint-{max(saved, default=0) + 2}"
+            with start(killable(workspace, output_dir, launcher)) as process:
+                wait_for(following.is_dir, process)
+                time.sleep(chance.uniform(0, 0.2))
+                kill(process, chance.randrange(2))
+            check_checkpoints(output_dir)
+            if process.returncode == 0:
+                break
+        else:
             break
-    check_checkpoints(output_dir)
-    ends_like(f"kill -9 at a random moment: {launcher}", output_dir, launcher)
+    ends_like(f"kill -9 at a random moment: {launcher}", output_dir, launcher, trials=len(SAVES))

@@ -5,12 +5,8 @@ import re
 
 import pytest
 
-from tests.faults.driving import RECIPE, command, run
+from tests.faults.driving import RECIPE, command, run, zero
 from tests.invariants.launching import ROOT
-
-
-def zero(stage: int) -> list[str]:
-    return ["--deepspeed", str(ROOT / f"ds_configs/zero{stage}.json")]
 
 
 # Passes are counted on each rank, two a step. Of an infinite loss the micro-batch is known, of a gradient the step.

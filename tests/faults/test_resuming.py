@@ -7,28 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.faults.driving import STEPS, command, run
+from tests.faults.driving import STEPS, command, run, start, wait_for, zero
 from tests.invariants.launching import ROOT, cpu_environment
-
-
-def zero(stage: int) -> list[str]:
-    return ["--deepspeed", str(ROOT / f"ds_configs/zero{stage}.json")]
 
 
 WAYS = {
     "one process": ("python", []),
+    "one process, logs of three steps": ("python", ["--logging_steps", "3"]),
     "two loader workers": ("python", ["--dataloader_num_workers", "2"]),
     "a stream": ("python", ["--streaming"]),
     "a stream, two loader workers": ("python", ["--streaming", "--dataloader_num_workers", "2"]),
     "DDP": ("torchrun", []),
+    "DDP, logs of three steps": ("torchrun", ["--logging_steps", "3"]),
     "DDP, a stream": ("torchrun", ["--streaming"]),
     "FSDP2": ("torchrun", ["--fsdp_size", "2"]),
     "ZeRO-1": ("deepspeed", zero(1)),
     "ZeRO-2": ("deepspeed", zero(2)),
     "ZeRO-3": ("deepspeed", zero(3)),
 }
-QUICK = ("one process", "a stream", "DDP")
+QUICK = (*(("one process", step) for step in (6, 8)), ("a stream", 8), ("DDP, a stream", 6))
 
 
 def losses(output_dir: Path) -> list[float]:
@@ -51,10 +51,10 @@ def interrupted(reference, tmp_path):
 @pytest.mark.parametrize(
     ("way", "step"),
     [
-        pytest.param(way, step, marks=() if way in QUICK and step == 6 else pytest.mark.faults, id=f"{way}-{step}")
+        pytest.param(way, step, marks=() if (way, step) in QUICK else pytest.mark.faults, id=f"{way}-{step}")
         for way in WAYS
-        # Within the first of four steps' passes, at its end, and within the second.
-        for step in (2, 4, 6)
+        # Within the first of four steps' passes, at its end, within the second, and where nothing is left to train.
+        for step in (2, 4, 6, 8)
     ],
 )
 def test_bit_for_bit(way, step, interrupted, ends_like):
@@ -63,6 +63,35 @@ def test_bit_for_bit(way, step, interrupted, ends_like):
     ends_like(f"resume: {way}", output_dir, launcher, *arguments)
     seen = json.loads((output_dir / f"checkpoint-{STEPS}/trainer_state.json").read_text())["num_input_tokens_seen"]
     assert seen > 0
+
+
+@pytest.mark.faults
+def test_the_best_model_at_the_end(workspace, tmp_path, record):
+    """On every rank. The largest loss is called the best, so that it is that of the first checkpoint."""
+    arguments = ["--validation_fraction", "0.2", "--eval_strategy", "steps", "--eval_steps", "2"]
+    arguments += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
+    output_dir = tmp_path / "run"
+    words = command(workspace, output_dir, *arguments, "--save_total_limit", "1", launcher="torchrun")
+    result = run(words)
+    assert result.returncode == 0 and "Could not locate the best model" not in result.stdout, result.stdout[-3000:]
+    assert {path.name for path in output_dir.glob("checkpoint-*")} == {"checkpoint-2"}
+    history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+    evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert evaluations[-1] == evaluations[0] != evaluations[-2]
+    best, last = (load_file(path / "model.safetensors") for path in (output_dir / "checkpoint-2", output_dir))
+    assert all(torch.equal(weight, last[name]) for name, weight in best.items())
+    record("the best model at the end, two ranks", True)
+
+
+@pytest.mark.faults
+def test_a_signal_where_an_evaluation_is_due(workspace, tmp_path, ends_like):
+    arguments = ["--validation_fraction", "0.2", "--eval_strategy", "steps", "--eval_steps", "1"]
+    with start(command(workspace, tmp_path / "run", "--save_total_limit", "9", *arguments)) as process:
+        wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    ends_like("signal: then resumed", tmp_path / "run", "python", *arguments)
 
 
 @pytest.mark.slow
@@ -79,7 +108,7 @@ def test_as_many_processes_as_there_are(interrupted, workspace, reference, recor
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shards_go_on_in_another_number_of_processes(stage, interrupted, workspace, reference, tmp_path, record):
-    """As docs/checkpoints.md says. Without dropout, the same loss,"""
+    """As docs/checkpoints.md says. Without dropout, the same loss."""
     arguments = ["--config_overrides", "dropout=0.0"]
     output_dir = interrupted(4, "deepspeed", *zero(stage), *arguments)
     checkpoint = output_dir / "checkpoint-4"

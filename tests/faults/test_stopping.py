@@ -7,11 +7,9 @@ import time
 
 import pytest
 
-from tests.faults.driving import command, final_bits, ranks, start, wait_for
-from tests.invariants.launching import ROOT
+from tests.faults.driving import command, final_bits, ranks, start, wait_for, zero
 
 
-ZERO2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json")]
 LONG = ["--max_steps", "20000", "--save_steps", "20"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -61,16 +59,18 @@ def to_all_with_skew(process, found):
     found[0].send_signal(signal.SIGTERM)
 
 
+# Alive as long as the run is.
+WORKERS = ["--dataloader_num_workers", "2", "--dataloader_persistent_workers", "true"]
 # What launchers make of it: torchrun ends with 1 and names the statuses of its ranks, deepspeed's runner dies itself.
 SIGNALS = {
     "SIGTERM": ("python", [], to_one(signal.SIGTERM), 143),
     "SIGINT": ("python", [], to_one(signal.SIGINT), 130),
-    "SIGUSR1, loader workers too": ("python", ["--dataloader_num_workers", "2"], to_group(signal.SIGUSR1), 138),
-    "SIGTERM, loader workers too": ("python", ["--dataloader_num_workers", "2"], to_group(signal.SIGTERM), 143),
+    "SIGUSR1, loader workers too": ("python", WORKERS, to_group(signal.SIGUSR1), 138),
+    "SIGTERM, loader workers too": ("python", WORKERS, to_group(signal.SIGTERM), 143),
     "SIGTERM to torchrun": ("torchrun", [], to_launcher(signal.SIGTERM), 1),
     "SIGINT to torchrun's group": ("torchrun", [], to_group(signal.SIGINT), 1),
     "SIGTERM to ranks 0.2 s apart": ("torchrun", [], to_all_with_skew, 1),
-    "SIGTERM to deepspeed's group": ("deepspeed", ZERO2, to_group(signal.SIGTERM), -15),
+    "SIGTERM to deepspeed's group": ("deepspeed", zero(2), to_group(signal.SIGTERM), -15),
 }
 
 
@@ -96,7 +96,7 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
     ("launcher", "arguments"),
     [
         ("torchrun", []),
-        pytest.param("deepspeed", ZERO2, marks=pytest.mark.faults),
+        pytest.param("deepspeed", zero(2), marks=pytest.mark.faults),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -110,7 +110,7 @@ def test_a_rank_that_dies_is_named(launcher, arguments, rank, harm, record):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("launcher", "arguments"), [("torchrun", []), ("deepspeed", ZERO2)])
+@pytest.mark.parametrize(("launcher", "arguments"), [("torchrun", []), ("deepspeed", zero(2))])
 def test_a_rank_that_hangs_is_named(launcher, arguments, harm, record):
     """After the timeout of five seconds and as many for the roll call; launchers give the frozen one thirty more."""
     returncode, output, seconds, _ = harm(to_one(signal.SIGSTOP), launcher, *arguments, "--ddp_timeout", "5")

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_pretrain.manifest import read_manifest, write_manifest
-from tests.faults.driving import command, run
-from tests.faults.test_resuming import zero
+from tests.faults.driving import command, run, zero
 from tests.hub_server import HubServer
 
 
