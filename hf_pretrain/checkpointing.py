@@ -281,6 +281,13 @@ class CheckpointMixin(ShardedCheckpointMixin):
     def _data_description(self) -> dict[str, Any]:
         return _describe_data(self.train_dataset)
 
+    @cached_property
+    def _config_digest(self) -> str:
+        """As the run begins: Trainer changes some fields while it trains."""
+        config = self.accelerator.unwrap_model(self.model).config.to_dict()
+        config.pop("transformers_version", None)
+        return _digest(json.dumps(config, default=repr, sort_keys=True))
+
     def _describe_run(self) -> dict[str, Any]:
         """What has to be the same to go on exactly, and what is good to know."""
         args = self.args
@@ -301,7 +308,7 @@ class CheckpointMixin(ShardedCheckpointMixin):
             "data": self._data_description,
             "order": self._describe_order(),
             "settings": {name: getattr(args, name) for name in _SETTINGS},
-            "config": _digest(self.accelerator.unwrap_model(self.model).config.to_json_string()),
+            "config": self._config_digest,
             "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
         }
 
@@ -315,6 +322,8 @@ class CheckpointMixin(ShardedCheckpointMixin):
         return {}
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        # Before Trainer changes the config.
+        self._describe_run()
         self._check_same_data()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(self.args.output_dir))
@@ -335,7 +344,9 @@ class CheckpointMixin(ShardedCheckpointMixin):
             )
 
     def _check_resume(self, checkpoint: str) -> None:
-        then, now = read_manifest(checkpoint)["run"], self._describe_run()
+        now = self._describe_run()
+        # What an earlier version did not write is not compared.
+        then = now | read_manifest(checkpoint)["run"]
         fatal, inexact = _differences(then, now)
         if fatal:
             raise ValueError(

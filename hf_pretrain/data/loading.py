@@ -33,7 +33,7 @@ from .formats import (
     read_json_lines,
     read_text,
 )
-from .parts import cut, work_on
+from .parts import cut, digest, work_on
 
 
 logger = logging.get_logger(__name__)
@@ -291,31 +291,31 @@ def _cut_file(source: str) -> Iterator[_Piece]:
         yield _Piece(source, state, digest=EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version())
         return
     is_cut = Path(source).suffix.lower() == ".jsonl"
-    digest, start, line, stop, next_line = hashlib.blake2b(digest_size=16), 0, 1, 0, 1
+    hasher, start, line, stop, next_line = hashlib.blake2b(digest_size=16), 0, 1, 0, 1
     with open(source, "rb") as file:
         for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
             end_of_line = chunk.rfind(b"\n") + 1
             if is_cut and end_of_line and stop + end_of_line - start >= SHARD_BYTES:
-                digest.update(chunk[:end_of_line])
+                hasher.update(chunk[:end_of_line])
                 next_line += chunk.count(b"\n")
-                yield _Piece(source, state, start, stop + end_of_line, line, digest.hexdigest())
-                digest, start, line = (
+                yield _Piece(source, state, start, stop + end_of_line, line, hasher.hexdigest())
+                hasher, start, line = (
                     hashlib.blake2b(chunk[end_of_line:], digest_size=16),
                     stop + end_of_line,
                     next_line,
                 )
             else:
-                digest.update(chunk)
+                hasher.update(chunk)
                 next_line += chunk.count(b"\n")
             stop += len(chunk)
     if start < stop:
-        yield _Piece(source, state, start, stop if start else None, line, digest.hexdigest())
+        yield _Piece(source, state, start, stop if start else None, line, hasher.hexdigest())
 
 
 def _load_shard(pieces: list[_Piece], how: dict[str, str | None]) -> Dataset:
     """The rows of some pieces, read or from the cache."""
     contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
-    key = hashlib.blake2b(json.dumps([READER_VERSION, how, contents]).encode(), digest_size=16).hexdigest()
+    key = digest(READER_VERSION, how, contents)
     try:
         return Dataset.from_generator(
             _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}, fingerprint=key
@@ -487,7 +487,7 @@ def _split(
 
 
 def _split_part(documents: Dataset, is_wanted: Callable[[list[str]], list[bool]], key: str) -> Dataset:
-    key = hashlib.blake2b(f"{documents._fingerprint} {key}".encode(), digest_size=16).hexdigest()
+    key = digest(documents._fingerprint, key)
     return documents.filter(is_wanted, batched=True, input_columns="text", new_fingerprint=key)
 
 

@@ -6,7 +6,6 @@ From documents to rows of ids without padding.
 documents are, so that none of them sees another.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..tokenization import encode_documents
 from .conversations import ConversationEncoder
-from .parts import cut, work_on
+from .parts import cut, digest, work_on
 
 
 PACKINGS = ("bfd", "wrapped", "none")
@@ -117,9 +116,9 @@ def prepare_rows(
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
     # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    key = _digest(tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
+    key = digest(tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
     if is_weighted:
-        key = _digest(key, encoder, tokenizer.chat_template, max_length)
+        key = digest(key, encoder, tokenizer.chat_template, max_length)
     if isinstance(documents, IterableDataset):
         rows = documents.map(
             _encode_and_pack_batch,
@@ -149,7 +148,7 @@ def _prepare_part(
     documents: Dataset, key: str, encode: Callable[[dict[str, list]], dict[str, list]], features: Features, how: dict
 ) -> tuple[Dataset, PackingReport]:
     """Rows of one part, and what was counted; `key` stands for the tokenizer and the encoder."""
-    key = _digest(documents._fingerprint, key)
+    key = digest(documents._fingerprint, key)
     tokens = documents.map(
         encode,
         batched=True,
@@ -161,7 +160,7 @@ def _prepare_part(
     if len(tokens) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(len(documents), 0, 0, 0.0, 0, num_dropped=len(documents))
-    key = _digest(key, how, GROUP_SIZE, PACKING_VERSION)
+    key = digest(key, how, GROUP_SIZE, PACKING_VERSION)
     rows = tokens.with_format("arrow").map(
         _pack_batch,
         fn_kwargs=how,
@@ -170,10 +169,6 @@ def _prepare_part(
         **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
     )
     return rows.with_format(None), _report(documents, tokens, rows, how["max_length"])
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:

@@ -3,6 +3,7 @@ Work on large data part by part, each in a process of its own and cached: a run 
 done, and memory does not grow with the data, whose pages stay mapped only as long as a part is worked on.
 """
 
+import hashlib
 import os
 import threading
 import time
@@ -16,11 +17,16 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 
-# A multiple of what is packed together, so that rows do not depend on it.
+# A multiple of what is packed together, so that rows of text do not depend on it.
 PART_SIZE = 100_000
 MAX_PROCESSES = 8
 
 T = TypeVar("T")
+
+
+def digest(*values: object) -> str:
+    """A key for the cache, of values that print all that they are."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
 
 
 def cut(dataset: Dataset) -> list[Dataset]:
@@ -66,4 +72,4 @@ def _begin_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-__all__ = ["MAX_PROCESSES", "PART_SIZE", "cut", "work_on"]
+__all__ = ["MAX_PROCESSES", "PART_SIZE", "cut", "digest", "work_on"]

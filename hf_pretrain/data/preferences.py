@@ -1,12 +1,12 @@
 """From preferences in the internal form to the ids that TRL's preference trainers take."""
 
-import hashlib
 import json
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
 from .conversations import encode_conversation
+from .parts import digest
 
 
 PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
@@ -41,7 +41,7 @@ def prepare_pairs(
         remove_columns=["text"],
         features=PAIR_FEATURES,
         num_proc=num_proc,
-        new_fingerprint=hashlib.blake2b(repr((key, ENCODING_VERSION)).encode(), digest_size=16).hexdigest(),
+        new_fingerprint=digest(key, ENCODING_VERSION),
         desc="Tokenizing",
     )
     if len(documents) and len(pairs) == 0:
