@@ -7,8 +7,8 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,14 @@ def start(words: list[str], **environment: str) -> Iterator[subprocess.Popen[str
     try:
         yield process
     finally:
-        for child in [*ranks(process), process]:
-            try:
-                os.kill(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        kill_all([*ranks(process), process])
         process.wait()
+
+
+def kill_all(processes: Iterable[psutil.Process | subprocess.Popen[str]]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_pretrain.manifest import MANIFEST_NAME, find_damage
-from tests.faults.driving import STEPS, command, ranks, start, wait_for
+from tests.faults.driving import STEPS, command, kill_all, ranks, start, wait_for
 
 
 # A run is killed in each of its saves but the last one.
@@ -27,12 +27,19 @@ def killable(workspace: Path, output_dir: Path, launcher: str) -> list[str]:
     return [*words, "--resume_from_checkpoint", "auto"]
 
 
-def kill(process, rank: int) -> None:
-    """The only process, or one rank; the launcher sees to the other, as it would."""
+def kill(process, rank: int, *, whole_machine: bool = False) -> None:
+    """The only process, or one rank; the launcher sees to the other, unless that dies soon after with its machine."""
     found = ranks(process)
     if found:
         found[min(rank, len(found) - 1)].send_signal(signal.SIGKILL)
+    if whole_machine:
+        time.sleep(0.2)
+        kill_all([process, *found])
     process.communicate(timeout=120)
+
+
+def steps_of(output_dir: Path) -> list[int]:
+    return [int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*")]
 
 
 def check_checkpoints(output_dir: Path) -> None:
@@ -52,8 +59,8 @@ def kill_within_save(step: int, number: int, words: list[str], output_dir: Path)
 
     with start(words) as process:
         wait_for(is_time, process)
-        kill(process, number % 2)
-    assert process.returncode != 0, "the run ended before it was killed"
+        kill(process, number % 2, whole_machine=True)
+    assert process.returncode != 0 and max(steps_of(output_dir), default=0) <= step, "it went on before it was killed"
 
 
 @pytest.mark.parametrize(
@@ -81,8 +88,7 @@ def test_at_random_moments(trial, workspace, tmp_path, ends_like):
     for attempt in itertools.count():
         output_dir = tmp_path / str(attempt)
         for _ in SAVES:
-            saved = [int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*")]
-            following = output_dir / f"checkpoint-{max(saved, default=0) + 2}"
+            following = output_dir / f"checkpoint-{max(steps_of(output_dir), default=0) + 2}"
             with start(killable(workspace, output_dir, launcher)) as process:
                 wait_for(following.is_dir, process)
                 time.sleep(chance.uniform(0, 0.2))
