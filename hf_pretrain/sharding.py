@@ -24,8 +24,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 class ShardedCheckpointMixin(Trainer):
     """A `Trainer` that saves and resumes what transformers sharded."""
 
-    # Of the optimizer's groups, unless a DeepSpeed config brings its own optimizer.
-    _weight_decays: list[float] = []
+    # Of the optimizer's groups.
+    _weight_decays: list[float | None] = []
 
     def __init__(self, *args: Any, **kwargs: Any):
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
@@ -69,7 +69,8 @@ class ShardedCheckpointMixin(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any):
         optimizer = super().create_optimizer(*args, **kwargs)
-        self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+        # A DeepSpeed config's own optimizer has no groups yet.
+        self._weight_decays = [group.get("weight_decay") for group in getattr(optimizer, "param_groups", ())]
         return optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -77,7 +78,8 @@ class ShardedCheckpointMixin(Trainer):
             # NOTE: of a universal checkpoint, ZeRO-3 gives every group the weight decay of the first one, and all the
             # same counter of steps, which each of them would advance.
             for group, weight_decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
-                group["weight_decay"] = weight_decay
+                if weight_decay is not None:
+                    group["weight_decay"] = weight_decay
             optimizer = self.optimizer
             while hasattr(optimizer, "optimizer"):
                 optimizer = optimizer.optimizer

@@ -305,7 +305,7 @@ def test_deepspeed_configs_that_change_the_optimizer_are_met(workspace, block, a
     command = [*launcher_command("deepspeed"), RECIPE, *toy_arguments(workspace, path.stem), *arguments]
     result = start([*command, "--deepspeed", str(path)])
     assert message in result.stdout, result.stdout[-3000:]
-    assert (result.returncode == 0) == (not arguments)
+    assert (result.returncode == 0) == (not arguments), result.stdout[-3000:]
 
 
 @pytest.fixture(scope="module")
