@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from .arguments import ChatArguments
-from .checkpointing import find_newest_run
 from .model_card import CARD_NAME, HELD_OUT_METRICS, RunFacts, add_results, held_out_results
+from .resuming import find_newest_run
 from .training_args import LMTrainingArguments
 
 

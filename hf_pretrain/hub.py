@@ -32,9 +32,10 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from .adapters import is_adapted
-from .checkpointing import CHECKPOINT_FILES, newest_checkpoint
+from .checkpointing import CHECKPOINT_FILES
 from .configuration_minimind import CODE_FILES
 from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
+from .resuming import newest_checkpoint
 from .stopping import StoppingMixin
 from .training_args import LMTrainingArguments
 

@@ -9,11 +9,11 @@ from transformers.trainer_callback import ProgressCallback
 
 from .arguments import ChatArguments
 from .callbacks import TrainingProgressCallback
-from .checkpointing import check_writable, checkpoint_to_resume, on_main_process, remove_leftovers
 from .data.conversations import mark_template
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve, sample_answers
+from .resuming import check_writable, checkpoint_to_resume, on_main_process, remove_leftovers
 from .training_args import LMTrainingArguments
 
 
@@ -23,7 +23,7 @@ def begin_run(training_args: LMTrainingArguments) -> str | None:
     says on what the run trains.
 
     Raises:
-        `ValueError`: as [`~hub.pull_checkpoint`] and [`~checkpointing.checkpoint_to_resume`] do.
+        `ValueError`: as [`~hub.pull_checkpoint`] and [`~resuming.checkpoint_to_resume`] do.
     """
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)

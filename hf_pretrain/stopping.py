@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
-from .checkpointing import CheckpointMixin, on_main_process
+from .checkpointing import CheckpointMixin
+from .resuming import on_main_process
 
 
 logger = logging.get_logger(__name__)

@@ -18,7 +18,7 @@ from transformers import set_seed
 
 from hf_pretrain.arguments import ModelArguments
 from hf_pretrain.chatting import Chat
-from hf_pretrain.checkpointing import find_newest_run
+from hf_pretrain.resuming import find_newest_run
 from hf_pretrain.tokenization import load_tokenizer
 
 

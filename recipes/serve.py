@@ -24,7 +24,7 @@ from transformers.cli.serve import ReasoningMode, Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.checkpointing import find_newest_run
+from hf_pretrain.resuming import find_newest_run
 
 
 def main(args: argparse.Namespace) -> None:

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpointing import _describe_data, checkpoint_to_resume, find_newest_run, remove_leftovers
+from hf_pretrain.checkpointing import _describe_data
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.manifest import MANIFEST_NAME, write_manifest
+from hf_pretrain.resuming import checkpoint_to_resume, find_newest_run, remove_leftovers
 from hf_pretrain.tokenization import train_tokenizer
 from tests.toys import write_jsonl
 

@@ -9,10 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from glob import glob
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +19,19 @@ from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
 from .conversations import SCHEMAS, first_question
-from .corpora import EMBEDDED_CORPORA, load_embedded
+from .corpora import load_embedded
 from .formats import (
-    CHUNK_BYTES,
-    COMPRESSIONS,
-    EXTENSIONS,
     BadRecord,
-    file_format,
     read_file,
     read_json_lines,
     read_text,
 )
 from .parts import cut, digest, work_on
+from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file_state, find_sources
 
 
 logger = logging.get_logger(__name__)
 
-EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
 DOCUMENT_FEATURES = Features({"text": Value("string")})
 # What every source is read into: a document, or an empty text and the reason why there is none.
 ROW_FEATURES = Features(
@@ -51,7 +44,6 @@ ROW_FEATURES = Features(
     }
 )
 READER_VERSION = 5  # part of the cache key; raise it when reading gives other rows
-SHARD_BYTES = 64 << 20  # what is read into one file of the cache
 MAX_WARNINGS = 20
 # Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
 VALIDATION_SCAN = 50_000
@@ -240,79 +232,24 @@ def _load_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
     """Everything under one name, with the columns of `ROW_FEATURES`; cached by content unless streamed."""
-    sources = _find_sources(name)
+    sources = find_sources(name)
     if sources is None:
         return _load_hub_rows(name, schema, text_column, streaming, num_proc)
     how = {"schema": schema, "text_column": text_column}
     if streaming:
-        pieces = [_Piece(source, _file_state(source)) for source in sources]
+        pieces = [Piece(source, file_state(source)) for source in sources]
         stream = IterableDataset.from_generator(
             _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}
         )
         # It stays with all that is made of the stream, and a run that goes on compares it.
         stream.info.description = str([how, *((Path(piece.source).name, piece.state[0]) for piece in pieces)])
         return stream
-    shards = _cut_sources(sources)
+    shards = cut_sources(sources)
     parts = work_on(shards, partial(_load_shard, how=how), num_proc=num_proc, desc=f"Reading {name}")
     return datasets.concatenate_datasets(parts)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """
-    A file or embedded part in its state of the beginning, or some lines of it: from byte `start` to `stop`, of which the
-    first is number `line`. `digest` is that of its content.
-    """
-
-    source: str
-    state: tuple[int, int]
-    start: int = 0
-    stop: int | None = None
-    line: int = 1
-    digest: str | None = None
-
-
-def _cut_sources(sources: list[str]) -> list[list[_Piece]]:
-    """What is read together: about `SHARD_BYTES` each, whole files unless they can be cut between lines."""
-    shards: list[list[_Piece]] = [[]]
-    size = 0
-    for piece in chain.from_iterable(map(_cut_file, sources)):
-        shards[-1].append(piece)
-        size += (piece.stop or piece.state[0]) - piece.start
-        if size >= SHARD_BYTES:
-            shards.append([])
-            size = 0
-    return [shard for shard in shards if shard]
-
-
-def _cut_file(source: str) -> Iterator[_Piece]:
-    state = _file_state(source)
-    if source in EMBEDDED_SOURCES:
-        yield _Piece(source, state, digest=EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version())
-        return
-    is_cut = Path(source).suffix.lower() == ".jsonl"
-    hasher, start, line, stop, next_line = hashlib.blake2b(digest_size=16), 0, 1, 0, 1
-    with open(source, "rb") as file:
-        for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
-            end_of_line = chunk.rfind(b"\n") + 1
-            if is_cut and end_of_line and stop + end_of_line - start >= SHARD_BYTES:
-                hasher.update(chunk[:end_of_line])
-                next_line += chunk.count(b"\n")
-                yield _Piece(source, state, start, stop + end_of_line, line, hasher.hexdigest())
-                hasher, start, line = (
-                    hashlib.blake2b(chunk[end_of_line:], digest_size=16),
-                    stop + end_of_line,
-                    next_line,
-                )
-            else:
-                hasher.update(chunk)
-                next_line += chunk.count(b"\n")
-            stop += len(chunk)
-    if start < stop:
-        yield _Piece(source, state, start, stop if start else None, line, hasher.hexdigest())
-
-
-def _load_shard(pieces: list[_Piece], how: dict[str, str | None]) -> Dataset:
+def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
     """The rows of some pieces, read or from the cache."""
     contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
     key = digest(READER_VERSION, how, contents)
@@ -324,57 +261,6 @@ def _load_shard(pieces: list[_Piece], how: dict[str, str | None]) -> Dataset:
         if isinstance(error.__cause__, ValueError):
             raise ValueError(str(error.__cause__)) from None
         raise
-
-
-def _file_state(source: str) -> tuple[int, int]:
-    """Size and time of a file, by which a change is noticed; zeros for an embedded part."""
-    if source in EMBEDDED_SOURCES:
-        return 0, 0
-    status = Path(source).stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def _check_unchanged(source: str, state: tuple[int, int]) -> None:
-    if _file_state(source) != state:
-        raise ValueError(
-            f"{source} changed while this run was reading it: what was read is neither the old file nor the new one. "
-            "Start again, from a copy if something still writes to it."
-        )
-
-
-def _find_sources(name: str) -> list[str] | None:
-    """The embedded parts or files that a name stands for, in order; `None` for a Hub id."""
-    if name == "embedded":
-        return list(EMBEDDED_SOURCES)
-    if name.startswith("embedded:"):
-        if name not in EMBEDDED_SOURCES:
-            raise ValueError(f"No embedded corpus {name!r}. There are: {', '.join(EMBEDDED_SOURCES)}, or embedded.")
-        return [name]
-    path = Path(name).expanduser()
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-        paths = [file for file in files if file_format(file) is not None]
-        if len(paths) < len(files):
-            ignored = next(file for file in files if file_format(file) is None)
-            logger.warning(f"{len(files) - len(paths)} files under {name} are no data and ignored, such as {ignored}")
-        wanted = f"The directory {name} holds no file that ends in"
-    elif path.is_file():
-        paths = [path]
-    elif any(character in name for character in "*?["):
-        paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
-        wanted = f"No file matches the glob {name}; wanted are"
-    elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
-        raise ValueError(f"There is no file or directory {name}. Check --dataset_name.")
-    else:
-        return None
-    if not paths:
-        raise ValueError(f"{wanted} {', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)}).")
-    for file in paths:
-        if file_format(file) is None:
-            raise ValueError(f"{file} has an unknown ending; known are {', '.join(EXTENSIONS)} and {COMPRESSIONS}.")
-        if file.stat().st_size == 0:
-            raise ValueError(f"{file} is empty. Remove it or write it again.")
-    return [str(file) for file in paths]
 
 
 def _load_hub_rows(
@@ -423,11 +309,11 @@ def _check_records(
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 
 
-def _read_rows(pieces: list[_Piece], schema: str, text_column: str | None) -> Iterator[dict[str, Any]]:
+def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Iterator[dict[str, Any]]:
     """Rows of embedded parts and files; `ValueError` for a file that is not in its state of the beginning any more."""
     for piece in pieces:
         source = piece.source
-        _check_unchanged(source, piece.state)
+        check_unchanged(source, piece.state)
         records: Iterator[tuple[int, int | None, Any]]
         if source in EMBEDDED_SOURCES:
             documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
@@ -445,7 +331,7 @@ def _read_rows(pieces: list[_Piece], schema: str, text_column: str | None) -> It
         if is_empty:
             reason = BadRecord("holds no record; remove the file or write it again")
             yield _make_row(source, 0, None, reason, schema, text_column)
-        _check_unchanged(source, piece.state)
+        check_unchanged(source, piece.state)
 
 
 def _make_row(

@@ -27,7 +27,7 @@ from datasets import Dataset
 from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, file_format, read_file
-from .loading import _are_on_side, _find_sources, _RejectedLines
+from .loading import _are_on_side, _RejectedLines, find_sources
 
 
 NUM_EMBEDDED = 2000
@@ -238,7 +238,7 @@ def _read_messages(messages: list[Any], name: str) -> tuple[list[dict[str, Any]]
 
 def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
     """Source, line, byte and content of every record under a name that is not embedded."""
-    sources = _find_sources(name)
+    sources = find_sources(name)
     if sources is None:
         rest, _, revision = name.partition("@")
         path, _, config = rest.partition(":")

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from datasets import Dataset, Features, IterableDataset, Value
 
-from hf_pretrain.data import formats, loading, parts
+from hf_pretrain.data import formats, loading, parts, sources
 from hf_pretrain.data.loading import load_documents
 from tests.toys import write_jsonl
 
@@ -24,7 +24,8 @@ def cache(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def warnings(monkeypatch):
     messages = []
-    monkeypatch.setattr(loading.logger, "warning", messages.append)
+    for module in (loading, sources):
+        monkeypatch.setattr(module.logger, "warning", messages.append)
     return messages
 
 
@@ -209,9 +210,9 @@ def test_parts_and_processes_read_the_same(tmp_path, monkeypatch):
     assert set(expected) < set(whole[0] + whole[1]) and len(whole[2].splitlines()) > 40
     monkeypatch.setattr(parts, "PART_SIZE", 30)
     monkeypatch.setattr(formats, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(loading, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 64)
     for shard_bytes in (100, 1000):
-        monkeypatch.setattr(loading, "SHARD_BYTES", shard_bytes)
+        monkeypatch.setattr(sources, "SHARD_BYTES", shard_bytes)
         assert load(num_proc=2) == whole == load()
 
 

@@ -145,10 +145,10 @@ def test_ranks_with_different_data_do_not_train(workspace, tmp_path, record):
 
 PREPARE = """
 import hashlib, sys
-from hf_pretrain.data import loading, packing, parts
+from hf_pretrain.data import loading, packing, parts, sources
 from hf_pretrain.tokenization import load_tokenizer
 
-loading.SHARD_BYTES, parts.PART_SIZE, packing.GROUP_SIZE = 1 << 20, 3_000, 1_000
+sources.SHARD_BYTES, parts.PART_SIZE, packing.GROUP_SIZE = 1 << 20, 3_000, 1_000
 documents, _ = loading.load_documents([sys.argv[1]], num_proc=2)
 rows, _ = packing.prepare_rows(documents, load_tokenizer(sys.argv[2]), max_length=64, num_proc=2)
 print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encode()).hexdigest())

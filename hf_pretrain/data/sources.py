@@ -1,0 +1,136 @@
+"""From what users name to files and embedded parts, and from these to the pieces that are read and cached together."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from glob import glob
+from itertools import chain
+from pathlib import Path
+
+from transformers.utils import logging
+
+from .corpora import EMBEDDED_CORPORA
+from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
+
+
+logger = logging.get_logger(__name__)
+
+EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
+SHARD_BYTES = 64 << 20  # what is read into one file of the cache
+
+
+def file_state(source: str) -> tuple[int, int]:
+    """Size and time of a file, by which a change is noticed; zeros for an embedded part."""
+    if source in EMBEDDED_SOURCES:
+        return 0, 0
+    status = Path(source).stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def check_unchanged(source: str, state: tuple[int, int]) -> None:
+    if file_state(source) != state:
+        raise ValueError(
+            f"{source} changed while this run was reading it: what was read is neither the old file nor the new one. "
+            "Start again, from a copy if something still writes to it."
+        )
+
+
+def find_sources(name: str) -> list[str] | None:
+    """The embedded parts or files that a name stands for, in order; `None` for a Hub id."""
+    if name == "embedded":
+        return list(EMBEDDED_SOURCES)
+    if name.startswith("embedded:"):
+        if name not in EMBEDDED_SOURCES:
+            raise ValueError(f"No embedded corpus {name!r}. There are: {', '.join(EMBEDDED_SOURCES)}, or embedded.")
+        return [name]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        paths = [file for file in files if file_format(file) is not None]
+        if len(paths) < len(files):
+            ignored = next(file for file in files if file_format(file) is None)
+            logger.warning(f"{len(files) - len(paths)} files under {name} are no data and ignored, such as {ignored}")
+        wanted = f"The directory {name} holds no file that ends in"
+    elif path.is_file():
+        paths = [path]
+    elif any(character in name for character in "*?["):
+        paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
+        wanted = f"No file matches the glob {name}; wanted are"
+    elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
+        raise ValueError(f"There is no file or directory {name}. Check --dataset_name.")
+    else:
+        return None
+    if not paths:
+        raise ValueError(f"{wanted} {', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)}).")
+    for file in paths:
+        if file_format(file) is None:
+            raise ValueError(f"{file} has an unknown ending; known are {', '.join(EXTENSIONS)} and {COMPRESSIONS}.")
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file} is empty. Remove it or write it again.")
+    return [str(file) for file in paths]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """
+    A file or embedded part in its state of the beginning, or some lines of it: from byte `start` to `stop`, of which the
+    first is number `line`. `digest` is that of its content.
+    """
+
+    source: str
+    state: tuple[int, int]
+    start: int = 0
+    stop: int | None = None
+    line: int = 1
+    digest: str | None = None
+
+
+def cut_sources(sources: list[str]) -> list[list[Piece]]:
+    """What is read together: about `SHARD_BYTES` each, whole files unless they can be cut between lines."""
+    shards: list[list[Piece]] = [[]]
+    size = 0
+    for piece in chain.from_iterable(map(_cut_file, sources)):
+        shards[-1].append(piece)
+        size += (piece.stop or piece.state[0]) - piece.start
+        if size >= SHARD_BYTES:
+            shards.append([])
+            size = 0
+    return [shard for shard in shards if shard]
+
+
+def _cut_file(source: str) -> Iterator[Piece]:
+    state = file_state(source)
+    if source in EMBEDDED_SOURCES:
+        yield Piece(source, state, digest=EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version())
+        return
+    is_cut = Path(source).suffix.lower() == ".jsonl"
+    hasher, start, line, stop, next_line = hashlib.blake2b(digest_size=16), 0, 1, 0, 1
+    with open(source, "rb") as file:
+        for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
+            end_of_line = chunk.rfind(b"\n") + 1
+            if is_cut and end_of_line and stop + end_of_line - start >= SHARD_BYTES:
+                hasher.update(chunk[:end_of_line])
+                next_line += chunk.count(b"\n")
+                yield Piece(source, state, start, stop + end_of_line, line, hasher.hexdigest())
+                hasher, start, line = (
+                    hashlib.blake2b(chunk[end_of_line:], digest_size=16),
+                    stop + end_of_line,
+                    next_line,
+                )
+            else:
+                hasher.update(chunk)
+                next_line += chunk.count(b"\n")
+            stop += len(chunk)
+    if start < stop:
+        yield Piece(source, state, start, stop if start else None, line, hasher.hexdigest())
+
+
+__all__ = [
+    "EMBEDDED_SOURCES",
+    "Piece",
+    "check_unchanged",
+    "cut_sources",
+    "file_state",
+    "find_sources",
+]

@@ -1,0 +1,228 @@
+"""
+Which checkpoint a run goes on from, decided by one process for all of them, and what is cleared away before.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
+from transformers.utils import logging
+
+from .manifest import MANIFEST_NAME, find_damage
+from .training_args import LMTrainingArguments
+from .weight_files import check_shards
+
+
+logger = logging.get_logger(__name__)
+
+# sysexits.h calls it EX_IOERR: what was to be written could not be.
+EXIT_NOT_SAVED = 74
+SAVING = ".saving"
+T = TypeVar("T")
+
+
+def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
+    """
+    The checkpoint directory that `--resume_from_checkpoint` means, or `None` to start afresh. `auto` is the newest one
+    in `output_dir` that verifies, if any, and the default after a restart by torchrun's elastic agent or SLURM;
+    damaged ones that are newer get a name that says so. All ranks get the same.
+
+    Raises:
+        `ValueError`: if the checkpoint named does not exist or verify, or would have to be unpickled, or if a run would start in an `output_dir` that
+            holds files already.
+    """
+    resume = args.resume_from_checkpoint
+    restarts = max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    newest = partial(newest_checkpoint, args.output_dir, unverified=args.allow_inexact_resume)
+    if resume in ("auto", "true", "True", True) or (resume is None and restarts):
+        return on_main_process(args, newest)
+    if resume is None:
+        return on_main_process(args, lambda: _refuse_used(Path(args.output_dir)))
+    path = Path(resume)
+    is_own = Path(args.output_dir).resolve() == path.resolve().parent
+    is_unpickled = args.deepspeed_plugin is not None or any(path.glob("*/.metadata"))
+    if is_unpickled and not is_own and not args.trust_checkpoint:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume} lies outside --output_dir {args.output_dir}, and its shards "
+            "(DeepSpeed's global_step*/*.pt, torch's .metadata) are unpickled, which runs whatever code was put into "
+            "them. Add --trust_checkpoint if you know who wrote it."
+        )
+
+    def decide() -> str:
+        # After a restart the run may have come further than the checkpoint that it was started with.
+        if restarts and (further := newest()):
+            return further
+        verified = _verified(path, unverified=args.allow_inexact_resume)
+        if is_own:
+            _leave_branch(path)
+        return verified
+
+    return on_main_process(args, decide)
+
+
+def on_main_process(args: LMTrainingArguments, decide: Callable[[], T]) -> T:
+    """What `decide` returns or raises on the main process, on all of them: none is left waiting for the others."""
+    outcome: list[Any] = [None, None]
+    if args.process_index == 0:
+        try:
+            outcome[0] = decide()
+        except (ValueError, OSError, SystemExit) as error:
+            outcome[1] = error
+    if args.world_size > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def on_saving_processes(args: LMTrainingArguments, action: Callable[[], None]) -> None:
+    """Does something on the processes that write files; all raise what one of them raises."""
+    error: BaseException | None = None
+    try:
+        if args.should_save:
+            action()
+    except (ValueError, OSError, SystemExit) as raised:
+        error = raised
+    errors: list[Any] = [error]
+    if args.world_size > 1:
+        errors = [None] * args.world_size
+        dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise error
+
+
+def _refuse_used(output_dir: Path) -> None:
+    # A run that bad data stopped before it started leaves its list of them, and may be tried again.
+    if output_dir.is_dir() and any(path.name != "rejected.jsonl" for path in output_dir.iterdir()):
+        raise ValueError(
+            f"--output_dir {output_dir} is not empty. Go on with `--resume_from_checkpoint auto`, choose another "
+            "directory, or delete this one."
+        )
+
+
+def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> str | None:
+    """
+    The newest checkpoint in `output_dir` that verifies, if any; damaged ones that are newer get another name. One
+    without a manifest is an error (`ValueError`), unless `unverified` ones are wanted.
+    """
+    output_dir = Path(output_dir)
+    found = sort_checkpoints(str(output_dir)) if output_dir.is_dir() else []
+    for path in map(Path, reversed(found)):
+        damage = find_damage(path)
+        if not damage or (unverified and not (path / MANIFEST_NAME).exists()):
+            logger.warning(
+                f"Resuming from {path}." if not damage else f"Resuming from {path}, unverified: {damage[0]}."
+            )
+            check_shards(path)
+            return str(path)
+        if not (path / MANIFEST_NAME).exists():
+            raise ValueError(_no_manifest(path))
+        aside = set_aside(path)
+        logger.warning(f"{path} is damaged and now called {aside.name}: {summarize(damage)}.")
+    logger.warning(f"No checkpoint in {output_dir}: starting.")
+    return None
+
+
+def _leave_branch(path: Path) -> None:
+    """Renames the checkpoints beside `path` that came after it: `auto` would return to them."""
+    found = [Path(other).resolve() for other in sort_checkpoints(str(path.parent))]
+    for other in found[found.index(path.resolve()) + 1 :] if path.resolve() in found else []:
+        logger.warning(f"Going on from {path}: {other} is now called {set_aside(other, 'abandoned').name}.")
+
+
+def _verified(path: Path, *, unverified: bool) -> str:
+    if not (path / TRAINER_STATE_NAME).is_file():
+        raise ValueError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
+    check_shards(path)
+    if not (path / MANIFEST_NAME).exists():
+        if not unverified:
+            raise ValueError(_no_manifest(path))
+        logger.warning(f"{path} has no {MANIFEST_NAME}: nothing in it was verified.")
+        return str(path)
+    damage = find_damage(path)
+    if damage:
+        raise ValueError(
+            f"--resume_from_checkpoint {path} is damaged: {summarize(damage)}. `--resume_from_checkpoint auto` takes the "
+            "newest one in --output_dir that is whole."
+        )
+    return str(path)
+
+
+def _no_manifest(path: Path) -> str:
+    return (
+        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is whole: another program wrote it, or an earlier "
+        "version. Go on from it with --allow_inexact_resume, or from its weights alone with --model_name_or_path."
+    )
+
+
+def summarize(damage: list[str]) -> str:
+    return "; ".join(damage[:5]) + (f"; and {len(damage) - 5} more" if len(damage) > 5 else "")
+
+
+def set_aside(path: Path, why: str = "damaged") -> Path:
+    number = 0
+    while (aside := path.with_name(f"{why}-{path.name}" + (f"-{number}" if number else ""))).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def check_writable(output_dir: str | Path) -> None:
+    """Makes `output_dir`; ends the process with `EXIT_NOT_SAVED` where nothing can be written into it."""
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        probe = Path(output_dir, f"{SAVING}-probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        print(f"--output_dir {output_dir} cannot be written to: {error}. Choose another one.", file=sys.stderr)
+        raise SystemExit(EXIT_NOT_SAVED) from error
+
+
+def remove_leftovers(output_dir: str | Path) -> None:
+    """Removes what a killed run was writing into `output_dir`; no save may be under way there."""
+    shutil.rmtree(Path(output_dir, SAVING), ignore_errors=True)
+
+
+def find_newest_run(directory: str = "out") -> str:
+    """
+    The directory of the MiniMind model that was saved last in `directory`, by the time of its weights.
+
+    Raises:
+        `ValueError`: if there is none.
+    """
+    runs = []
+    for config in Path(directory).glob("*/config.json"):
+        weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
+        is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
+        if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
+            runs.append((weights, str(config.parent)))
+    if not runs:
+        raise ValueError(
+            f"No model in {directory}/: run `make pretrain` first, or name one: --model_name_or_path DIR."
+        )
+    return max(runs)[1]
+
+
+__all__ = [
+    "EXIT_NOT_SAVED",
+    "SAVING",
+    "check_writable",
+    "checkpoint_to_resume",
+    "find_newest_run",
+    "newest_checkpoint",
+    "on_main_process",
+    "on_saving_processes",
+    "remove_leftovers",
+    "set_aside",
+    "summarize",
+]
