@@ -82,20 +82,24 @@ def test_after_each_file_of_a_save(launcher, first, workspace, tmp_path, ends_li
 @pytest.mark.faults
 @pytest.mark.parametrize("trial", range(NUM_RANDOM_RUNS))
 def test_at_random_moments(trial, workspace, tmp_path, ends_like):
-    """Some time after the next save, three times. A run that had ended by then was not killed and does not count."""
+    """Some time after the next save, three times; a run that ends before it is killed counts for what it survived."""
     launcher = ("python", "torchrun")[trial % 2]
     chance = random.Random(trial)
+    num_kills = 0
     for attempt in itertools.count():
-        output_dir = tmp_path / str(attempt)
-        for _ in SAVES:
+        output_dir, before = tmp_path / str(attempt), num_kills
+        while num_kills < len(SAVES):
             following = output_dir / f"checkpoint-{max(steps_of(output_dir), default=0) + 2}"
             with start(killable(workspace, output_dir, launcher)) as process:
                 wait_for(following.is_dir, process)
                 time.sleep(chance.uniform(0, 0.2))
                 kill(process, chance.randrange(2))
             check_checkpoints(output_dir)
-            if process.returncode == 0:
+            if process.returncode == 0 or STEPS in steps_of(output_dir):
+                num_kills += process.returncode != 0
                 break
-        else:
+            num_kills += 1
+        fault = f"kill -9 at a random moment: {launcher}"
+        ends_like(fault, output_dir, launcher, trials=num_kills - before)
+        if num_kills == len(SAVES):
             break
-    ends_like(f"kill -9 at a random moment: {launcher}", output_dir, launcher, trials=len(SAVES))
