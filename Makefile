@@ -88,12 +88,13 @@ chat serve evaluate: $(VENV)/.installed
 tokenizer: $(VENV)/.installed
 	$(BIN)/python recipes/tokenizer.py $(ARGS)
 
+# Tests wait for processes that start, die or hang most of the time: two at once, whatever the machine.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The whole fault table, into faults.json. N=300 kills that many runs at random moments.
 faults: $(VENV)/.installed-test
-	FAULTS_JSON=faults.json $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(ARGS)
+	FAULTS_JSON=faults.json $(BIN)/python -m pytest tests/faults -m "faults or not faults" -n 2 --dist worksteal $(ARGS)
 
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .

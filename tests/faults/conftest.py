@@ -14,9 +14,6 @@ import pytest
 from tests.faults.driving import STEPS, command, final_bits, make_workspace, run
 
 
-TABLE: dict[str, dict[str, int]] = defaultdict(lambda: {"trials": 0, "survived": 0, "lost": 0})
-
-
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory):
     return make_workspace(tmp_path_factory.mktemp("faults"))
@@ -45,8 +42,7 @@ def record(request):
     """A function that counts trials of a fault, and is told whether they were survived."""
 
     def add(fault: str, survived: bool, trials: int = 1) -> None:
-        TABLE[fault]["trials"] += trials
-        TABLE[fault]["survived" if survived else "lost"] += trials
+        request.node.user_properties.append(("fault", [fault, survived, trials]))
 
     return add
 
@@ -73,13 +69,23 @@ def ends_like(workspace, reference, record):
 
 
 def pytest_terminal_summary(terminalreporter):
-    if not TABLE:
+    table: dict[str, dict[str, int]] = defaultdict(lambda: {"trials": 0, "survived": 0, "lost": 0})
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    for report in reports:
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "fault":
+                fault, survived, trials = value
+                table[fault]["trials"] += trials
+                table[fault]["survived" if survived else "lost"] += trials
+    if not table:
         return
-    width = max(map(len, TABLE))
+    width = max(map(len, table))
     terminalreporter.write_line(f"{'fault':{width}}  trials  survived  lost")
-    for fault, counts in TABLE.items():
+    for fault, counts in sorted(table.items()):
         terminalreporter.write_line(
             f"{fault:{width}}  {counts['trials']:6}  {counts['survived']:8}  {counts['lost']:4}"
         )
     if "FAULTS_JSON" in os.environ:
-        Path(os.environ["FAULTS_JSON"]).write_text(json.dumps(TABLE, indent=1) + "\n", encoding="utf-8")
+        Path(os.environ["FAULTS_JSON"]).write_text(
+            json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
