@@ -2,6 +2,8 @@
 
 import json
 import platform
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,31 +51,41 @@ def build(**overrides) -> MiniMindForCausalLM:
     return model
 
 
+# NOTE: a process of its own, which can be killed: stopping the server waits forever now and then.
+SERVE = """
+import sys
+import xllamacpp
+
+params = xllamacpp.CommonParams()
+params.model.path = sys.argv[1]
+params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 256, 1, False, 0
+params.cpuparams.n_threads = 1
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
 @contextmanager
 def llama_server(path: Path) -> Iterator[Any]:
     """A function that posts to llama.cpp's server."""
-    import xllamacpp
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVE, str(path)], **streams) as process:
+        address = next((line.strip() for line in process.stdout if line.startswith("http")), None)
+        assert address is not None, "the server did not start"
 
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 256, 1, False, 0
-    params.cpuparams.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server: Any = xllamacpp.Server(params)
+        def post(route: str, **content: Any) -> dict[str, Any]:
+            body = json.dumps(content).encode()
+            request = urllib.request.Request(f"{address}{route}", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
 
-    def post(route: str, **content: Any) -> dict[str, Any]:
-        body = json.dumps(content).encode()
-        request = urllib.request.Request(
-            f"{server.listening_address}{route}", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
-
-    try:
-        yield post
-    finally:
-        server = None  # stops it
+        try:
+            yield post
+        finally:
+            process.kill()
 
 
 def next_token(post: Any, prompt: list[int]) -> torch.Tensor | None:
