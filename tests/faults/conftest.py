@@ -4,35 +4,43 @@ Runs that every test here compares with, and the table of what was survived.
 `FAULTS_JSON=faults.json` keeps the table in a file, `N=300` asks for as many kills at random moments.
 """
 
+import hashlib
 import json
 import os
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.faults.driving import STEPS, command, final_bits, make_workspace, run
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory):
-    return make_workspace(tmp_path_factory.mktemp("faults"))
+def workspace(tmp_path_factory, worker_id):
+    """One for all workers of pytest-xdist, so that none trains again what another one has trained."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base if worker_id == "master" else base.parent) / "faults"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.mkdir()
+            make_workspace(path)
+    return path
 
 
 @pytest.fixture(scope="session")
 def reference(workspace):
     """A function from a launcher and arguments to the output directory of a run that nothing happened to."""
-    runs: dict[tuple[str, ...], Path] = {}
 
     def get(launcher: str = "python", *arguments: str) -> Path:
-        key = (launcher, *arguments)
-        if key not in runs:
-            output_dir = workspace / f"reference-{len(runs)}"
-            words = command(workspace, output_dir, "--save_total_limit", "9", *arguments, launcher=launcher)
-            result = run(words)
-            assert result.returncode == 0, result.stdout[-4000:]
-            runs[key] = output_dir
-        return runs[key]
+        key = hashlib.sha256(repr((launcher, *arguments)).encode()).hexdigest()[:16]
+        output_dir = workspace / f"reference-{key}"
+        with FileLock(f"{output_dir}.lock"):
+            if not output_dir.exists():
+                words = command(workspace, output_dir, "--save_total_limit", "9", *arguments, launcher=launcher)
+                result = run(words)
+                assert result.returncode == 0, result.stdout[-4000:]
+        return output_dir
 
     return get
 
