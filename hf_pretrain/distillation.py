@@ -226,6 +226,10 @@ class DistillationTrainer(MaskedLossTrainer):
         self._signature_columns = list({*self._signature_columns, ROW_COLUMN})
 
     @property
+    def _skips_logits(self) -> bool:
+        return False
+
+    @property
     def _autocast_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 
 IGNORE_INDEX = -100
+# Logits at a time, on a GPU and on a CPU: enough for a matrix product, few enough for the cache.
+MAX_LOGITS = (2**25, 2**22)
 
 
 def prediction_weights(labels: torch.Tensor, loss_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,16 +61,96 @@ def masked_cross_entropy(
     Returns:
         `torch.FloatTensor`: a scalar, in nats. Zero, with zero gradients, where all weights are zero.
     """
-    # The labels are shifted, not the logits, which would be copied.
-    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1)).flatten()
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    targets, weights = _targets(labels, loss_mask)
     token_losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
-    total = (token_losses * weights).sum()
-    if num_items_in_batch is None:
-        num_items_in_batch = weights.sum()
-        # An all-masked batch has nothing to divide by: its sum is zero and stays so.
-        num_items_in_batch = torch.where(num_items_in_batch > 0, num_items_in_batch, 1.0)
-    return total / num_items_in_batch
+    return (token_losses * weights).sum() / _divisor(weights, num_items_in_batch)
+
+
+def linear_masked_cross_entropy(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    loss_mask: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """
+    `masked_cross_entropy(hidden_states @ weight.T, ...)` without the logits of all tokens in memory at once: those of
+    some tokens at a time are turned into their loss and, where gradients are wanted, into gradients, and forgotten.
+
+    NOTE: torch's `linear_cross_entropy` and Liger's know weights of classes, not of tokens.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
+        weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): of the language-modelling head.
+
+    The other arguments, and what is returned, are those of [`masked_cross_entropy`].
+    """
+    targets, weights = _targets(labels, loss_mask)
+    total = _LinearCrossEntropy.apply(hidden_states.flatten(0, 1), weight, targets, weights)
+    return total / _divisor(weights, num_items_in_batch)
+
+
+def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What each position predicts, and the weight of that, both of shape `(batch_size * seq_len,)`. The labels are shifted,
+    not the logits, which would be copied.
+    """
+    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1)).flatten()
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten(), weights
+
+
+def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | None) -> torch.Tensor | float:
+    if num_items_in_batch is not None:
+        return num_items_in_batch
+    # An all-masked batch has nothing to divide by: its sum is zero and stays so.
+    return torch.where(weights.sum() > 0, weights.sum(), 1.0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """
+    `sum of weights * CE(hidden_states @ weight.T, targets)` in float32. The gradients are computed with the loss, since
+    they need the same logits; backward multiplies them by that of the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states, weight, targets, weights):
+        device = hidden_states.device.type
+        if torch.is_autocast_enabled(device):
+            # As autocast would, once for all chunks.
+            dtype = torch.get_autocast_dtype(device)
+            hidden, matrix = hidden_states.to(dtype), weight.to(dtype)
+        else:
+            hidden, matrix = hidden_states, weight
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        num_rows = max(1, MAX_LOGITS[device == "cpu"] // len(weight))
+        with torch.autocast(device, enabled=False):
+            for start in range(0, len(hidden), num_rows):
+                rows = slice(start, start + num_rows)
+                log_probs = (hidden[rows] @ matrix.T).float().log_softmax(dim=-1)
+                # A label of -100 has the weight 0, whatever token stands in for it.
+                chosen = targets[rows].clamp(min=0).unsqueeze(-1)
+                total -= (log_probs.gather(-1, chosen).squeeze(-1) * weights[rows]).sum()
+                if not wants_hidden and not wants_weight:
+                    continue
+                grad_logits = log_probs.exp_()
+                grad_logits.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=torch.float32))
+                grad_logits = grad_logits.mul_(weights[rows].unsqueeze(-1)).to(hidden.dtype)
+                if wants_hidden:
+                    torch.mm(grad_logits, matrix, out=grad_hidden[rows])
+                if wants_weight:
+                    grad_weight += grad_logits.T @ hidden[rows]
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtypes = hidden_states.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total):
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None, None
 
 
 class Documents(NamedTuple):
@@ -163,4 +245,13 @@ def router_loss(
     return total / num_groups.clamp(min=1)
 
 
-__all__ = ["IGNORE_INDEX", "Documents", "find_documents", "masked_cross_entropy", "prediction_weights", "router_loss"]
+__all__ = [
+    "IGNORE_INDEX",
+    "MAX_LOGITS",
+    "Documents",
+    "find_documents",
+    "linear_masked_cross_entropy",
+    "masked_cross_entropy",
+    "prediction_weights",
+    "router_loss",
+]

@@ -15,23 +15,37 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations.moe import use_experts_implementation
-from transformers.masking_utils import create_causal_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_minimind import MiniMindConfig
-from .loss import find_documents, masked_cross_entropy, prediction_weights, router_loss
+from .loss import (
+    find_documents,
+    linear_masked_cross_entropy,
+    masked_cross_entropy,
+    prediction_weights,
+    router_loss,
+)
+
+
+# Tokens; documents up to this length are padded to the longest of them.
+SHORT_DOCUMENT = 32
+# Queries at a time, where attention is matrix products.
+ATTENTION_BLOCK = 256
 
 
 def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
@@ -63,23 +77,23 @@ def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
         return torch.polar(torch.full_like(angles, scale), angles)
 
 
-def apply_rotary_pos_emb(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def apply_rotary_pos_emb(states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """
     Turns neighbouring channels `(2i, 2i + 1)` of each head as one complex number, in float32.
 
     Args:
-        query, key (`torch.Tensor` of shape `(batch_size, num_heads, seq_len, head_dim)`)
-        cos, sin (`torch.FloatTensor` of shape `(batch_size, 1, seq_len, head_dim // 2)`)
+        states (`torch.Tensor` of shape `(batch_size, seq_len, num_heads, head_dim)`)
+        rotation (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): the real view of rows of
+            `pos_cis`.
     """
-
-    def rotate(states: torch.Tensor) -> torch.Tensor:
-        real, imaginary = states.float().unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
-        return rotated.flatten(-2).type_as(states)
-
-    return rotate(query), rotate(key)
+    pairs = states.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        # NOTE: Inductor generates no code for complex numbers.
+        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
+        turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
+    return turned.flatten(-2).type_as(states)
 
 
 def eager_attention_forward(
@@ -103,6 +117,178 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+@dataclass(eq=False)
+class PackedDocuments:
+    """
+    Where the documents of packed rows are: found once a forward pass, used by each layer.
+
+    Args:
+        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`): where in the flattened batch each document
+            begins, and its end.
+        in_groups (`bool`): whether what follows is there.
+        groups (`list` of `(num_documents, length)`): documents of similar lengths, padded to one.
+        gather (`torch.LongTensor` of shape `(num_slots,)`): the token in each slot of all groups; padding repeats one.
+        scatter (`torch.LongTensor` of shape `(batch_size * seq_len,)`): the slot of each token. Both are `None` where each
+            row is one document.
+    """
+
+    cu_seq_lens: torch.Tensor
+    in_groups: bool = False
+    groups: list[tuple[int, int]] | None = None
+    gather: torch.Tensor | None = None
+    scatter: torch.Tensor | None = None
+
+
+def find_packed_documents(position_ids: torch.Tensor, *, in_groups: bool) -> PackedDocuments:
+    """
+    The documents of rows whose `position_ids (batch_size, seq_len)` do not go on by one where one begins, `in_groups` or
+    for `varlen_attn`.
+    """
+    is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
+    starts = is_start.flatten().nonzero().flatten()
+    cu_seq_lens = F.pad(starts, (0, 1), value=position_ids.numel())
+    if not in_groups:
+        return PackedDocuments(cu_seq_lens.int())
+    if len(starts) == len(position_ids):
+        return PackedDocuments(cu_seq_lens.int(), True, [tuple(position_ids.shape)])
+    lengths, order = cu_seq_lens.diff().sort(descending=True, stable=True)
+    groups: list[tuple[int, int]] = []
+    for length in lengths.tolist():
+        # A new group where more than a third would be padding.
+        if not groups or (length < groups[-1][1] * 2 // 3 and groups[-1][1] > SHORT_DOCUMENT):
+            groups.append((0, length))
+        groups[-1] = (groups[-1][0] + 1, groups[-1][1])
+    # (num_slots,): the document of each slot, and the place in it
+    padded = torch.tensor([length for count, length in groups for _ in range(count)], device=position_ids.device)
+    place = torch.arange(int(padded.sum()), device=padded.device)
+    place -= (padded.cumsum(0) - padded).repeat_interleave(padded)
+    is_token = place < lengths.repeat_interleave(padded)
+    gather = starts[order].repeat_interleave(padded) + place * is_token
+    filled = is_token.nonzero().flatten()
+    scatter = torch.empty_like(is_start, dtype=torch.int64).flatten().index_copy_(0, gather[filled], filled)
+    return PackedDocuments(cu_seq_lens.int(), True, groups, gather, scatter)
+
+
+class _ToGroups(torch.autograd.Function):
+    """From tokens to slots. A token takes the gradient of its own slot; that of padding is zero."""
+
+    @staticmethod
+    def forward(ctx, states, gather, scatter):
+        ctx.save_for_backward(scatter)
+        return states.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _FromGroups(torch.autograd.Function):
+    """From slots to tokens, with no gradient for padding."""
+
+    @staticmethod
+    def forward(ctx, states, scatter):
+        ctx.save_for_backward(scatter)
+        ctx.num_slots = len(states)
+        return states.index_select(0, scatter)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        slots = gradient.new_zeros(ctx.num_slots, *gradient.shape[1:])
+        return slots.index_copy_(0, *ctx.saved_tensors, gradient), None
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    packed_documents: PackedDocuments | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """
+    Causal attention within each document, whose cost grows with the documents' lengths and not with the rows': through
+    `varlen_attn` on a GPU in half precision, else in groups of documents of similar length, which are padded on the right,
+    where causal attention needs no mask for it. Without `packed_documents` it is scaled dot product attention with the mask.
+    """
+    if packed_documents is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    batch_size, _, seq_len, _ = query.shape
+    # (batch_size, num_heads, seq_len, head_dim) -> (batch_size * seq_len, num_heads, head_dim)
+    query, key, value = (states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value))
+    if packed_documents.in_groups:
+        output = _attend_in_groups(query, key, value, packed_documents, scaling, dropout)
+    else:
+        cu_seq_lens = packed_documents.cu_seq_lens
+        lengths = (cu_seq_lens, cu_seq_lens, seq_len, seq_len)
+        is_grouped_query = module.num_key_value_groups > 1
+        output = varlen_attn(
+            query, key, value, *lengths, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped_query
+        )
+    return output.unflatten(0, (batch_size, seq_len)), None
+
+
+# NOTE: left out of compiled graphs, which would be compiled anew for each batch's lengths.
+@torch.compiler.disable
+def _attend_in_groups(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: PackedDocuments,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Of and to tokens, `(num_tokens, num_heads, head_dim)`."""
+    gather, scatter = documents.gather, documents.scatter
+    sizes = [count * length for count, length in documents.groups]
+    split = [
+        (states if gather is None else _ToGroups.apply(states, gather, scatter)).split(sizes)
+        for states in (query, key, value)
+    ]
+    # NOTE: on a CPU in half precision, torch's kernel takes 1.5 to 4 times as long as plain matrix products do.
+    attend: Callable = _attend_in_blocks if value.device.type == "cpu" and value.dtype != torch.float32 else _attend
+    outputs = []
+    for shape, *states in zip(documents.groups, *split, strict=True):
+        # (num_documents * length, num_heads, head_dim) -> (num_documents, num_heads, length, head_dim)
+        output = attend(*(part.unflatten(0, shape).transpose(1, 2) for part in states), scaling, dropout)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs) if gather is None else _FromGroups.apply(torch.cat(outputs), scatter)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
+    )
+
+
+def _attend_in_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
+    """
+    The same by matrix products, for some queries at a time and the keys up to them. Query heads that share a key head are
+    rows of one matrix.
+    """
+    batch_size, num_heads, seq_len, head_dim = query.shape
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
+    num_groups = num_heads * batch_size // len(key)
+    outputs = []
+    for start in range(0, seq_len, ATTENTION_BLOCK):
+        stop = min(start + ATTENTION_BLOCK, seq_len)
+        mask = torch.full((stop - start, stop), -torch.inf, dtype=query.dtype).triu_(start + 1).repeat(num_groups, 1)
+        rows = query[:, :, start:stop].reshape(len(key), num_groups * (stop - start), head_dim)
+        weights = torch.baddbmm(mask, rows, key[:, :stop].mT, alpha=scaling).softmax(dim=-1)
+        output = F.dropout(weights, p=dropout) @ value[:, :stop]
+        outputs.append(output.view(batch_size, num_heads, stop - start, head_dim))
+    return torch.cat(outputs, dim=2)
+
+
+# A name without a mask function of its own would get no mask at all.
+AttentionInterface.register("packed", packed_attention_forward)
+AttentionMaskInterface.register("packed", sdpa_mask)
+
+
 class MiniMindRMSNorm(nn.Module):
     """`weight * x / sqrt(mean(x ** 2) + eps)`, computed in float32 (https://huggingface.co/papers/1910.07467)."""
 
@@ -112,9 +298,10 @@ class MiniMindRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        states = hidden_states.float()
-        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * states.type_as(hidden_states)
+        normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        # Once, instead of once for each projection that takes it.
+        device = hidden_states.device.type
+        return normed.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else normed
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -142,16 +329,15 @@ class MiniMindRotaryEmbedding(nn.Module):
         self.pos_cis = table.to(device)
         return self
 
-    def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         """
         Args:
             position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
 
         Returns:
-            cos and sin, `torch.FloatTensor` of shape `(batch_size, 1, seq_len, head_dim // 2)`.
+            The real view of their rows, `torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`.
         """
-        cos, sin = self._real_table(self.table_key)[position_ids].unbind(-1)
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+        return self._real_table(self.table_key)[position_ids].unsqueeze(2)
 
     # NOTE: Inductor generates no code for complex numbers. Taken as a constant, the real view of `pos_cis` (the same
     # memory) is made outside the graph; its key is compared on each call, so that no model runs on another one's table.
@@ -183,7 +369,7 @@ class MiniMindAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -192,11 +378,12 @@ class MiniMindAttention(nn.Module):
         head_shape = (*input_shape, -1, self.head_dim)
         query = self.q_proj(hidden_states).view(head_shape)
         key = self.k_proj(hidden_states).view(head_shape)
-        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(head_shape)
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (apply_rotary_pos_emb(states, position_embeddings) for states in (query, key))
         # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, num_heads, seq_len, head_dim)
-        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -329,7 +516,7 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -435,6 +622,19 @@ class MiniMindModel(MiniMindPreTrainedModel):
             "Packed rows take attention_mask=None and count their padding as a last document."
         )
 
+    def _find_packed_documents(self, position_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> PackedDocuments:
+        """For the kernel that can take them: torch's needs a GPU since Ampere and half precision, and knows no dropout."""
+        device = inputs_embeds.device
+        is_autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if is_autocast else self.layers[0].self_attn.v_proj.weight.dtype
+        in_groups = (
+            device.type != "cuda"
+            or dtype == torch.float32
+            or (self.config.dropout > 0 and self.training)
+            or torch.cuda.get_device_capability(device) < (8, 0)
+        )
+        return find_packed_documents(position_ids.expand(inputs_embeds.shape[:2]), in_groups=in_groups)
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -474,14 +674,18 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
         self._check_positions(position_ids, seq_len)
 
-        # NOTE: made before the cache is: beside a cache, even an empty one, transformers no longer looks for packed rows.
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        # NOTE: made before the cache is: beside one, even an empty one, transformers does not look for packed rows.
+        causal_mask = None
+        if self.config._attn_implementation == "packed" and attention_mask is None and past_key_values is None:
+            kwargs["packed_documents"] = self._find_packed_documents(position_ids, inputs_embeds)
+        else:
+            causal_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
@@ -514,6 +718,16 @@ class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     ce_loss: torch.FloatTensor | None = None
 
 
+class MiniMindLMHead(nn.Linear):
+    """From hidden states to logits or, given labels, to their masked cross-entropy without all logits in memory."""
+
+    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+        """`kwargs` and the loss are those of [`~loss.linear_masked_cross_entropy`]."""
+        if labels is None:
+            return super().forward(hidden_states)
+        return linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)
+
+
 class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     """MiniMind with a language-modelling head, the masked loss and the router loss."""
 
@@ -526,7 +740,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = MiniMindModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = MiniMindLMHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def gather_sharded_state_dict_for_save(self, *args, **kwargs) -> dict[str, torch.Tensor]:
@@ -551,6 +765,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MiniMindCausalLMOutputWithPast:
         """
@@ -565,6 +780,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 with `num_items_in_batch`, the router loss is weighted by this call's share of the items.
             output_router_logits (`bool`, *optional*): return the router logits of every layer, and `aux_loss` even
                 without `labels`.
+            skip_logits (`bool`, *optional*, defaults to `False`): with `labels`, return a loss and no logits, which then
+                are never in memory all at once.
 
         See [`MiniMindModel.forward`] for the rest.
         """
@@ -582,13 +799,16 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
-
-        loss = ce_loss = aux_loss = None
-        if labels is not None:
-            ce_loss = masked_cross_entropy(logits, labels, loss_mask=loss_mask, num_items_in_batch=num_items_in_batch)
-            loss = ce_loss
+        loss = ce_loss = aux_loss = logits = None
+        weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
+        # An adapter or a plan for tensor parallelism may have put something else around the head.
+        if skip_logits and labels is not None and isinstance(self.lm_head, MiniMindLMHead) and self.tp_size is None:
+            loss = ce_loss = self.lm_head(hidden_states, labels, **weighting)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, kept])
+            if labels is not None:
+                loss = ce_loss = masked_cross_entropy(logits, labels, **weighting)
         if needs_router_loss:
             documents = find_documents(
                 hidden_states.shape[:2],

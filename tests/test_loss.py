@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_pretrain.loss import find_documents, masked_cross_entropy, prediction_weights, router_loss
+from hf_pretrain import loss as loss_module
+from hf_pretrain.loss import (
+    find_documents,
+    linear_masked_cross_entropy,
+    masked_cross_entropy,
+    prediction_weights,
+    router_loss,
+)
 
 
 def written_out_cross_entropy(logits, labels, weights) -> tuple[float, float]:
@@ -85,6 +92,61 @@ def test_micro_batches_add_up(batch):
         for i in range(3)
     ]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=0)
+
+
+@pytest.fixture
+def head() -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (3, 10, 8) and the weight of a head (13, 8)."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(3, 10, 8, generator=generator), torch.randn(13, 8, generator=generator)
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 7, 30, 100])
+@pytest.mark.parametrize("num_items", [None, 7.5])
+def test_linear_cross_entropy_is_the_formula(batch, head, rows_at_a_time, num_items, monkeypatch):
+    """The gradients against autograd's of the formula in double precision, times a gradient of the loss."""
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 13 * rows_at_a_time))
+    _, labels, weights = batch
+    hidden, weight = (tensor.requires_grad_() for tensor in head)
+    loss = linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights, num_items_in_batch=num_items)
+    (loss * 3).backward()
+    total, items = written_out_cross_entropy(hidden.detach() @ weight.detach().T, labels, weights)
+    assert loss.item() == pytest.approx(total / (num_items or items), rel=1e-6)
+
+    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in head)
+    log_probs = (exact_hidden @ exact_weight.T).log_softmax(-1)[:, :-1]
+    chosen = log_probs.gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
+    exact = -(chosen * weights[:, 1:] * (labels[:, 1:] != -100)).sum() / (num_items or items)
+    (exact * 3).backward()
+    for actual, expected in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert torch.linalg.vector_norm(actual - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
+
+
+def test_linear_cross_entropy_under_autocast_is_autocasts(batch, head):
+    _, labels, weights = batch
+    found = []
+    for fused in (False, True):
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in head)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if fused:
+                loss = linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights)
+            else:
+                loss = masked_cross_entropy(torch.nn.functional.linear(hidden, weight), labels, loss_mask=weights)
+        loss.backward()
+        assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+        found.append((loss, hidden.grad, weight.grad))
+    assert found[0][0] == found[1][0]
+    for separate, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, separate, rtol=2e-2, atol=1e-3)
+
+
+def test_linear_cross_entropy_of_a_frozen_head(batch, head):
+    _, labels, _ = batch
+    hidden, weight = head[0].requires_grad_(), head[1]
+    linear_masked_cross_entropy(hidden, weight, labels).backward()
+    assert hidden.grad.abs().sum() > 0 and weight.grad is None
+    with torch.no_grad():
+        assert linear_masked_cross_entropy(hidden, weight, labels) > 0
 
 
 def test_prediction_weights():

@@ -1,4 +1,6 @@
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -18,6 +20,8 @@ from transformers import (
 )
 
 from hf_pretrain import MiniMindForCausalLM, MiniMindModel
+from hf_pretrain.modeling_minimind import find_packed_documents
+from tests.invariants.launching import ROOT, cpu_environment
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, rel: float = 1e-5):
@@ -89,7 +93,7 @@ def packed_positions(num_rows: int = 1) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in LENGTHS]).expand(num_rows, -1)
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention", "packed"])
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"use_cache": False}, {"use_cache": True}, {"attention_mask": torch.ones(1, 24)}],
@@ -144,7 +148,7 @@ def left_padded(input_ids: torch.Tensor, num_pads: int = 6) -> tuple[torch.Tenso
     return torch.cat([F.pad(input_ids[:1, :-num_pads], (num_pads, 0)), input_ids[1:]]), mask
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention", "packed"])
 @pytest.mark.parametrize("padding_position", [0, 1])
 @torch.no_grad()
 def test_left_padded_is_unpadded(model, input_ids, attn_implementation, padding_position):
@@ -157,7 +161,7 @@ def test_left_padded_is_unpadded(model, input_ids, attn_implementation, padding_
     assert_near(logits[1:], whole)
 
 
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "flex_attention", "packed"])
 @torch.no_grad()
 def test_implementations_agree_with_eager(model, input_ids, attn_implementation):
     model.set_attn_implementation("eager")
@@ -167,14 +171,62 @@ def test_implementations_agree_with_eager(model, input_ids, attn_implementation)
     assert_near(model(input_ids).logits, expected)
 
 
-def test_sdpa_gradients_agree_with_eager(model, input_ids):
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "packed"])
+@pytest.mark.parametrize("documents", [LENGTHS, (24,), (1,) * 24, (2, 17, 1, 4)], ids=str)
+def test_gradients_agree_with_eager(model, input_ids, attn_implementation, documents):
+    """The second row is one document; lengths of one group and of several."""
+    positions = torch.stack([torch.cat([torch.arange(length) for length in documents]), torch.arange(24)])
     found = []
-    for attn_implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(attn_implementation)
+    for name in ("eager", attn_implementation):
+        model.set_attn_implementation(name)
         model.zero_grad()
-        model(input_ids, position_ids=packed_positions(2), labels=input_ids).loss.backward()
+        model(input_ids, position_ids=positions, labels=input_ids).loss.backward()
         found.append(gradients(model))
     assert_near(*found)
+
+
+def test_packed_groups_hold_each_token_once_with_little_padding():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 300, (40,), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+    documents = find_packed_documents(positions, in_groups=True)
+    assert documents.cu_seq_lens.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert torch.equal(documents.gather[documents.scatter], torch.arange(positions.shape[1]))
+    assert sum(count for count, _ in documents.groups) == 40
+    num_slots = sum(count * length for count, length in documents.groups)
+    assert num_slots == len(documents.gather) <= 1.25 * positions.shape[1]
+    # Places of a group's rows go on by one until the padding.
+    first = positions[0, documents.gather][: documents.groups[0][1]]
+    assert first.tolist() == list(range(documents.groups[0][1])) == list(range(int(lengths.max())))
+
+
+def test_packed_attention_sees_no_square_of_the_row(model, input_ids):
+    """No mask is made, and no tensor of the size of a row squared."""
+    model.set_attn_implementation("packed")
+    shapes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            shapes.extend(tuple(t.shape) for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t))
+            return result
+
+    with Watch():
+        model(input_ids, position_ids=packed_positions(2), use_cache=False)
+    assert shapes and not [shape for shape in shapes if shape[-2:] == (24, 24)]
+
+
+def test_a_loss_without_logits_is_the_loss(model, input_ids):
+    labels = input_ids.masked_fill(packed_positions(2) == 0, -100)
+    found = []
+    for skip_logits in (False, True):
+        model.zero_grad()
+        outputs = model(input_ids, position_ids=packed_positions(2), labels=labels, skip_logits=skip_logits)
+        assert (outputs.logits is None) == skip_logits
+        outputs.loss.backward()
+        found.append((outputs.loss.detach(), gradients(model)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
+    assert_near(found[1][1], found[0][1], 1e-6)
 
 
 @torch.no_grad()
@@ -471,3 +523,32 @@ def test_each_sparse_layer_compiles(build_model, input_ids, fresh_compiler):
         loss.backward()
     torch.testing.assert_close(*losses)
     assert_near(gradients(compiled), gradients(model))
+
+
+MEMORY = """
+import resource, sys, torch
+from hf_pretrain.loss import linear_masked_cross_entropy, masked_cross_entropy
+
+hidden = torch.randn(1, 16384, 64, requires_grad=True)
+weight = torch.randn(6400, 64, requires_grad=True)
+labels = torch.randint(6400, (1, 16384))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "fused":
+    loss = linear_masked_cross_entropy(hidden, weight, labels)
+else:
+    loss = masked_cross_entropy(hidden @ weight.T, labels)
+loss.backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_loss_of_many_tokens_takes_a_quarter_of_the_memory():
+    """Against float32 logits of all positions; a narrow model, so that the logits are what counts in both."""
+    taken = {}
+    for way in ("fused", "full"):
+        words = [sys.executable, "-c", MEMORY, way]
+        result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr[-2000:]
+        taken[way] = int(result.stdout)
+    assert taken["full"] > 4 * taken["fused"]
