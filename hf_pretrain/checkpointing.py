@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from .adapters import is_adapted
 from .manifest import MANIFEST_NAME, find_damage, flush, read_manifest, write_manifest
+from .optimizers import optimizer_name
 from .resuming import (
     EXIT_NOT_SAVED,
     SAVING,
@@ -139,7 +140,7 @@ class CheckpointMixin(ShardedCheckpointMixin):
             "batch_size": args.per_device_train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
             "layout": layout,
-            "optimizer": str(getattr(args.optim, "value", args.optim)),
+            "optimizer": optimizer_name(args),
             "save_only_model": args.save_only_model,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
             "data": self._data_description,

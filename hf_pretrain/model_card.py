@@ -24,6 +24,7 @@ from .configuration_minimind import MiniMindConfig
 from .data.corpora import LANGUAGES
 from .exporting import misfit
 from .gguf_format import FILE_NAME, gguf_form
+from .optimizers import optimizer_name
 from .training_args import LMTrainingArguments
 
 
@@ -265,7 +266,7 @@ def _training_rows(args: LMTrainingArguments, state: TrainerState, sharding: str
         ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),
         (
             "optimizer",
-            f"{getattr(args.optim, 'value', args.optim)}, betas ({args.adam_beta1:g}, {args.adam_beta2:g}), weight decay "
+            f"{optimizer_name(args)}, betas ({args.adam_beta1:g}, {args.adam_beta2:g}), weight decay "
             f"{args.weight_decay:g}, gradients clipped at {args.max_grad_norm:g}",
         ),
         ("seed", str(args.seed)),

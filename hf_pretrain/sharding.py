@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from .optimizers import Muon, deepspeed_muon, muon_parameter_groups, optimizer_name
+
 
 class ShardedCheckpointMixin(Trainer):
     """A `Trainer` that saves and resumes what transformers sharded."""
@@ -67,8 +69,16 @@ class ShardedCheckpointMixin(Trainer):
                 f"{resume_from_checkpoint} lacks {sorted(missing)}, has too many: {result.unexpected_keys}."
             )
 
-    def create_optimizer(self, *args: Any, **kwargs: Any):
-        optimizer = super().create_optimizer(*args, **kwargs)
+    def create_optimizer(self, model: Any = None):
+        if self.optimizer is None and optimizer_name(self.args) == "muon":
+            optimizer_class = deepspeed_muon if self.is_deepspeed_enabled else Muon
+            self.optimizer = optimizer_class(
+                muon_parameter_groups(model or self.model, weight_decay=self.args.weight_decay),
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+            )
+        optimizer = super().create_optimizer(model)
         # A DeepSpeed config's own optimizer has no groups yet.
         self._weight_decays = [group.get("weight_decay") for group in getattr(optimizer, "param_groups", ())]
         return optimizer

@@ -124,6 +124,21 @@ def test_the_checks_notice_a_doubled_gradient(launch, way):
         assert_same_weights(run, reference)
 
 
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2"])
+def test_muon_agrees(launch, way):
+    """To what its bfloat16 iteration leaves; AdamW's weights are far off."""
+    launcher, arguments = LAUNCHES[way]
+    muon = [*ADAMW, "--optim_preset", "muon", "--max_grad_norm", "0"]
+    reference, run = launch("moe", "python", muon), launch("moe", launcher, [*muon, *arguments])
+    for step, expected in zip(run.steps, reference.steps, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+    adamw = launch("moe", "python", ADAMW)
+    for name, weight in reference.weights.items():
+        if "_proj" in name:
+            difference, distance = (run.weights[name] - weight).norm(), (adamw.weights[name] - weight).norm()
+            assert difference < 0.1 * distance, name
+
+
 @pytest.mark.parametrize("way", ["DDP", "ZeRO-2", "ZeRO-3"])
 def test_bf16_agrees_roughly_and_saves_float32(launch, way):
     launcher, arguments = LAUNCHES[way]

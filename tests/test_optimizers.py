@@ -1,0 +1,101 @@
+"""Muon against torch's own, a singular value decomposition, and itself resumed."""
+
+import pytest
+import torch
+
+from hf_pretrain.optimizers import Muon, is_matrix_of_muon, muon_parameter_groups, orthogonalize
+from tests.toys import EXPERTS, toy_model
+
+
+def give_gradients(model: torch.nn.Module, step: int):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def build(model: torch.nn.Module) -> Muon:
+    return Muon(muon_parameter_groups(model, weight_decay=0.1), lr=0.02)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (48, 48)])
+def test_orthogonalized_is_near_the_singular_vectors(shape):
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonalize(matrices).float()
+    values = torch.linalg.svdvals(found)
+    assert 0.5 < values.min() and values.max() < 1.3
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    exact = left @ right
+    cosine = (found * exact).sum((-2, -1)) / (found.norm(dim=(-2, -1)) * exact.norm(dim=(-2, -1)))
+    assert cosine.min() > 0.95
+
+
+def test_which_matrices_are_muons():
+    model = toy_model(**EXPERTS)
+    names = {name for name, parameter in model.named_parameters() if is_matrix_of_muon(name, parameter)}
+    kinds = {name.split("layers.")[1].split(".", 1)[1] for name in names}
+    assert kinds == {
+        *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
+        *("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    }
+    groups = muon_parameter_groups(model, weight_decay=0.1)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert [(group["use_muon"], group["weight_decay"]) for group in groups] == [
+        (False, 0.0),
+        (False, 0.1),
+        (True, 0.1),
+    ]
+
+
+def test_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw():
+    model, reference = toy_model(), toy_model()
+    ours = build(model)
+    named = dict(reference.named_parameters())
+    muons = [parameter for name, parameter in named.items() if is_matrix_of_muon(name, parameter)]
+    rest = [parameter for name, parameter in named.items() if not is_matrix_of_muon(name, parameter)]
+    torchs = torch.optim.Muon(muons, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    decays = [{"params": [p], "weight_decay": 0.1 if p.ndim >= 2 else 0.0} for p in rest]
+    adamw = torch.optim.AdamW(decays, lr=0.02, betas=(0.9, 0.95))
+    start = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for step in range(3):
+        for optimizer, net in ((ours, model), (torchs, reference), (adamw, None)):
+            if net is not None:
+                give_gradients(net, step)
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        moved, expected = parameter - start[name], named[name] - start[name]
+        # Both iterate in bfloat16, here matrices of one shape together.
+        tolerance = 2e-2 if is_matrix_of_muon(name, parameter) else 1e-5
+        assert (moved - expected).norm() <= tolerance * expected.norm(), name
+
+
+def test_stacked_experts_are_orthogonalized_one_by_one():
+    stacked = torch.nn.Parameter(torch.zeros(4, 24, 16))
+    single = [torch.nn.Parameter(torch.zeros(24, 16)) for _ in range(4)]
+    gradient = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(0))
+    # One of them is much larger: together, it alone would be made orthogonal.
+    gradient[0] *= 1000
+    stacked.grad = gradient.clone()
+    for parameter, part in zip(single, gradient, strict=True):
+        parameter.grad = part.clone()
+    for parameters in ([stacked], single):
+        Muon([{"params": parameters, "use_muon": True, "weight_decay": 0.0}], lr=1.0).step()
+    torch.testing.assert_close(stacked.detach(), torch.stack([p.detach() for p in single]), rtol=2e-2, atol=2e-2)
+    assert stacked[1].norm() > 0.5 * stacked[0].norm()
+
+
+def test_a_saved_state_goes_on_in_the_same_bits(tmp_path):
+    whole, half = toy_model(**EXPERTS), toy_model(**EXPERTS)
+    optimizers = [build(whole), build(half)]
+    for step in range(2):
+        for model, optimizer in zip((whole, half), optimizers, strict=True):
+            give_gradients(model, step)
+            optimizer.step()
+    torch.save(optimizers[1].state_dict(), tmp_path / "optimizer.pt")
+    resumed = build(half)
+    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for model, optimizer in ((whole, optimizers[0]), (half, resumed)):
+        give_gradients(model, 2)
+        optimizer.step()
+    for expected, parameter in zip(whole.parameters(), half.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
