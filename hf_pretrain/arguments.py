@@ -88,7 +88,9 @@ class ModelArguments:
         },
     )
     vocab_size: int = field(default=6400, metadata={"help": "Entries of a tokenizer that is trained here."})
-    attn_implementation: str = field(default="auto", metadata={"help": "auto, eager, sdpa or flex_attention."})
+    attn_implementation: str = field(
+        default="auto", metadata={"help": "auto (packed), eager, sdpa or flex_attention."}
+    )
 
     def __post_init__(self):
         if self.model_preset is not None and self.model_preset not in PRESETS:
@@ -119,9 +121,11 @@ class ModelArguments:
         except StrictDataclassError as error:
             raise ValueError(f"--config_overrides {self.config_overrides}: {error}") from error
 
-    def load_model(self, tokenizer: PreTrainedTokenizerBase, *, fsdp_size: int = 1) -> MiniMindForCausalLM:
+    def load_model(
+        self, tokenizer: PreTrainedTokenizerBase, *, distributed: DistributedConfig | None = None
+    ) -> MiniMindForCausalLM:
         """
-        The model that these arguments ask for, in float32, sharded over `fsdp_size` processes. Weights that MiniMind
+        The model that these arguments ask for, in float32, sharded as `distributed` says. Weights that MiniMind
         itself wrote are converted on the way ([`~conversion.load_upstream`]); an adapter is put on its base model.
 
         Raises:
@@ -130,7 +134,7 @@ class ModelArguments:
         """
         base = adapter_base(self.model_name_or_path)
         if base is not None:
-            model = dataclasses.replace(self, model_name_or_path=base).load_model(tokenizer, fsdp_size=fsdp_size)
+            model = dataclasses.replace(self, model_name_or_path=base).load_model(tokenizer, distributed=distributed)
             return load_adapter(model, self.model_name_or_path)
         upstream = None
         if self.model_name_or_path and not is_ours(self.model_name_or_path):
@@ -144,14 +148,17 @@ class ModelArguments:
             config = self.load_config(tokenizer)
         check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=self.tokenizer_name_or_path or "the trained one")
 
-        attn_implementation = "sdpa" if self.attn_implementation == "auto" else self.attn_implementation
+        attn_implementation = "packed" if self.attn_implementation == "auto" else self.attn_implementation
         loading: dict[str, Any] = {
             "config": config,
             "attn_implementation": attn_implementation,
             "dtype": torch.float32,
         }
-        if fsdp_size > 1:
-            loading["distributed_config"] = DistributedConfig(fsdp_size=fsdp_size)
+        if config.num_experts and not torch.accelerator.is_available():
+            # NOTE: on a CPU, torch's grouped product takes half as long again as a loop over the experts.
+            loading["experts_implementation"] = config._experts_implementation = "eager"
+        if distributed is not None:
+            loading["distributed_config"] = distributed
         if upstream is not None:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
         if self.model_name_or_path:
@@ -159,7 +166,7 @@ class ModelArguments:
         # Built whole on every rank, also under ZeRO-3: the first weights are then the same bits under every launcher.
         config._attn_implementation = attn_implementation
         model = MiniMindForCausalLM(config)
-        if fsdp_size > 1:
+        if distributed is not None:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=model.state_dict(), **loading)
         return model
 

@@ -1,6 +1,10 @@
-"""What a run shows while it trains."""
+"""What a run shows while it trains, and traces of it."""
 
-from transformers.trainer_callback import ProgressCallback
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, schedule
+from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 
 HELD_OUT = {
@@ -22,8 +26,53 @@ class TrainingProgressCallback(ProgressCallback):
             shown = {"loss": f"{logs['loss']:.3f}"}
             if "tokens_per_second" in logs:
                 shown["tok/s"] = f"{logs['tokens_per_second']:,.0f}"
+                shown["mfu"] = f"{logs['mfu']:.0%}"
             self.training_bar.set_postfix(shown)
             return
         figures = [f"{name} {logs[key]:.4f}" for key, name in HELD_OUT.items() if key in logs]
         if figures:
             self.training_bar.write(f"step {state.global_step}: {', '.join(figures)}")
+
+
+class ProfilerCallback(TrainerCallback):
+    """
+    Traces one step in `interval`, with memory and shapes, into `<output_dir>/profile/step-<step>-rank-<rank>.json` (for
+    https://ui.perfetto.dev), and prints the ten heaviest operators of rank 0.
+    """
+
+    def __init__(self, interval: int):
+        if interval < 2:
+            raise ValueError(
+                f"--profile_interval {interval}: at least 2, since the step before is the profiler's warm-up."
+            )
+        self.interval = interval
+        self._profiler: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        directory = Path(args.output_dir, "profile")
+        directory.mkdir(parents=True, exist_ok=True)
+        is_cuda = args.device.type == "cuda"
+
+        def write(profiler: Any) -> None:
+            profiler.export_chrome_trace(str(directory / f"step-{state.global_step}-rank-{args.process_index}.json"))
+            if args.process_index == 0:
+                key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+                print(profiler.key_averages().table(sort_by=key, row_limit=10, max_name_column_width=60))
+
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
+            schedule=schedule(wait=self.interval - 2, warmup=1, active=1),
+            on_trace_ready=write,
+            profile_memory=True,
+            record_shapes=True,
+        )
+        self._profiler.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._profiler.step()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._profiler.stop()
+
+
+__all__ = ["ProfilerCallback", "TrainingProgressCallback"]

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from transformers.trainer_callback import ProgressCallback
 
 from .arguments import ChatArguments
-from .callbacks import TrainingProgressCallback
+from .callbacks import ProfilerCallback, TrainingProgressCallback
 from .data.conversations import mark_template
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .model_card import CURVE_NAME
@@ -88,6 +88,8 @@ def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict
     if any(isinstance(callback, ProgressCallback) for callback in trainer.callback_handler.callbacks):
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(TrainingProgressCallback)
+    if trainer.args.profile:
+        trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}

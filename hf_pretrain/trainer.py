@@ -27,10 +27,11 @@ from transformers.utils import logging
 from .adapters import base_model_of, is_adapted
 from .checkpointing import DATA_POSITION_NAME
 from .data.filling import FILLER_COLUMN, ROW_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
+from .efficiency import flops_per_token, peak_flops_per_second, peak_memory_bytes
 from .hub import HubPushMixin
 from .loss import find_documents, prediction_weights
 from .modeling_minimind import MiniMindForCausalLM
-from .optimizers import complete_schedule_kwargs
+from .optimizers import complete_schedule_kwargs, optimizer_name
 from .tokenization import token_byte_lengths
 
 
@@ -40,15 +41,15 @@ logger = logging.get_logger(__name__)
 class MaskedLossTrainer(HubPushMixin):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
-    -100 and for a float `loss_mask` beside them. It logs `ce_loss`, `aux_loss` and `tokens_per_second` besides, and
-    evaluates `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`,
+    -100 and for a float `loss_mask` beside them. It logs `ce_loss`, `aux_loss`, `tokens_per_second`,
+    `model_flops_per_second`, `mfu` (that over the peak of all devices) and `peak_memory_gib` besides, and evaluates `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`,
     `eval_bits_per_byte`. Everything else is Trainer's.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._check_arguments()
-        self._is_evaluating = False
+        self._is_evaluating = self._wants_loss_alone = False
         self._eval_sums: torch.Tensor | None = None
         # Since the last log: sums over micro-batches of this rank, on the device, and what they are called.
         self._logged_losses: torch.Tensor | None = None
@@ -62,6 +63,9 @@ class MaskedLossTrainer(HubPushMixin):
         self._unlogged: dict[str, Any] | None = None
         self._tokens_at_last_log = 0
         self._last_log_time: float | None = None
+        if getattr(self.args, "compiles_layers", False):
+            for layer in base_model_of(self.model).model.layers:
+                layer.compile()
         if self.is_deepspeed_enabled:
             self._check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
 
@@ -90,7 +94,20 @@ class MaskedLossTrainer(HubPushMixin):
                     "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
                 )
         offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
+        optimizer = optimizer_name(self.args)
+        if optimizer == "muon":
+            if "optimizer" in config or offload != "none" or config.get("zero_optimization", {}).get("stage", 0) == 3:
+                raise ValueError(
+                    "--optim_preset muon needs whole matrices and its own optimizer: not possible with ZeRO-3, offloading, or "
+                    "an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or --fsdp_size."
+                )
+            if self.args.max_grad_norm:
+                # NOTE: it writes the updates over the gradients before their norm is taken, and clipping shrinks them.
+                raise ValueError(
+                    "DeepSpeed's Muon would clip its updates instead of the gradients: pass --max_grad_norm 0 with "
+                    "--optim_preset muon."
+                )
+            return
         if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
             # NOTE: accelerate's map_pytorch_optim_to_deepspeed takes DeepSpeedCPUAdam for whatever else it is given.
             raise ValueError(
@@ -274,13 +291,18 @@ class MaskedLossTrainer(HubPushMixin):
         if self.compute_loss_func is not None or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
-            outputs = model(**inputs, num_items_in_batch=1.0)
+            outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits)
             self._check_outputs(outputs)
             self._add_to_evaluation(outputs, inputs)
             loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
             return (loss, outputs) if return_outputs else loss
 
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch, num_documents_in_batch=self._num_documents)
+        outputs = model(
+            **inputs,
+            num_items_in_batch=num_items_in_batch,
+            num_documents_in_batch=self._num_documents,
+            skip_logits=self._skips_logits,
+        )
         self._check_outputs(outputs)
         loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
         self._logged_names, losses = tuple(parts), torch.stack(list(parts.values())).detach()
@@ -304,6 +326,15 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _is_loss_finite(self) -> bool:
         return all(self._step_is_finite)
+
+    @property
+    def _skips_logits(self) -> bool:
+        """Whether nobody reads the logits, which are then never in memory all at once."""
+        return not self._is_evaluating or self._wants_loss_alone
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self._wants_loss_alone = prediction_loss_only
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _combine_losses(
         self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
@@ -346,6 +377,10 @@ class MaskedLossTrainer(HubPushMixin):
                 progress = (num_train_epochs, 0)
         self._logged_losses = self._new_tokens = None
         self._steps_since_log = 0
+        base_model = base_model_of(self.model)
+        self._flops_per_token = flops_per_token(base_model)
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        self._peak_flops_per_second = peak_flops_per_second(self.args.device, dtype) * self.args.world_size
         self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen
         return progress
 
@@ -365,7 +400,10 @@ class MaskedLossTrainer(HubPushMixin):
                 losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
             logs |= dict(zip(self._logged_names, (losses / self._steps_since_log).tolist(), strict=True))
             now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
-            logs["tokens_per_second"] = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
+            speed = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
+            logs |= {"tokens_per_second": speed, "model_flops_per_second": speed * self._flops_per_token}
+            logs["mfu"] = speed * self._flops_per_token / self._peak_flops_per_second
+            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
             self._last_log_time, self._tokens_at_last_log = now, tokens
             self._logged_losses, self._steps_since_log = None, 0
         # Without a start time: Trainer's own throughput counts evaluation and saving as training.

@@ -12,7 +12,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
+
+from .optimizers import OPTIM_PRESETS
 
 
 logger = logging.get_logger(__name__)
@@ -30,6 +33,14 @@ class LMTrainingArguments(TrainingArguments):
     fsdp_size: int = field(
         default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
     )
+    tp_size: int = field(default=1, metadata={"help": "Tensor parallelism: cut matrices over this many GPUs."})
+    ep_size: int = field(
+        default=1, metadata={"help": "Expert parallelism: this many ranks of those above have experts of their own."}
+    )
+    dp_replicate_size: int = field(
+        default=1, metadata={"help": "Replicas of what --fsdp_size shards: the number of machines, as a rule."}
+    )
+    pp_size: int = field(default=1, metadata={"help": "Pipeline parallelism: not possible yet."})
     resume_from_hub: str | None = field(
         default=None,
         metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
@@ -46,6 +57,11 @@ class LMTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub or from outside output_dir."},
     )
+    optim_preset: str = field(
+        default="adamw", metadata={"help": "adamw (as --optim says), or muon for the matrices of the layers."}
+    )
+    profile: bool = field(default=False, metadata={"help": "Write a torch profiler trace of one step in so many."})
+    profile_interval: int = field(default=100, metadata={"help": "One step in how many --profile traces."})
     hub_license: str | None = field(default=None, metadata={"help": "Licence of what is pushed, in its model card."})
     hub_language: list[str] | None = field(
         default=None, metadata={"help": "Languages of the data, as ISO codes, in the model card."}
@@ -54,6 +70,10 @@ class LMTrainingArguments(TrainingArguments):
     bf16: bool = field(
         default=cast(bool, None),
         metadata={"help": "bfloat16 autocast. On where the hardware has it unless `--bf16 false`."},
+    )
+    torch_compile: bool = field(
+        default=cast(bool, None),
+        metadata={"help": "Compile each decoder layer. On where there is a GPU, and no DeepSpeed, unless false."},
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(
@@ -91,8 +111,15 @@ class LMTrainingArguments(TrainingArguments):
                 if self.use_cpu
                 else torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
             )
+        # Trainer would compile the model as a whole, once for each length of a batch and each mode.
+        self.compiles_layers = (
+            not self.use_cpu and not self.deepspeed if self.torch_compile is None else self.torch_compile
+        )
+        self.torch_compile = False
         if self.on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"--on_nonfinite {self.on_nonfinite} is unknown; use stop or skip.")
+        if self.optim_preset not in OPTIM_PRESETS:
+            raise ValueError(f"--optim_preset {self.optim_preset} is unknown; use {' or '.join(OPTIM_PRESETS)}.")
         self._check_launch()
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
             _start_gloo(timedelta(seconds=self.ddp_timeout))
@@ -117,6 +144,13 @@ class LMTrainingArguments(TrainingArguments):
                 "accelerate turns FSDP on CPU processes into DDP without a word. On CPU launch with torchrun and pass "
                 "--fsdp_size N, which shards through transformers itself."
             )
+
+    @property
+    def distributed_config(self) -> DistributedConfig | None:
+        """How transformers shards the model while it loads it; `None` where each process has it whole."""
+        names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
+        sizes = {name: getattr(self, name) for name in names}
+        return DistributedConfig(**sizes) if max(sizes.values()) > 1 else None
 
     @property
     def launch_description(self) -> str:
@@ -145,12 +179,7 @@ class LMTrainingArguments(TrainingArguments):
 
     def _check_launch(self):
         """Meets mistakes in the launch command before any process group is set up."""
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.fsdp_size not in (1, world_size):
-            raise ValueError(
-                f"--fsdp_size {self.fsdp_size} needs as many processes, and {world_size} run. Launch with "
-                f"torchrun --standalone --nproc_per_node {self.fsdp_size} {' '.join(sys.argv)}"
-            )
+        self._check_layout(int(os.environ.get("WORLD_SIZE", 1)))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count()
         if not self.use_cpu and 0 < num_gpus < local_world_size:
@@ -161,6 +190,29 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
+
+    def _check_layout(self, world_size: int):
+        """Meets sizes that do not fit together, or that Trainer cannot train with."""
+        num_ranks = self.fsdp_size * self.tp_size * self.dp_replicate_size
+        if num_ranks not in (1, world_size):
+            sizes = f"--fsdp_size {self.fsdp_size} x --tp_size {self.tp_size} x --dp_replicate_size {self.dp_replicate_size}"
+            raise ValueError(
+                f"{sizes} needs {num_ranks} processes, and {world_size} run. Launch with "
+                f"torchrun --standalone --nproc_per_node {num_ranks} {' '.join(sys.argv)}"
+            )
+        if self.pp_size > 1:
+            raise ValueError(
+                f"--pp_size {self.pp_size}: transformers cannot train a pipeline yet. Use --fsdp_size, or --tp_size on GPUs."
+            )
+        if self.tp_size > 1 and self.use_cpu:
+            raise ValueError(
+                f"--tp_size {self.tp_size}: accelerate trains with tensor parallelism on GPUs alone. Use --fsdp_size here."
+            )
+        if self.distributed_config is not None and self.deepspeed:
+            raise ValueError(
+                "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other: leave "
+                "one of them out."
+            )
 
 
 @dataclass

@@ -39,7 +39,7 @@ def main(
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_conversations(data_args, training_args, tokenizer)
 
-    model = add_adapter(model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size), adapter_args)
+    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = DistillationTrainer(
         model=model,
         teacher=teacher,

@@ -44,7 +44,7 @@ def main(
         training_args.eval_strategy, training_args.eval_on_start = "no", False
 
     _, trainer_class = ALGORITHMS[training_args.algorithm]
-    model = add_adapter(model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size), adapter_args)
+    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
     # With an adapter, the reference is the model without it.
     needs_reference = training_args.needs_reference and not is_adapted(model)
     trainer = trainer_class(

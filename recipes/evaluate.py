@@ -39,7 +39,7 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
             eval_rows, eval_report = data_args.prepare_rows(documents, tokenizer)
 
     trainer = MaskedLossTrainer(
-        model=model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size),
+        model=model_args.load_model(tokenizer, distributed=training_args.distributed_config),
         args=training_args,
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
         processing_class=tokenizer,

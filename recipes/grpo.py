@@ -46,7 +46,7 @@ def main(
     if len(eval_tasks) == 0:
         training_args.eval_strategy = "no"
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
-    model = add_adapter(model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size), adapter_args)
+    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
 
     trainer = ALGORITHMS[training_args.algorithm](
         model,

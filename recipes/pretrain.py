@@ -46,7 +46,7 @@ def main(
     if eval_rows is None:
         training_args.eval_strategy = "no"
 
-    model = add_adapter(model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size), adapter_args)
+    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = MaskedLossTrainer(
         model=model,
         args=training_args,

@@ -36,7 +36,7 @@ def main(
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return
 
-    model = model_args.load_model(tokenizer, fsdp_size=training_args.fsdp_size)
+    model = model_args.load_model(tokenizer, distributed=training_args.distributed_config)
     # How a chat samples; servers take a request's temperature only where sampling is on.
     model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     trainer = MaskedLossTrainer(

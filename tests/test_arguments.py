@@ -60,7 +60,10 @@ def test_bare_bf16_flag(tmp_path):
         (["--deepspeed", "missing.json"], None, "missing.json: no such file"),
         (["--fp16"], None, "--fp16 on a CPU would silently train in float32"),
         (["--fsdp"], None, "--fsdp_size N"),
-        (["--fsdp_size", "2"], None, "needs as many processes, and 1 run.*--nproc_per_node 2"),
+        (["--fsdp_size", "2"], None, "needs 2 processes, and 1 run.*--nproc_per_node 2"),
+        (["--fsdp_size", "2", "--dp_replicate_size", "3"], None, "needs 6 processes, and 1 run.*--nproc_per_node 6"),
+        (["--pp_size", "2"], None, "cannot train a pipeline yet"),
+        (["--optim_preset", "lion"], None, "--optim_preset lion is unknown; use adamw or muon"),
     ],
 )
 def test_mistakes_are_named(tmp_path, words, config, message):
@@ -105,8 +108,16 @@ def test_load_model_takes_preset_overrides_and_special_tokens(tokenizer):
     model = arguments.load_model(tokenizer)
     assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (1, 96, 320)
     assert (model.config.pad_token_id, model.config.bos_token_id, model.config.eos_token_id) == (0, 1, 2)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "packed"
     assert model.dtype == torch.float32
+
+
+def test_experts_are_a_loop_on_a_cpu(tokenizer):
+    arguments = ModelArguments(
+        model_preset="tiny", config_overrides="num_hidden_layers=1,num_experts=4,vocab_size=320"
+    )
+    model = arguments.load_model(tokenizer)
+    assert torch.accelerator.is_available() or model.config._experts_implementation == "eager"
 
 
 def test_vocab_size_of_a_tokenizer_trained_here_is_the_models(tokenizer):

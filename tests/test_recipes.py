@@ -23,7 +23,7 @@ from hf_pretrain.rewards import load_reward_functions
 from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.training_args import LMTrainingArguments, SFTTrainingArguments
 from tests.invariants.launching import BIN, ROOT, cpu_environment, free_port, launcher_command, start
-from tests.toys import toy_model, write_jsonl
+from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
 RECIPE = str(ROOT / "recipes/pretrain.py")
@@ -37,8 +37,9 @@ def workspace(tmp_path_factory) -> Path:
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 12))) for _ in range(40)]
     tokenizer = train_tokenizer(texts, vocab_size=320)
-    toy_model(vocab_size=320).save_pretrained(path / "toy")
-    tokenizer.save_pretrained(path / "toy")
+    for name, fields in (("toy", {}), ("toy-moe", EXPERTS)):
+        toy_model(vocab_size=320, **fields).save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
     write_jsonl(path / "train.jsonl", texts)
     return path
 
@@ -252,17 +253,35 @@ def test_two_launch_agents_on_one_host(workspace):
     assert "Held-out loss" in outputs[0] and "Held-out loss" not in outputs[1]
 
 
+# Of a model with experts: processes and flags.
+LAYOUTS = {
+    "fsdp": (2, ["--fsdp_size", "2"]),
+    "fsdp-ep": (2, ["--fsdp_size", "2", "--ep_size", "2"]),
+    "replicated": (4, ["--fsdp_size", "2", "--dp_replicate_size", "2"]),
+    "muon": (2, ["--fsdp_size", "2", "--optim_preset", "muon"]),
+}
+
+
 @pytest.mark.distributed
-def test_fsdp_size_saves_a_checkpoint_that_goes_on(workspace):
-    arguments = [word for word in toy_arguments(workspace, "fsdp-size") if word not in ("--save_strategy", "no")]
-    command = [*launcher_command("torchrun"), RECIPE, *arguments, "--fsdp_size", "2"]
-    result = start(command)
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert (workspace / "fsdp-size/checkpoint-2/model.safetensors").is_file()
-    assert MiniMindForCausalLM.from_pretrained(workspace / "fsdp-size").config.hidden_size == 32
-    result = start([*command, "--max_steps", "3", "--resume_from_checkpoint", "auto"])
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert (workspace / "fsdp-size/checkpoint-3/optimizer.pt").is_file()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sharded_run_goes_on_and_ends_as_if_it_had_not_stopped(layout, workspace):
+    processes, flags = LAYOUTS[layout]
+    losses = []
+    for name, max_steps in (("whole", ["3"]), ("stopped", ["2", "3"])):
+        output_dir = workspace / f"{layout}-{name}"
+        arguments = toy_arguments(workspace, output_dir.name)
+        arguments[arguments.index("--save_strategy") + 1] = "steps"
+        arguments += ["--save_steps", "1", "--lr_scheduler_type", "constant", *flags]
+        arguments[arguments.index(str(workspace / "toy"))] = str(workspace / "toy-moe")
+        for steps in max_steps:
+            command = [*launcher_command("torchrun", processes), RECIPE, *arguments, "--max_steps", steps]
+            result = start([*command, "--resume_from_checkpoint", "auto"])
+            assert result.returncode == 0, result.stdout[-3000:]
+        history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+        losses.append([entry["loss"] for entry in history if "loss" in entry])
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    # Whatever the layout was, the files are those of one process.
+    assert MiniMindForCausalLM.from_pretrained(workspace / f"{layout}-stopped").config.num_experts == 4
 
 
 @pytest.mark.distributed

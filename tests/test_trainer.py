@@ -1,15 +1,20 @@
 """MaskedLossTrainer in one process: against formulas written out, and against itself under other batches."""
 
+import copy
+import json
 import math
+import random
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
+from hf_pretrain.callbacks import ProfilerCallback
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.training_args import LMTrainingArguments
 from tests.toys import EXPERTS, toy_model
@@ -367,6 +372,67 @@ def test_logs_have_throughput_and_tokens(tmp_path):
     assert step["num_input_tokens_seen"] == sum(LENGTHS)
     assert step["tokens_per_second"] > 0
     assert step["learning_rate"] == 0.5
+
+
+def make_packed_rows(num_rows: int = 24) -> list[dict]:
+    """Rows of 40 tokens, each cut into documents of its own lengths."""
+    generator = random.Random(0)
+    rows = []
+    for _ in range(num_rows):
+        cuts = sorted(generator.sample(range(1, 40), generator.randrange(4)))
+        lengths = [stop - start for start, stop in zip([0, *cuts], [*cuts, 40], strict=True)]
+        rows.append({"input_ids": generator.choices(range(3, 64), k=40), "seq_lengths": lengths})
+    return rows
+
+
+class GraphCounter(TrainerCallback):
+    def __init__(self):
+        self.num_graphs = []
+
+    def on_step_end(self, *args, **kwargs):
+        self.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
+    """Rows of any composition: after the first steps no graph is added."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, counter = make_model(), GraphCounter()
+    model.set_attn_implementation("packed")
+    plain = train(make_trainer(tmp_path, make_packed_rows(), model=copy.deepcopy(model), batch=4))
+    arguments = {"torch_compile": True}
+    trainer = make_trainer(
+        tmp_path, make_packed_rows(), model=model, batch=4, arguments=arguments, callbacks=[counter]
+    )
+    compiled = train(trainer)
+    assert counter.num_graphs[1] > 0 and counter.num_graphs[-1] == counter.num_graphs[1]
+    assert [step["loss"] for step in compiled] == pytest.approx([step["loss"] for step in plain], rel=1e-5)
+
+
+def test_layers_are_compiled_only_where_asked_for_on_a_cpu(tmp_path):
+    assert make_trainer(tmp_path, make_documents()).args.compiles_layers is False
+
+
+def test_a_profile_is_written_of_one_step_in_so_many(tmp_path, capfd):
+    trainer = make_trainer(tmp_path, make_documents(), callbacks=[ProfilerCallback(3)])
+    train(trainer)
+    traces = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert traces == ["step-3-rank-0.json", "step-6-rank-0.json"]
+    events = json.loads((tmp_path / "profile" / traces[0]).read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    assert any(event.get("name") == "[memory]" for event in events)
+    assert "aten::mm" in capfd.readouterr().out
+    with pytest.raises(ValueError, match="--profile_interval 1: at least 2"):
+        ProfilerCallback(1)
+
+
+def test_logs_have_flops_and_memory(tmp_path):
+    trainer = make_trainer(tmp_path, make_documents(), batch=13)
+    (step, *_) = train(trainer)
+    number = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert step["model_flops_per_second"] == pytest.approx(6 * number * step["tokens_per_second"])
+    assert 0 < step["mfu"] < 1
+    assert 0.1 < step["peak_memory_gib"] < 100
 
 
 def test_tensorboard_gets_the_losses(tmp_path):

@@ -1,0 +1,223 @@
+"""
+How much of the machine a run uses: model FLOPs, the device's peak, memory.
+
+Model FLOPs are those of the matrix products with parameters, forward and backward: 6 a parameter and token
+(https://arxiv.org/abs/2001.08361, section 2.1), of experts those that a token is sent to. Attention's own products are left
+out, so that the figure does not depend on how long documents are; so is what activation checkpointing computes again.
+"""
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .loss import MAX_LOGITS
+from .optimizers import is_matrix_of_muon
+
+
+# FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets.
+PEAK_FLOPS_PER_SECOND = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float:
+    """
+    Parameters that a token is multiplied with, or those of them that are trained. A head tied to the embedding counts once,
+    an embedding of its own does not; of experts, `num_experts_per_tok` count.
+    """
+    total = 0.0
+    config = model.config
+    for name, parameter in model.named_parameters():
+        if trainable and not parameter.requires_grad:
+            continue
+        if "embed_tokens" in name and not config.tie_word_embeddings:
+            continue
+        # Under ZeRO-3 a parameter has no elements between its uses.
+        number = parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
+        is_routed = ".experts." in name and config.num_experts
+        total += number * (config.num_experts_per_tok / config.num_experts if is_routed else 1)
+    return total
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Of training: 2 a parameter forward, 2 for the gradient of what goes in, 2 for that of a trained parameter."""
+    return 4 * num_active_parameters(model) + 2 * num_active_parameters(model, trainable=True)
+
+
+def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """The data sheet's figure for `dtype` bfloat16 or float16 on a GPU that is known, else [`measure_gemm_rate`]."""
+    if device.type == "cuda" and dtype != torch.float32:
+        name = torch.cuda.get_device_name(device)
+        for part, peak in PEAK_FLOPS_PER_SECOND.items():
+            if part in name:
+                return peak
+    return measure_gemm_rate(device, dtype)
+
+
+def measure_gemm_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16, *, size: int | None = None) -> float:
+    """FLOP/s of the best of five large square matrix products."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        _synchronize(device)
+        start = time.perf_counter()
+        left @ right
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has held: of the GPU's memory, or resident of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+@dataclass
+class MemoryEstimate:
+    """
+    Bytes that each process holds at the peak of a step.
+
+    Args:
+        parameters, gradients, optimizer (`float`): whatever the batch is; with copies in half precision and buckets of
+            DDP.
+        workspace (`float`): of the loss: logits that are in memory at a time, and their gradients.
+        activations_per_row (`float`): kept from the forward to the backward pass, for one row.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    workspace: float
+    activations_per_row: float
+
+    @property
+    def fixed(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.workspace
+
+    def total(self, batch_size: int) -> float:
+        """With so many rows a process and micro-batch."""
+        return self.fixed + batch_size * self.activations_per_row
+
+    def largest_batch(self, memory_bytes: float) -> int:
+        """Rows a process and micro-batch that fit into so much memory."""
+        return max(0, int((memory_bytes - self.fixed) // self.activations_per_row))
+
+
+def estimate_memory(
+    model: PreTrainedModel,
+    *,
+    max_length: int,
+    strategy: str = "ddp",
+    world_size: int = 1,
+    optimizer: str = "adamw",
+    dtype: torch.dtype = torch.bfloat16,
+) -> MemoryEstimate:
+    """
+    What training a model takes. Activations are measured, by a forward pass of one row on the model's device; the rest
+    follows from the number of parameters, after https://arxiv.org/abs/1910.02054 (sections 3 and 5).
+
+    Args:
+        model ([`MiniMindForCausalLM`]): whole, in float32, on the device that is to train it.
+        max_length (`int`): tokens a row.
+        strategy (`str`): one of `STRATEGIES`; `ddp` is also what one process does.
+        optimizer (`str`): `adamw` with two states a parameter, or `muon` with one for the matrices of the layers.
+        dtype (`torch.dtype`): of autocast, or float32 for none.
+
+    Raises:
+        `ValueError`: for an unknown strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is unknown; there are {', '.join(STRATEGIES)}.")
+    number = sum(parameter.numel() for parameter in model.parameters())
+    states = 8 * number
+    if optimizer == "muon":
+        states -= 4 * sum(p.numel() for name, p in model.named_parameters() if is_matrix_of_muon(name, p))
+    is_half = dtype != torch.float32
+    share = 1 / world_size
+    if strategy == "ddp":
+        parameters, gradients, kept = 4 * number, 4 * number * (1 if world_size == 1 else 2), states
+        parameters += 2 * number * is_half
+    elif strategy == "fsdp":
+        parameters, gradients, kept = 4 * number * share, 4 * number * share, states * share
+        parameters += 2 * number / model.config.num_hidden_layers * is_half
+    else:
+        # DeepSpeed trains in the half precision itself; the float32 weights are part of the optimizer's state.
+        width, stage = 2 if is_half else 4, int(strategy[-1])
+        parameters = width * number * (share if stage == 3 else 1)
+        gradients = width * number * (share if stage >= 2 else 1)
+        kept = (states + 4 * number) * share
+    logits = MAX_LOGITS[model.device.type == "cpu"]
+    workspace = logits * (2 * 4 + 2 * (2 if is_half else 4))
+    return MemoryEstimate(parameters, gradients, kept, workspace, _activations(model, max_length, dtype))
+
+
+def _activations(model: PreTrainedModel, length: int, dtype: torch.dtype) -> float:
+    """Bytes of all tensors that the forward pass of a row of one document keeps for the backward pass."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    def pass_once(num_rows: int) -> int:
+        kept.clear()
+        ids = torch.zeros(num_rows, length, dtype=torch.int64, device=model.device)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32),
+        ):
+            outputs = model(ids, labels=ids, skip_logits=True, use_cache=False)
+            assert outputs.loss.requires_grad
+            return sum(storage.nbytes() for storage in kept.values())
+
+    # What does not depend on the number of rows, such as copies of weights in half precision, is counted elsewhere.
+    return pass_once(2) - pass_once(1)
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """All of a GPU's memory, or what the machine has left for new processes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().available
+
+
+__all__ = [
+    "STRATEGIES",
+    "MemoryEstimate",
+    "available_memory_bytes",
+    "estimate_memory",
+    "flops_per_token",
+    "measure_gemm_rate",
+    "num_active_parameters",
+    "peak_flops_per_second",
+    "peak_memory_bytes",
+]

@@ -1,0 +1,72 @@
+"""
+What a run would take, before it is started.
+
+    python recipes/doctor.py --estimate
+    python recipes/doctor.py --estimate --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8
+
+`--estimate` prints for a preset the bytes a process holds, and the largest batch that fits into the memory of this machine or
+into `--memory_gib`. Activations are measured by the forward pass of a row, on the device that is here.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import HfArgumentParser
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.arguments import default_preset
+from hf_pretrain.configuration_minimind import PRESETS
+from hf_pretrain.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
+
+
+@dataclass
+class DoctorArguments:
+    """What to estimate."""
+
+    estimate: bool = field(default=False, metadata={"help": "Print memory and the largest batch."})
+    model_preset: str | None = field(default=None, metadata={"help": f"One of {', '.join(PRESETS)}."})
+    max_length: int = field(default=512, metadata={"help": "Tokens a row."})
+    strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
+    world_size: int = field(default=1, metadata={"help": "Processes."})
+    optim_preset: str = field(default="adamw", metadata={"help": "adamw or muon."})
+    bf16: bool = field(default=True, metadata={"help": "bfloat16 autocast."})
+    memory_gib: float | None = field(default=None, metadata={"help": "Memory of a device, by default of this one."})
+
+    def __post_init__(self):
+        if not self.estimate:
+            raise ValueError("Say what to look at: --estimate.")
+        if self.model_preset is not None and self.model_preset not in PRESETS:
+            raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
+
+
+def main(args: DoctorArguments):
+    preset = args.model_preset or default_preset()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = MiniMindConfig(**PRESETS[preset])
+    config._attn_implementation = "packed"
+    model = MiniMindForCausalLM(config).train().to(device)
+    estimate = estimate_memory(
+        model,
+        max_length=args.max_length,
+        strategy=args.strategy,
+        world_size=args.world_size,
+        optimizer=args.optim_preset,
+        dtype=torch.bfloat16 if args.bf16 else torch.float32,
+    )
+    memory = 2**30 * args.memory_gib if args.memory_gib else available_memory_bytes(device)
+    if device.type == "cpu" and not args.memory_gib:
+        memory /= args.world_size
+
+    print(f"{preset}, {args.strategy} on {args.world_size} process(es), rows of {args.max_length}, a process:")
+    print(f"  parameters that a token meets  {num_active_parameters(model) / 1e6:10.2f} M")
+    for name in ("parameters", "gradients", "optimizer", "workspace"):
+        print(f"  {name:30} {getattr(estimate, name) / 2**20:10,.0f} MiB")
+    print(f"  {'activations, a row':30} {estimate.activations_per_row / 2**20:10,.0f} MiB")
+    batch_size = estimate.largest_batch(memory)
+    print(
+        f"  the largest batch in {memory / 2**30:.1f} GiB: {batch_size} rows ({batch_size * args.max_length:,} tokens)"
+    )
+
+
+if __name__ == "__main__":
+    main(*HfArgumentParser(DoctorArguments, allow_abbrev=False).parse_args_into_dataclasses())

@@ -1,0 +1,99 @@
+"""FLOPs and memory against counts written out and what a process is seen to take."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.configuration_minimind import PRESETS
+from hf_pretrain.efficiency import estimate_memory, flops_per_token, measure_gemm_rate, num_active_parameters
+from tests.invariants.launching import ROOT, cpu_environment
+from tests.toys import EXPERTS, toy_model
+
+
+def test_active_parameters_and_flops():
+    dense = toy_model(vocab_size=100)
+    number = sum(parameter.numel() for parameter in dense.parameters())
+    assert num_active_parameters(dense) == number and flops_per_token(dense) == 6 * number
+    # Read from, not multiplied with.
+    untied = toy_model(vocab_size=100, tie_word_embeddings=False)
+    assert num_active_parameters(untied) == number
+    moe = toy_model(vocab_size=100, **EXPERTS)
+    experts = sum(parameter.numel() for name, parameter in moe.named_parameters() if ".experts." in name)
+    total = sum(parameter.numel() for parameter in moe.parameters())
+    assert num_active_parameters(moe) == total - experts / 2
+    # Frozen weights need no gradient of their own.
+    dense.model.embed_tokens.weight.requires_grad_(False)
+    assert flops_per_token(dense) == 6 * number - 2 * dense.model.embed_tokens.weight.numel()
+
+
+def test_gemm_rate_is_a_rate():
+    assert 1e9 < measure_gemm_rate(torch.device("cpu"), torch.float32) < 1e15
+
+
+def test_fixed_memory_is_the_papers():
+    """Table 1 of ZeRO: 16 bytes a parameter of Adam in half precision, and what each stage divides."""
+    model = toy_model()
+    number = sum(parameter.numel() for parameter in model.parameters())
+    expected = {"zero1": 4 + 12 / 4, "zero2": 2 + 14 / 4, "zero3": 16 / 4}
+    for strategy, bytes_a_parameter in expected.items():
+        estimate = estimate_memory(model, max_length=32, strategy=strategy, world_size=4)
+        assert estimate.fixed - estimate.workspace == pytest.approx(bytes_a_parameter * number)
+    with pytest.raises(ValueError, match="strategy='zero9' is unknown; there are ddp, fsdp"):
+        estimate_memory(model, max_length=32, strategy="zero9")
+
+
+def test_largest_batch_is_the_one_that_fits():
+    estimate = estimate_memory(toy_model(), max_length=32)
+    memory = estimate.total(7)
+    assert estimate.largest_batch(memory) == 7 and estimate.largest_batch(memory - 1) == 6
+    assert estimate.largest_batch(0) == 0
+
+
+MEASURE = """
+import resource, torch
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.configuration_minimind import PRESETS
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+torch.randn(512, 512, dtype=torch.bfloat16) @ torch.randn(512, 512, dtype=torch.bfloat16)
+before = peak()
+config = MiniMindConfig(**PRESETS["minimind2-small"])
+config._attn_implementation = "packed"
+model = MiniMindForCausalLM(config).train()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+ids = torch.randint(6400, (24, 512))
+for _ in range(2):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids, skip_logits=True, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("TAKEN", peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_estimate_is_what_training_takes():
+    """Within 15 % of the resident memory of a process that trains, most of it activations."""
+    words = [sys.executable, "-c", MEASURE]
+    result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    taken = int(re.search(r"TAKEN (\d+)", result.stdout)[1])
+    config = MiniMindConfig(**PRESETS["minimind2-small"])
+    config._attn_implementation = "packed"
+    estimate = estimate_memory(MiniMindForCausalLM(config).train(), max_length=512)
+    assert estimate.total(24) == pytest.approx(taken, rel=0.15)
+
+
+def test_doctor_prints_the_estimate():
+    words = [sys.executable, "recipes/doctor.py", "--estimate", "--model_preset", "tiny", "--max_length", "64"]
+    words += ["--memory_gib", "1"]
+    result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert re.search(r"the largest batch in 1.0 GiB: \d+ rows", result.stdout), result.stdout
