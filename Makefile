@@ -6,6 +6,7 @@
 # make pretrain ARGS="--max_steps 100"                     anything else for the recipe
 # make sft, then make dpo | distill | grpo                 the other stages, launched alike
 # make chat | serve | evaluate                             talk to the newest model, serve it, measure it
+# make bench                                               ours and others, side by side
 # make tokenizer | test | faults | quality
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ PRESET ?= $(if $(filter cpu,$(DEVICE)),tiny,minimind2-small)
 CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer test faults quality clean
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test faults quality clean
 .DEFAULT_GOAL := pretrain
 
 # One launcher line each. On CPU, DeepSpeed counts devices by LOCAL_SIZE, and each process gets its share of the cores.
@@ -33,6 +34,7 @@ ARGS ?=
 ifeq ($(DEVICE),cpu)
   CPU_ARGS := --use_cpu
   ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
+  BENCH_ENV := $(ENV)
   ifneq ($(GPUS),1)
     ENV += LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(nproc) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
   endif
@@ -96,10 +98,15 @@ test: $(VENV)/.installed-test
 faults: $(VENV)/.installed-test
 	FAULTS_JSON=faults.json $(BIN)/python -m pytest tests/faults -m "faults or not faults" -n 2 --dist worksteal $(ARGS)
 
+# Useful tokens a second beside a bare loop, stock Trainer, TRL and a loop as MiniMind's. SIZES=all for more models and rows.
+SIZES ?= 26M
+bench: $(VENV)/.installed-trl
+	$(BENCH_ENV) $(BIN)/python -m benchmarks.bench --sizes $(SIZES) $(ARGS)
+
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hf_pretrain recipes
+	$(BIN)/mypy hf_pretrain recipes benchmarks
 
 # The torch range of pyproject.toml admits a CPU wheel that the machine provides. Tests need no other index.
 $(VENV)/bin/python:

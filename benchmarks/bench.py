@@ -1,0 +1,222 @@
+"""
+What is fast, side by side: `make bench`, or
+
+    python -m benchmarks.bench --sizes 26M --rounds 3 --steps 3
+    python -m benchmarks.bench --sizes 26M 104M 145M-moe --max_length 512 2048
+
+All programs train on the same documents with the same tokenizer, a few steps each in turn, over several rounds; medians are
+compared. The table goes to the terminal and, with versions and commit, to `benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from benchmarks import programs
+from benchmarks.programs import Setting, Steps
+from hf_pretrain import MiniMindConfig
+from hf_pretrain.configuration_minimind import PRESETS
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.efficiency import measure_gemm_rate, num_active_parameters
+from hf_pretrain.tokenization import train_tokenizer
+
+
+ROOT = Path(__file__).parents[1]
+SIZES = {"26M": "minimind2-small", "104M": "minimind2", "145M-moe": "minimind2-moe"}
+NUM_DOCUMENTS = 6000
+GEMM_SIZE = 8192 if torch.cuda.is_available() else 2048
+
+
+def median_step(steps: Steps) -> tuple[float, float]:
+    """Seconds of the median step, and useful tokens a second of all."""
+    return statistics.median(seconds for seconds, _ in steps), sum(n for _, n in steps) / sum(s for s, _ in steps)
+
+
+def interleave(runs: dict[str, Callable[[int], Steps]], *, rounds: int, steps: int) -> dict[str, Steps]:
+    found: dict[str, Steps] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, run in runs.items():
+            print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+            found[name] += run(steps)
+    return found
+
+
+def rows_of_documents(setting: Setting, *, num_documents: int) -> Dataset:
+    """Rows of as many documents of equal length."""
+    length = setting.max_length // num_documents
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, setting.config.vocab_size, (400, setting.max_length), generator=generator)
+    return Dataset.from_dict({"input_ids": ids.tolist(), "seq_lengths": [[length] * num_documents] * len(ids)})
+
+
+def loader_seconds(program: programs.TrainerProgram, *, num_batches: int = 20) -> float:
+    """Seconds a batch that the loader takes when nothing else runs."""
+    batches = iter(program.trainer.get_train_dataloader())
+    next(batches)
+    start = time.perf_counter()
+    for _ in range(num_batches):
+        next(batches)
+    return (time.perf_counter() - start) / num_batches
+
+
+def seconds_to_first_step() -> float:
+    """From the start of the recipe to its first step, tiny, data cached by a run before."""
+    with tempfile.TemporaryDirectory() as directory:
+        for number in range(2):
+            words = [
+                sys.executable,
+                "recipes/pretrain.py",
+                "--config",
+                "recipes/tiny/pretrain.yaml",
+                "--eval_strategy",
+            ]
+            words += ["no", "--max_steps", "200", "--save_strategy", "no", "--output_dir", f"{directory}/{number}"]
+            start = time.perf_counter()
+            process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+            output = b""
+            # The progress bar shows the first step as soon as it is over.
+            while not re.search(rb"\b[1-9]\d*/200", output) and process.poll() is None:
+                output += process.stderr.read(64)
+            seconds = time.perf_counter() - start
+            process.kill()
+            process.wait()
+            if b"/200" not in output:
+                raise RuntimeError(f"The recipe failed: {output.decode()[-2000:]}")
+    return seconds
+
+
+def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
+    rate = measure_gemm_rate(setting.device, size=GEMM_SIZE)
+    ours = programs.ours(setting)
+    runs: dict[str, Callable[[int], Steps]] = {
+        "ours": ours,
+        "bare loop": programs.bare_loop(setting),
+        "upstream style": programs.upstream_style(setting),
+    }
+    if not setting.config.num_experts:
+        runs["stock Trainer"] = programs.stock_trainer(setting)
+        runs["stock Trainer, compiled"] = programs.stock_trainer(setting, torch_compile=True)
+        runs["TRL SFTTrainer"] = programs.trl_sft(setting)
+    steps_of = interleave(runs, rounds=rounds, steps=steps)
+    rate = max(rate, measure_gemm_rate(setting.device, size=GEMM_SIZE))
+    parameters = num_active_parameters(ours.trainer.model)
+    table = {}
+    for name, found in steps_of.items():
+        seconds, speed = median_step(found)
+        table[name] = {
+            "step_seconds": seconds,
+            "tokens_per_second": speed,
+            "share_of_limit": speed * 6 * parameters / rate,
+        }
+    mine = table["ours"]
+    for figures in table.values():
+        figures["ours_is_times_as_fast"] = mine["tokens_per_second"] / figures["tokens_per_second"]
+    return {
+        "programs": table,
+        "gemm_flops_per_second": rate,
+        "limit_tokens_per_second": rate / (6 * parameters),
+        "overhead_over_bare_loop": mine["step_seconds"] / table["bare loop"]["step_seconds"] - 1,
+        "loader_share": loader_seconds(ours) / mine["step_seconds"],
+    }
+
+
+def growth_with_documents(setting: Setting, *, rounds: int, steps: int) -> float:
+    """How much longer a step takes with 8 documents a row than with 1, at equal tokens."""
+    runs: dict[str, Callable[[int], Steps]] = {
+        str(number): programs.ours(setting, rows_of_documents(setting, num_documents=number)) for number in (1, 8)
+    }
+    seconds = {name: median_step(found)[0] for name, found in interleave(runs, rounds=rounds, steps=steps).items()}
+    return seconds["8"] / seconds["1"] - 1
+
+
+def machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.is_file() else []
+    return f"{torch.get_num_threads()} cores of {names[0] if names else platform.processor() or platform.machine()}"
+
+
+def git_commit() -> str:
+    words = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def print_table(results: dict[str, Any]) -> None:
+    for name, result in results["sizes"].items():
+        print(f"\n{name} on {results['machine']}: useful tokens a second")
+        print(f"  {'program':26}{'tokens/s':>12}{'ms a step':>11}{'of limit':>10}{'ours is':>9}")
+        for program, row in result["programs"].items():
+            print(
+                f"  {program:26}{row['tokens_per_second']:12,.0f}{1000 * row['step_seconds']:11,.0f}"
+                f"{row['share_of_limit']:10.0%}{row['ours_is_times_as_fast']:8.2f}x"
+            )
+        print(f"  {'6N at the GEMM rate':26}{result['limit_tokens_per_second']:12,.0f}")
+        print(
+            f"  over the bare loop {result['overhead_over_bare_loop']:.1%}, in the loader {result['loader_share']:.2%}"
+        )
+        if "growth_with_documents" in result:
+            print(f"  a step with 8 documents a row instead of 1: {result['growth_with_documents']:+.1%}")
+    if "seconds_to_first_step" in results:
+        print(f"\nStart to first step, tiny, data cached: {results['seconds_to_first_step']:.1f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["26M"], choices=[*SIZES, "all"])
+    parser.add_argument("--max_length", nargs="+", type=int, default=[512], help="Tokens a row.")
+    parser.add_argument("--tokens_a_step", type=int, default=65536 if torch.cuda.is_available() else 4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100 if torch.cuda.is_available() else 4)
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    args = parser.parse_args()
+    sizes, lengths = args.sizes, args.max_length
+    if sizes == ["all"]:
+        sizes, lengths = list(SIZES), [512, 2048]
+
+    documents, _ = load_documents(["embedded"], validation_fraction=0.01)
+    # Of all parts, as long and short as they are there.
+    documents = documents.shuffle(seed=0).select(range(NUM_DOCUMENTS))
+    tokenizer = train_tokenizer(documents["text"][:])
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "commit": git_commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "trl")
+        },
+        "settings": {"rounds": args.rounds, "steps": args.steps, "tokens_a_step": args.tokens_a_step},
+        "sizes": {},
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        for size in sizes:
+            for max_length in lengths:
+                config = MiniMindConfig(**PRESETS[SIZES[size]])
+                batch_size = args.tokens_a_step // max_length
+                setting = Setting(documents, tokenizer, config, max_length, batch_size, Path(directory))
+                result = compare(setting, rounds=args.rounds, steps=args.steps)
+                result["growth_with_documents"] = growth_with_documents(setting, rounds=args.rounds, steps=args.steps)
+                results["sizes"][f"{size}, rows of {max_length}"] = result
+    if not torch.cuda.is_available():
+        results["seconds_to_first_step"] = seconds_to_first_step()
+    print_table(results)
+    name = re.sub(r"[^a-z0-9]+", "-", results["machine"].lower()).strip("-")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    (args.output_dir / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""
+Which settings learn fast: runs of a preset on the embedded corpora, one for each learning rate and optimizer.
+
+    python -m benchmarks.learning --learning_rates 2e-3 4e-3 8e-3 --optim_presets adamw muon
+    python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_size 64 --max_length 512
+
+Prints the held-out loss that each run ends with and appends it to `benchmarks/results/learning-<preset>.json`. Muon against
+AdamW at fewer tokens is a run of fewer `--max_steps` with a schedule of its own, not a point on the way.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.bench import ROOT, git_commit, machine
+from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.configuration_minimind import PRESETS
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.training_args import LMTrainingArguments
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_preset", default="tiny", choices=list(PRESETS))
+    parser.add_argument("--optim_presets", nargs="+", default=["adamw", "muon"])
+    parser.add_argument("--learning_rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
+    parser.add_argument("--lr_scheduler_types", nargs="+", default=["cosine_with_min_lr"])
+    parser.add_argument("--max_steps", nargs="+", type=int, default=[550])
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--max_length", type=int, default=256)
+    args = parser.parse_args()
+
+    train, held_out = load_documents(["embedded"], validation_fraction=0.01)
+    tokenizer = train_tokenizer(train["text"][:])
+    rows, eval_rows = (prepare_rows(part, tokenizer, max_length=args.max_length)[0] for part in (train, held_out))
+    path = ROOT / f"benchmarks/results/learning-{args.model_preset}.json"
+    records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    for optim_preset in args.optim_presets:
+        for schedule in args.lr_scheduler_types:
+            for max_steps in args.max_steps:
+                for learning_rate in args.learning_rates:
+                    settings = {
+                        "optim_preset": optim_preset,
+                        "lr_scheduler_type": schedule,
+                        "max_steps": max_steps,
+                        "learning_rate": learning_rate,
+                        "per_device_train_batch_size": args.batch_size,
+                    }
+                    record = run(args.model_preset, rows, eval_rows, tokenizer, settings)
+                    record |= {"max_length": args.max_length, "machine": machine(), "commit": git_commit()}
+                    records.append(record)
+                    path.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+                    print({name: record[name] for name in (*settings, "eval_loss", "seconds")}, flush=True)
+
+
+def run(preset: str, rows, eval_rows, tokenizer, settings: dict[str, Any]) -> dict[str, Any]:
+    """One run, and what it ended with."""
+    torch.manual_seed(42)
+    model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset]))
+    model.set_attn_implementation("packed")
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = MaskedLossTrainer(
+            model=model,
+            args=LMTrainingArguments(
+                output_dir=directory,
+                eval_strategy="no",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                **settings,
+            ),
+            data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+            train_dataset=rows,
+            eval_dataset=eval_rows,
+            processing_class=tokenizer,
+        )
+        start = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - start
+        metrics = trainer.evaluate()
+    return settings | {
+        "eval_loss": metrics["eval_loss"],
+        "eval_bits_per_byte": metrics["eval_bits_per_byte"],
+        "num_tokens": trainer.state.num_input_tokens_seen,
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()

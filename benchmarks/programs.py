@@ -1,0 +1,254 @@
+"""
+The programs that are compared. Each is built from the same documents and tokenizer, and gives for some steps the seconds
+and the useful tokens of each: tokens of documents that it trained on. Padding does not count, nor does what was cut off.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from benchmarks.upstream_style import UpstreamStyleTrainer
+from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.tokenization import encode_documents
+from hf_pretrain.training_args import LMTrainingArguments
+
+
+Steps = list[tuple[float, int]]
+# A run's first steps are slower; they are not counted.
+NUM_WARMUP_STEPS = 2
+
+
+@dataclass
+class Setting:
+    """What all programs share."""
+
+    documents: Dataset
+    tokenizer: PreTrainedTokenizerFast
+    config: MiniMindConfig
+    max_length: int
+    batch_size: int
+    output_dir: Path
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """Arguments that stock Trainer and ours take alike."""
+        return {
+            "output_dir": str(self.output_dir),
+            "per_device_train_batch_size": self.batch_size,
+            "learning_rate": 5e-4,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 10,
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "bf16": True,
+            "use_cpu": self.device.type == "cpu",
+        }
+
+    @cached_property
+    def packed_rows(self) -> Dataset:
+        rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length)
+        return rows
+
+    @cached_property
+    def concatenated_rows(self) -> Dataset:
+        """As `run_clm.py` makes them: all documents one after the other, cut where a row is full."""
+        rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length, packing="wrapped")
+        rows = rows.select(range(len(rows) - 1)).remove_columns("seq_lengths")
+        return rows.map(lambda batch: {"labels": batch["input_ids"]}, batched=True)
+
+    @cached_property
+    def tokenized_documents(self) -> Dataset:
+        return self.documents.map(
+            lambda batch: {"input_ids": encode_documents(batch["text"], self.tokenizer)},
+            batched=True,
+            remove_columns=["text"],
+        )
+
+
+class Clock(TrainerCallback):
+    """Notes when each step of a Trainer ended."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def on_train_begin(self, *args, **kwargs):
+        self.times = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        _wait(args.device)
+        self.times.append(time.perf_counter())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class TrainerProgram:
+    """Some steps of `train()` a call."""
+
+    def __init__(self, trainer: Trainer, pad_token_id: int):
+        self.trainer, self.clock = trainer, Clock()
+        self.num_tokens: list[int] = []
+        trainer.add_callback(self.clock)
+        collate = trainer.data_collator
+
+        def counting(features):
+            batch = collate(features)
+            self.num_tokens.append(int((batch["input_ids"] != pad_token_id).sum()))
+            return batch
+
+        trainer.data_collator = counting
+
+    def __call__(self, num_steps: int) -> Steps:
+        self.num_tokens.clear()
+        self.trainer.args.max_steps = num_steps + NUM_WARMUP_STEPS
+        self.trainer.train()
+        times = self.clock.times[NUM_WARMUP_STEPS - 1 :]
+        seconds = [end - start for start, end in zip(times, times[1:], strict=False)]
+        return list(zip(seconds, self.num_tokens[NUM_WARMUP_STEPS:], strict=False))
+
+
+def ours(setting: Setting, rows: Dataset | None = None, **arguments: Any) -> TrainerProgram:
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(setting.config)
+    model.set_attn_implementation("packed")
+    pad_token_id = setting.tokenizer.pad_token_id
+    trainer = MaskedLossTrainer(
+        model=model,
+        args=LMTrainingArguments(**setting.training | arguments),
+        data_collator=DataCollatorForPackedRows(pad_token_id),
+        train_dataset=setting.packed_rows if rows is None else rows,
+        processing_class=setting.tokenizer,
+    )
+    return TrainerProgram(trainer, pad_token_id)
+
+
+def bare_loop(setting: Setting) -> Callable[[int], Steps]:
+    """The same model, rows and optimizer as ours, and as little else as can be."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(setting.config).to(setting.device).train()
+    model.set_attn_implementation("packed")
+    decays = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-4, betas=(0.9, 0.95), fused=True)
+    pad_token_id = setting.tokenizer.pad_token_id
+    collator: Any = DataCollatorForPackedRows(pad_token_id)
+
+    def run(num_steps: int) -> Steps:
+        loader = DataLoader(
+            setting.packed_rows,
+            batch_size=setting.batch_size,
+            shuffle=True,
+            collate_fn=collator,
+            pin_memory=setting.device.type == "cuda",
+        )
+        times, num_tokens = [], []
+        for _, batch in zip(range(num_steps + NUM_WARMUP_STEPS), loader, strict=False):
+            num_tokens.append(int((batch["input_ids"] != pad_token_id).sum()))
+            batch = {name: tensor.to(setting.device, non_blocking=True) for name, tensor in batch.items()}
+            with torch.autocast(setting.device.type, dtype=torch.bfloat16):
+                loss = model(**batch, use_cache=False, skip_logits=True).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            _wait(setting.device)
+            times.append(time.perf_counter())
+        seconds = [end - start for start, end in zip(times, times[1:], strict=False)]
+        return list(zip(seconds, num_tokens[1:], strict=False))[NUM_WARMUP_STEPS - 1 :]
+
+    return run
+
+
+def _llama(setting: Setting) -> LlamaForCausalLM:
+    names: tuple[str, ...] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    names += (
+        "num_key_value_heads",
+        "intermediate_size",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "max_position_embeddings",
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(**{name: getattr(setting.config, name) for name in names})
+    config.rope_parameters = setting.config.rope_parameters
+    return LlamaForCausalLM(config)
+
+
+def stock_trainer(setting: Setting, *, torch_compile: bool = False) -> TrainerProgram:
+    trainer = Trainer(
+        model=_llama(setting),
+        args=TrainingArguments(**setting.training, torch_compile=torch_compile),
+        data_collator=default_data_collator,
+        train_dataset=setting.concatenated_rows,
+    )
+    return TrainerProgram(trainer, setting.tokenizer.pad_token_id)
+
+
+def trl_sft(setting: Setting) -> TrainerProgram:
+    from trl import SFTConfig, SFTTrainer
+
+    args = SFTConfig(
+        **setting.training,
+        packing=True,
+        packing_strategy="wrapped",
+        max_length=setting.max_length,
+        gradient_checkpointing=False,
+    )
+    trainer = SFTTrainer(
+        model=_llama(setting), args=args, train_dataset=setting.tokenized_documents, processing_class=setting.tokenizer
+    )
+    return TrainerProgram(trainer, setting.tokenizer.pad_token_id)
+
+
+def upstream_style(setting: Setting) -> Callable[[int], Steps]:
+    pad_token_id = setting.tokenizer.pad_token_id
+    step = UpstreamStyleTrainer(setting.config, setting.device, pad_token_id)
+    documents = setting.tokenized_documents.shuffle(seed=0)["input_ids"][:]
+    rows = torch.full((len(documents), setting.max_length + 1), pad_token_id)
+    for row, ids in enumerate(documents):
+        kept = ids[: setting.max_length + 1]
+        rows[row, : len(kept)] = torch.tensor(kept)
+    batches = rows.split(setting.batch_size)
+    position = 0
+
+    def run(num_steps: int) -> Steps:
+        nonlocal position
+        steps = []
+        for number in range(num_steps + 1):
+            batch = batches[position % (len(batches) - 1)]
+            position += 1
+            start = time.perf_counter()
+            step(batch)
+            _wait(setting.device)
+            if number > 0:
+                steps.append((time.perf_counter() - start, int((batch != pad_token_id).sum())))
+        return steps
+
+    return run

@@ -1,0 +1,100 @@
+"""
+A training program written as MiniMind's own scripts are: each document padded or cut to the row's length, rotation by
+complex products, keys and values repeated for each query head, logits of all positions, a loss mask; float32 on a CPU,
+bfloat16 autocast on a GPU. It is what users come from.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_pretrain import MiniMindConfig
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x.float() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        width, self.num_heads = config.hidden_size, config.num_attention_heads
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.wq = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(self.num_heads * self.head_dim, width, bias=False)
+        self.w1 = nn.Linear(width, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, width, bias=False)
+        self.w3 = nn.Linear(width, config.intermediate_size, bias=False)
+        self.attention_norm, self.ffn_norm = (Norm(width, config.rms_norm_eps) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(self.attention_norm(x), pos_cis)
+        h = self.ffn_norm(x)
+        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+
+    def attend(self, x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
+        batch_size, seq_len, _ = x.shape
+        q = self.wq(x).view(batch_size, seq_len, self.num_heads, self.head_dim)
+        k = self.wk(x).view(batch_size, seq_len, self.num_kv_heads, self.head_dim)
+        v = self.wv(x).view(batch_size, seq_len, self.num_kv_heads, self.head_dim)
+        q, k = rotate(q, pos_cis), rotate(k, pos_cis)
+        repeats = self.num_heads // self.num_kv_heads
+        k, v = (states.repeat_interleave(repeats, dim=2) for states in (k, v))
+        q, k, v = (states.transpose(1, 2).to(v.dtype) for states in (q, k, v))
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(output.transpose(1, 2).reshape(batch_size, seq_len, -1))
+
+
+def rotate(x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * pos_cis[None, : x.shape[1], None]).flatten(3).type_as(x)
+
+
+class UpstreamStyleModel(nn.Module):
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        angles = torch.outer(torch.arange(2048), 1e6 ** -(torch.arange(0, config.head_dim, 2) / config.head_dim))
+        self.register_buffer("pos_cis", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x, self.pos_cis)
+        return self.output(self.norm(x))
+
+
+class UpstreamStyleTrainer:
+    """One step a call, of `(batch_size, seq_len + 1)` padded ids."""
+
+    def __init__(self, config: MiniMindConfig, device: torch.device, pad_token_id: int):
+        torch.manual_seed(0)
+        self.model = UpstreamStyleModel(config).to(device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4)
+        self.device, self.pad_token_id = device, pad_token_id
+
+    def __call__(self, input_ids: torch.Tensor) -> float:
+        input_ids = input_ids.to(self.device)
+        x, y = input_ids[:, :-1], input_ids[:, 1:]
+        loss_mask = y != self.pad_token_id
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(x)
+            losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1), reduction="none")
+            loss = (losses * loss_mask.reshape(-1)).sum() / loss_mask.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
