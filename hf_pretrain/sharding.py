@@ -1,5 +1,5 @@
 """
-Checkpoints of models in shards.
+Checkpoints of models in shards, and what every stage does with a model and its optimizer.
 
 Of models that transformers shards while it loads them (`--fsdp_size`, FSDP2), Trainer saves the weights and refuses the
 rest. Here the optimizer's state is gathered by names of parameters, whole on one rank, so that any number of processes can
@@ -20,11 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from .adapters import base_model_of
 from .optimizers import Muon, deepspeed_muon, muon_parameter_groups, optimizer_name
 
 
 class ShardedCheckpointMixin(Trainer):
-    """A `Trainer` that saves and resumes what transformers sharded."""
+    """
+    A `Trainer` that saves and resumes what transformers sharded, compiles the layers (`--torch_compile`) and trains with
+    Muon (`--optim_preset`), whatever the stage.
+    """
 
     # Of the optimizer's groups.
     _weight_decays: list[float | None] = []
@@ -42,6 +46,9 @@ class ShardedCheckpointMixin(Trainer):
         super().__init__(*args, **kwargs)
         if is_resumable:
             training_args.save_only_model = False
+        if getattr(self.args, "compiles_layers", False):
+            for layer in base_model_of(self.model).model.layers:
+                layer.compile()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:

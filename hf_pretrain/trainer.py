@@ -63,9 +63,6 @@ class MaskedLossTrainer(HubPushMixin):
         self._unlogged: dict[str, Any] | None = None
         self._tokens_at_last_log = 0
         self._last_log_time: float | None = None
-        if getattr(self.args, "compiles_layers", False):
-            for layer in base_model_of(self.model).model.layers:
-                layer.compile()
         if self.is_deepspeed_enabled:
             self._check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
 

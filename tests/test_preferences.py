@@ -208,6 +208,12 @@ def test_the_router_coefficient_can_be_given(build_trainer, coef):
     assert losses[coef] - losses[None] == pytest.approx((coef - 0.5) * aux_losses[0], rel=1e-4)
 
 
+def test_layers_are_compiled_where_that_is_asked_for(build_trainer):
+    for compiles in (False, True):
+        trainer = build_trainer(torch_compile=compiles)
+        assert all((layer._compiled_call_impl is not None) == compiles for layer in trainer.model.model.layers)
+
+
 def test_evaluation_has_no_router_loss(build_trainer):
     dense_part = build_trainer(experts={**EXPERTS, "router_aux_loss_coef": 0.0}).evaluate()["eval_loss"]
     assert build_trainer(experts=EXPERTS).evaluate()["eval_loss"] == pytest.approx(dense_part, rel=1e-6)
