@@ -6,10 +6,12 @@ Model FLOPs are those of the matrix products with parameters, forward and backwa
 out, so that the figure does not depend on how long documents are; so is what activation checkpointing computes again.
 """
 
+import re
 import resource
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -91,8 +93,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most that this process has held: of the GPU's memory, or resident of the machine's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in ru_maxrss what the process held that started this one.
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
@@ -101,7 +105,8 @@ STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 @dataclass
 class MemoryEstimate:
     """
-    Bytes that each process holds at the peak of a step.
+    Bytes of the tensors that each process holds at the peak of a step. An allocator may hold more: glibc's, on a CPU, two
+    fifths, unless the environment has MALLOC_MMAP_THRESHOLD_=1000000.
 
     Args:
         parameters, gradients, optimizer (`float`): whatever the batch is; with copies in half precision and buckets of

@@ -526,19 +526,20 @@ def test_each_sparse_layer_compiles(build_model, input_ids, fresh_compiler):
 
 
 MEMORY = """
-import resource, sys, torch
+import sys, torch
+from hf_pretrain.efficiency import peak_memory_bytes
 from hf_pretrain.loss import linear_masked_cross_entropy, masked_cross_entropy
 
-hidden = torch.randn(1, 16384, 64, requires_grad=True)
+hidden = torch.randn(1, 65536, 64, requires_grad=True)
 weight = torch.randn(6400, 64, requires_grad=True)
-labels = torch.randint(6400, (1, 16384))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+labels = torch.randint(6400, (1, 65536))
+before = peak_memory_bytes(torch.device("cpu"))
 if sys.argv[1] == "fused":
     loss = linear_masked_cross_entropy(hidden, weight, labels)
 else:
     loss = masked_cross_entropy(hidden @ weight.T, labels)
 loss.backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak_memory_bytes(torch.device("cpu")) - before)
 """
 
 
