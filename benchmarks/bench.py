@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,19 @@ def growth_with_documents(setting: Setting, *, rounds: int, steps: int) -> float
     return seconds["8"] / seconds["1"] - 1
 
 
+def cost_of_experts(setting: Setting, *, rounds: int, steps: int) -> float:
+    """A step of `minimind2-moe` in steps of a dense model with as many active parameters."""
+    sparse = MiniMindConfig(**PRESETS["minimind2-moe"])
+    width = (sparse.num_experts_per_tok + sparse.num_shared_experts) * sparse.moe_intermediate_size
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    dense = MiniMindConfig(**{name: getattr(sparse, name) for name in names}, intermediate_size=width)
+    runs: dict[str, Callable[[int], Steps]] = {
+        name: programs.ours(replace(setting, config=config)) for name, config in (("sparse", sparse), ("dense", dense))
+    }
+    seconds = {name: median_step(found)[0] for name, found in interleave(runs, rounds=rounds, steps=steps).items()}
+    return seconds["sparse"] / seconds["dense"]
+
+
 def machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
@@ -168,10 +182,10 @@ def print_table(results: dict[str, Any]) -> None:
         print(
             f"  over the bare loop {result['overhead_over_bare_loop']:.1%}, in the loader {result['loader_share']:.2%}"
         )
-        if "growth_with_documents" in result:
-            print(f"  a step with 8 documents a row instead of 1: {result['growth_with_documents']:+.1%}")
+        print(f"  a step with 8 documents a row instead of 1: {result['growth_with_documents']:+.1%}")
+    print(f"\nA step with experts against a dense one of equal active parameters: {results['cost_of_experts']:.2f}x")
     if "seconds_to_first_step" in results:
-        print(f"\nStart to first step, tiny, data cached: {results['seconds_to_first_step']:.1f} s")
+        print(f"Start to first step, tiny, data cached: {results['seconds_to_first_step']:.1f} s")
 
 
 def main() -> None:
@@ -210,6 +224,8 @@ def main() -> None:
                 result = compare(setting, rounds=args.rounds, steps=args.steps)
                 result["growth_with_documents"] = growth_with_documents(setting, rounds=args.rounds, steps=args.steps)
                 results["sizes"][f"{size}, rows of {max_length}"] = result
+        setting = Setting(documents, tokenizer, config, lengths[0], args.tokens_a_step // lengths[0], Path(directory))
+        results["cost_of_experts"] = cost_of_experts(setting, rounds=args.rounds, steps=args.steps)
     if not torch.cuda.is_available():
         results["seconds_to_first_step"] = seconds_to_first_step()
     print_table(results)
