@@ -6,6 +6,7 @@ Model FLOPs are those of the matrix products with parameters, forward and backwa
 out, so that the figure does not depend on how long documents are; so is what activation checkpointing computes again.
 """
 
+import copy
 import re
 import resource
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .loss import MAX_LOGITS
-from .optimizers import is_matrix_of_muon
+from .optimizers import OPTIM_PRESETS, is_matrix_of_muon
 
 
 # FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets.
@@ -99,6 +100,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
+# Of ds_configs, stages 1 and 2; there are two buckets, one on its way.
+NUM_BUCKET_ELEMENTS = 12_500_000
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
@@ -109,29 +112,33 @@ class MemoryEstimate:
     fifths, unless the environment has MALLOC_MMAP_THRESHOLD_=1000000.
 
     Args:
-        parameters, gradients, optimizer (`float`): whatever the batch is; with copies in half precision and buckets of
-            DDP.
-        workspace (`float`): of the loss: logits that are in memory at a time, and their gradients.
+        parameters, optimizer (`float`): held throughout.
+        gradients (`float`): complete at the end of the backward pass, when activations are gone; with DDP's buckets, and
+            DeepSpeed's copies in float32.
+        workspace (`float`): held beside activations: copies of weights in half precision or gathered from other ranks,
+            buckets, and the logits that are in memory at a time.
         activations_per_row (`float`): kept from the forward to the backward pass, for one row.
     """
 
     parameters: float
-    gradients: float
     optimizer: float
+    gradients: float
     workspace: float
     activations_per_row: float
 
-    @property
-    def fixed(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.workspace
-
     def total(self, batch_size: int) -> float:
         """With so many rows a process and micro-batch."""
-        return self.fixed + batch_size * self.activations_per_row
+        forward = self.workspace + batch_size * self.activations_per_row
+        return self.parameters + self.optimizer + max(forward, self.gradients)
 
     def largest_batch(self, memory_bytes: float) -> int:
         """Rows a process and micro-batch that fit into so much memory."""
-        return max(0, int((memory_bytes - self.fixed) // self.activations_per_row))
+        left = memory_bytes - self.parameters - self.optimizer
+        return (
+            int((left - self.workspace) // self.activations_per_row)
+            if left >= max(self.workspace, self.gradients)
+            else 0
+        )
 
 
 def estimate_memory(
@@ -144,8 +151,8 @@ def estimate_memory(
     dtype: torch.dtype = torch.bfloat16,
 ) -> MemoryEstimate:
     """
-    What training a model takes. Activations are measured, by a forward pass of one row on the model's device; the rest
-    follows from the number of parameters, after https://arxiv.org/abs/1910.02054 (sections 3 and 5).
+    What training a model takes. Activations are measured, by forward passes of one and two rows on the model's device; the
+    rest follows from the number of parameters, after https://arxiv.org/abs/1910.02054 (sections 3 and 5).
 
     Args:
         model ([`MiniMindForCausalLM`]): whole, in float32, on the device that is to train it.
@@ -155,31 +162,45 @@ def estimate_memory(
         dtype (`torch.dtype`): of autocast, or float32 for none.
 
     Raises:
-        `ValueError`: for an unknown strategy.
+        `ValueError`: for an unknown strategy or optimizer, and for Muon with ZeRO-3, which does not exist.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; there are {', '.join(STRATEGIES)}.")
+    if optimizer not in OPTIM_PRESETS:
+        raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIM_PRESETS)}.")
+    if optimizer == "muon" and strategy == "zero3":
+        raise ValueError("Muon needs whole matrices: not possible with ZeRO-3.")
     number = sum(parameter.numel() for parameter in model.parameters())
     states = 8 * number
     if optimizer == "muon":
         states -= 4 * sum(p.numel() for name, p in model.named_parameters() if is_matrix_of_muon(name, p))
+    embedding = model.get_input_embeddings().weight.numel()
     is_half = dtype != torch.float32
+    width = 2 if is_half else 4
     share = 1 / world_size
-    if strategy == "ddp":
-        parameters, gradients, kept = 4 * number, 4 * number * (1 if world_size == 1 else 2), states
-        parameters += 2 * number * is_half
-    elif strategy == "fsdp":
-        parameters, gradients, kept = 4 * number * share, 4 * number * share, states * share
-        parameters += 2 * number / model.config.num_hidden_layers * is_half
-    else:
-        # DeepSpeed trains in the half precision itself; the float32 weights are part of the optimizer's state.
-        width, stage = 2 if is_half else 4, int(strategy[-1])
+    workspace = MAX_LOGITS[model.device.type == "cpu"] * (2 * 4 + 2 * width)
+    if strategy.startswith("zero"):
+        # DeepSpeed trains in the half precision itself; the float32 weights are part of the optimizer's state. ZeRO-3 gives
+        # back no weights that are soon needed again, which are all of a model of this size.
+        stage = int(strategy[-1])
         parameters = width * number * (share if stage == 3 else 1)
-        gradients = width * number * (share if stage >= 2 else 1)
-        kept = (states + 4 * number) * share
-    logits = MAX_LOGITS[model.device.type == "cpu"]
-    workspace = logits * (2 * 4 + 2 * (2 if is_half else 4))
-    return MemoryEstimate(parameters, gradients, kept, workspace, _activations(model, max_length, dtype))
+        optimizer_states = (states + 4 * number) * share
+        gradients = width * number * (share if stage >= 2 else 1) + 4 * number * share * is_half
+        workspace += width * number if stage == 3 else 2 * width * NUM_BUCKET_ELEMENTS
+        model = copy.deepcopy(model).to(dtype)
+    else:
+        is_sharded = strategy == "fsdp"
+        parameters, gradients, optimizer_states = (
+            n * (share if is_sharded else 1) for n in (4 * number, 4 * number, states)
+        )
+        workspace += 2 * number * is_half
+        if is_sharded:
+            # The embedding and two layers at a time.
+            workspace += 4 * (embedding + 2 * (number - embedding) / model.config.num_hidden_layers)
+        elif world_size > 1:
+            workspace, gradients = workspace + 4 * number, 2 * gradients
+    activations = _activations(model, max_length, dtype)
+    return MemoryEstimate(parameters, optimizer_states, gradients, workspace, activations)
 
 
 def _activations(model: PreTrainedModel, length: int, dtype: torch.dtype) -> float:
@@ -198,7 +219,7 @@ def _activations(model: PreTrainedModel, length: int, dtype: torch.dtype) -> flo
         ids = torch.zeros(num_rows, length, dtype=torch.int64, device=model.device)
         with (
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32),
+            torch.autocast(model.device.type, dtype=dtype, enabled=dtype != model.dtype),
         ):
             outputs = model(ids, labels=ids, skip_logits=True, use_cache=False)
             assert outputs.loss.requires_grad

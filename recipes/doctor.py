@@ -59,7 +59,7 @@ def main(args: DoctorArguments):
 
     print(f"{preset}, {args.strategy} on {args.world_size} process(es), rows of {args.max_length}, a process:")
     print(f"  parameters that a token meets  {num_active_parameters(model) / 1e6:10.2f} M")
-    for name in ("parameters", "gradients", "optimizer", "workspace"):
+    for name in ("parameters", "optimizer", "gradients", "workspace"):
         print(f"  {name:30} {getattr(estimate, name) / 2**20:10,.0f} MiB")
     print(f"  {'activations, a row':30} {estimate.activations_per_row / 2**20:10,.0f} MiB")
     batch_size = estimate.largest_batch(memory)

@@ -259,6 +259,7 @@ LAYOUTS = {
     "fsdp-ep": (2, ["--fsdp_size", "2", "--ep_size", "2"]),
     "replicated": (4, ["--fsdp_size", "2", "--dp_replicate_size", "2"]),
     "muon": (2, ["--fsdp_size", "2", "--optim_preset", "muon"]),
+    "muon-zero1": (2, ["--deepspeed", "ds_configs/zero1.json", "--optim_preset", "muon", "--max_grad_norm", "0"]),
 }
 
 
