@@ -105,9 +105,9 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
     runs: dict[str, Callable[[int], Steps]] = {
         "ours": ours,
         "bare loop": programs.bare_loop(setting),
-        "upstream style": programs.upstream_style(setting),
     }
     if not setting.config.num_experts:
+        runs["upstream style"] = programs.upstream_style(setting)
         runs["stock Trainer"] = programs.stock_trainer(setting)
         runs["stock Trainer, compiled"] = programs.stock_trainer(setting, torch_compile=True)
         runs["TRL SFTTrainer"] = programs.trl_sft(setting)

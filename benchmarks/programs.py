@@ -133,10 +133,18 @@ class TrainerProgram:
         return list(zip(seconds, self.num_tokens[NUM_WARMUP_STEPS:], strict=False))
 
 
-def ours(setting: Setting, rows: Dataset | None = None, **arguments: Any) -> TrainerProgram:
+def _model(setting: Setting) -> MiniMindForCausalLM:
+    """As the recipes load it."""
     torch.manual_seed(0)
     model = MiniMindForCausalLM(setting.config)
     model.set_attn_implementation("packed")
+    if setting.device.type == "cpu" and setting.config.num_experts:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def ours(setting: Setting, rows: Dataset | None = None, **arguments: Any) -> TrainerProgram:
+    model = _model(setting)
     pad_token_id = setting.tokenizer.pad_token_id
     trainer = MaskedLossTrainer(
         model=model,
@@ -150,9 +158,7 @@ def ours(setting: Setting, rows: Dataset | None = None, **arguments: Any) -> Tra
 
 def bare_loop(setting: Setting) -> Callable[[int], Steps]:
     """The same model, rows and optimizer as ours, and as little else as can be."""
-    torch.manual_seed(0)
-    model = MiniMindForCausalLM(setting.config).to(setting.device).train()
-    model.set_attn_implementation("packed")
+    model = _model(setting).to(setting.device).train()
     decays = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

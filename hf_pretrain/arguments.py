@@ -158,6 +158,8 @@ class ModelArguments:
             # NOTE: on a CPU, torch's grouped product takes half as long again as a loop over the experts.
             loading["experts_implementation"] = config._experts_implementation = "eager"
         if distributed is not None:
+            if distributed.ep_size > 1 and not config.num_experts:
+                raise ValueError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
             loading["distributed_config"] = distributed
         if upstream is not None:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)

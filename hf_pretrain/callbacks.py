@@ -47,6 +47,7 @@ class ProfilerCallback(TrainerCallback):
             )
         self.interval = interval
         self._profiler: Any = None
+        self._is_over = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         directory = Path(args.output_dir, "profile")
@@ -54,6 +55,9 @@ class ProfilerCallback(TrainerCallback):
         is_cuda = args.device.type == "cuda"
 
         def write(profiler: Any) -> None:
+            if self._is_over:
+                # The step that would have been next.
+                return
             profiler.export_chrome_trace(str(directory / f"step-{state.global_step}-rank-{args.process_index}.json"))
             if args.process_index == 0:
                 key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
@@ -72,6 +76,7 @@ class ProfilerCallback(TrainerCallback):
         self._profiler.step()
 
     def on_train_end(self, args, state, control, **kwargs):
+        self._is_over = True
         self._profiler.stop()
 
 

@@ -28,9 +28,11 @@ PEAK_FLOPS_PER_SECOND = {
     "B200": 2250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
@@ -61,13 +63,20 @@ def flops_per_token(model: nn.Module) -> float:
     return 4 * num_active_parameters(model) + 2 * num_active_parameters(model, trainable=True)
 
 
+def known_peak(name: str) -> float | None:
+    """FLOP/s in half precision of the GPU of that name."""
+    for part, peak in PEAK_FLOPS_PER_SECOND.items():
+        if re.search(rf"\b{part}\b", name):
+            return peak
+    return None
+
+
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """The data sheet's figure for `dtype` bfloat16 or float16 on a GPU that is known, else [`measure_gemm_rate`]."""
     if device.type == "cuda" and dtype != torch.float32:
-        name = torch.cuda.get_device_name(device)
-        for part, peak in PEAK_FLOPS_PER_SECOND.items():
-            if part in name:
-                return peak
+        peak = known_peak(torch.cuda.get_device_name(device))
+        if peak is not None:
+            return peak
     return measure_gemm_rate(device, dtype)
 
 
@@ -242,6 +251,7 @@ __all__ = [
     "available_memory_bytes",
     "estimate_memory",
     "flops_per_token",
+    "known_peak",
     "measure_gemm_rate",
     "num_active_parameters",
     "peak_flops_per_second",

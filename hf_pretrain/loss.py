@@ -18,6 +18,8 @@ import torch.nn.functional as F
 IGNORE_INDEX = -100
 # Logits at a time, on a GPU and on a CPU: enough for a matrix product, few enough for the cache.
 MAX_LOGITS = (2**25, 2**22)
+# Tokens at a time, however large the vocabulary: each time costs a pass over the head's gradient.
+MIN_ROWS = 256
 
 
 def prediction_weights(labels: torch.Tensor, loss_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,6 +90,9 @@ def linear_masked_cross_entropy(
     The other arguments, and what is returned, are those of [`masked_cross_entropy`].
     """
     targets, weights = _targets(labels, loss_mask)
+    if not torch.is_grad_enabled():
+        # Seen from inside, gradients are never enabled, and always wanted.
+        hidden_states, weight = hidden_states.detach(), weight.detach()
     total = _LinearCrossEntropy.apply(hidden_states.flatten(0, 1), weight, targets, weights)
     return total / _divisor(weights, num_items_in_batch)
 
@@ -127,13 +132,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
-        num_rows = max(1, MAX_LOGITS[device == "cpu"] // len(weight))
+        num_rows = max(MIN_ROWS, MAX_LOGITS[device == "cpu"] // len(weight))
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
                 log_probs = (hidden[rows] @ matrix.T).float().log_softmax(dim=-1)
                 # A label of -100 has the weight 0, whatever token stands in for it.
-                chosen = targets[rows].clamp(min=0).unsqueeze(-1)
+                chosen = targets[rows].masked_fill(targets[rows] == IGNORE_INDEX, 0).unsqueeze(-1)
                 total -= (log_probs.gather(-1, chosen).squeeze(-1) * weights[rows]).sum()
                 if not wants_hidden and not wants_weight:
                     continue

@@ -9,13 +9,14 @@ The whole model is this file. It travels to the Hub with every checkpoint, besid
     -> masked cross-entropy + router_aux_loss_coef * router loss
 """
 
+import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -42,6 +43,13 @@ from .loss import (
 )
 
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    HAS_VARLEN_ATTN = False
+else:
+    # Before torch 2.12, query heads could not share key heads.
+    HAS_VARLEN_ATTN = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # Tokens; documents up to this length are padded to the longest of them.
 SHORT_DOCUMENT = 32
 # Queries at a time, where attention is matrix products.
@@ -629,7 +637,10 @@ class MiniMindModel(MiniMindPreTrainedModel):
         dtype = torch.get_autocast_dtype(device.type) if is_autocast else self.layers[0].self_attn.v_proj.weight.dtype
         in_groups = (
             device.type != "cuda"
-            or dtype == torch.float32
+            or not HAS_VARLEN_ATTN
+            or dtype not in (torch.bfloat16, torch.float16)
+            or self.config.head_dim % 8 > 0
+            or self.config.head_dim > 256
             or (self.config.dropout > 0 and self.training)
             or torch.cuda.get_device_capability(device) < (8, 0)
         )
@@ -749,6 +760,13 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         if self.config.tie_word_embeddings:
             state_dict.pop("lm_head.weight", None)
         return state_dict
+
+    def generate(self, *args, **kwargs):
+        """As in transformers, without the graphs of layers that were compiled one by one."""
+        # NOTE: each layer of a cache would take a graph of its own, until the compiler made no more for training.
+        is_compiled = self.model.layers[0]._compiled_call_impl is not None
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            return super().generate(*args, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -20,6 +20,8 @@ OPTIM_PRESETS = ("adamw", "muon")
 # Of the quintic iteration, chosen for its slope at zero.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
+# Elements that are made orthogonal at a time; of sharded matrices, so many are gathered.
+MAX_ELEMENTS = 2**24
 
 
 def optimizer_name(args: TrainingArguments) -> str:
@@ -91,8 +93,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, group: dict[str, Any]):
-        # Matrices of one shape are made orthogonal together.
-        by_shape: dict[torch.Size, list[tuple[nn.Parameter, torch.Tensor]]] = defaultdict(list)
+        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -100,22 +101,28 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-            update = parameter.grad.lerp(state["momentum_buffer"], group["momentum"])
-            matrices = update.full_tensor() if isinstance(update, DTensor) else update
-            by_shape[parameter.shape[-2:]].append((parameter, matrices))
-        for shape, members in by_shape.items():
-            sizes = [matrices[..., 0, 0].numel() for _, matrices in members]
-            stacked = torch.cat([matrices.reshape(-1, *shape) for _, matrices in members])
-            scale = 0.2 * math.sqrt(max(shape))
-            updates = orthogonalize(stacked).to(stacked.dtype).split(sizes)
-            for (parameter, _), update in zip(members, updates, strict=True):
-                update = update.reshape(parameter.shape)
-                if isinstance(parameter, DTensor):
-                    mesh = parameter.device_mesh
-                    update = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
-                    update = update.redistribute(mesh, parameter.placements)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * scale)
+            by_shape[parameter.shape].append(parameter)
+        for shape, parameters in by_shape.items():
+            at_a_time = max(1, MAX_ELEMENTS // shape.numel())
+            for start in range(0, len(parameters), at_a_time):
+                self._update_matrices(parameters[start : start + at_a_time], group)
+
+    def _update_matrices(self, parameters: list[nn.Parameter], group: dict[str, Any]):
+        """Of one shape, which are made orthogonal together."""
+        matrices: list[torch.Tensor] = []
+        for parameter in parameters:
+            update = parameter.grad.lerp(self.state[parameter]["momentum_buffer"], group["momentum"])
+            matrices.append(update.full_tensor() if isinstance(update, DTensor) else update)
+        stacked = torch.stack(matrices)
+        updates = orthogonalize(stacked.flatten(0, -3)).view(stacked.shape).to(stacked.dtype)
+        scale = 0.2 * math.sqrt(max(stacked.shape[-2:]))
+        for parameter, update in zip(parameters, updates, strict=True):
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                update = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                update = update.redistribute(mesh, parameter.placements)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"] * scale)
 
 
 def deepspeed_muon(
@@ -123,7 +130,7 @@ def deepspeed_muon(
 ) -> torch.optim.Optimizer:
     """
     DeepSpeed's Muon of the same groups, which alone knows how ZeRO-1 and 2 cut matrices into flat pieces. Its updates have
-    another size, `sqrt(max(1, rows / columns))`: the learning rates make up for it.
+    another size, `sqrt(max(1, rows / columns))`: the learning rates make up for it, and the weight decays for them.
     """
     # Importing it compiles kernels.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -139,8 +146,9 @@ def deepspeed_muon(
         for parameter in group["params"]:
             by_columns[parameter.shape[-1]].append(parameter)
         for columns, parameters in by_columns.items():
-            own = {"params": parameters, "lr": lr * 0.2 * math.sqrt(columns), "ns_method": "standard"}
-            of_deepspeed.append({**group, **own})
+            scale = 0.2 * math.sqrt(columns)
+            own = {"params": parameters, "lr": lr * scale, "weight_decay": group["weight_decay"] / scale}
+            of_deepspeed.append({**group, **own, "ns_method": "standard"})
     return MuonWithAuxAdam(of_deepspeed)
 
 

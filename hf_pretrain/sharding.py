@@ -19,9 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
 
 from .adapters import base_model_of
 from .optimizers import Muon, deepspeed_muon, muon_parameter_groups, optimizer_name
+
+
+logger = logging.get_logger(__name__)
 
 
 class ShardedCheckpointMixin(Trainer):
@@ -46,9 +50,41 @@ class ShardedCheckpointMixin(Trainer):
         super().__init__(*args, **kwargs)
         if is_resumable:
             training_args.save_only_model = False
+        if self.is_deepspeed_enabled:
+            self._check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
         if getattr(self.args, "compiles_layers", False):
             for layer in base_model_of(self.model).model.layers:
-                layer.compile()
+                layer.compile(**self.args.compile_options)
+
+    def _check_deepspeed_config(self, config: dict[str, Any]):
+        """Warns of blocks that override the recipe's flags; refuses an optimizer that offloading would replace."""
+        for block in ("optimizer", "scheduler"):
+            if block in config:
+                logger.warning(
+                    f"The DeepSpeed config has a `{block}` block: it overrides --optim, --learning_rate and "
+                    "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
+                )
+        offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+        optimizer = optimizer_name(self.args)
+        if optimizer == "muon":
+            if "optimizer" in config or offload != "none" or config.get("zero_optimization", {}).get("stage", 0) == 3:
+                raise ValueError(
+                    "--optim_preset muon needs whole matrices and its own optimizer: not possible with ZeRO-3, offloading, or "
+                    "an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or --fsdp_size."
+                )
+            if self.args.max_grad_norm:
+                # NOTE: it writes the updates over the gradients before their norm is taken, and clipping shrinks them.
+                raise ValueError(
+                    "DeepSpeed's Muon would clip its updates instead of the gradients: pass --max_grad_norm 0 with "
+                    "--optim_preset muon."
+                )
+            return
+        if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
+            # NOTE: accelerate's map_pytorch_optim_to_deepspeed takes DeepSpeedCPUAdam for whatever else it is given.
+            raise ValueError(
+                f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam without a word. "
+                "Use --optim adamw_torch, or a config that does not offload (ds_configs/zero2.json)."
+            )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:

@@ -31,7 +31,7 @@ from .efficiency import flops_per_token, peak_flops_per_second, peak_memory_byte
 from .hub import HubPushMixin
 from .loss import find_documents, prediction_weights
 from .modeling_minimind import MiniMindForCausalLM
-from .optimizers import complete_schedule_kwargs, optimizer_name
+from .optimizers import complete_schedule_kwargs
 from .tokenization import token_byte_lengths
 
 
@@ -63,8 +63,6 @@ class MaskedLossTrainer(HubPushMixin):
         self._unlogged: dict[str, Any] | None = None
         self._tokens_at_last_log = 0
         self._last_log_time: float | None = None
-        if self.is_deepspeed_enabled:
-            self._check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
 
     def _check_arguments(self):
         """Refuses what would train something else than it says."""
@@ -80,36 +78,6 @@ class MaskedLossTrainer(HubPushMixin):
             raise ValueError(
                 "Context and sequence parallelism cut rows apart, and the masked loss shifts labels inside a row: not "
                 "supported. Use data parallelism, ZeRO or --fsdp_size."
-            )
-
-    def _check_deepspeed_config(self, config: dict[str, Any]):
-        """Warns of blocks that override the recipe's flags; refuses an optimizer that offloading would replace."""
-        for block in ("optimizer", "scheduler"):
-            if block in config:
-                logger.warning(
-                    f"The DeepSpeed config has a `{block}` block: it overrides --optim, --learning_rate and "
-                    "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
-                )
-        offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-        optimizer = optimizer_name(self.args)
-        if optimizer == "muon":
-            if "optimizer" in config or offload != "none" or config.get("zero_optimization", {}).get("stage", 0) == 3:
-                raise ValueError(
-                    "--optim_preset muon needs whole matrices and its own optimizer: not possible with ZeRO-3, offloading, or "
-                    "an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or --fsdp_size."
-                )
-            if self.args.max_grad_norm:
-                # NOTE: it writes the updates over the gradients before their norm is taken, and clipping shrinks them.
-                raise ValueError(
-                    "DeepSpeed's Muon would clip its updates instead of the gradients: pass --max_grad_norm 0 with "
-                    "--optim_preset muon."
-                )
-            return
-        if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
-            # NOTE: accelerate's map_pytorch_optim_to_deepspeed takes DeepSpeedCPUAdam for whatever else it is given.
-            raise ValueError(
-                f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam without a word. "
-                "Use --optim adamw_torch, or a config that does not offload (ds_configs/zero2.json)."
             )
 
     @property

@@ -112,14 +112,20 @@ class LMTrainingArguments(TrainingArguments):
                 else torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
             )
         # Trainer would compile the model as a whole, once for each length of a batch and each mode.
-        self.compiles_layers = (
-            not self.use_cpu and not self.deepspeed if self.torch_compile is None else self.torch_compile
-        )
-        self.torch_compile = False
+        given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
+        self.compile_options = {name: value for name, value in given.items() if value is not None}
+        if self.torch_compile is None:
+            self.torch_compile = bool(self.compile_options) or (not self.use_cpu and not self.deepspeed)
+        self.compiles_layers = self.torch_compile
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         if self.on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"--on_nonfinite {self.on_nonfinite} is unknown; use stop or skip.")
         if self.optim_preset not in OPTIM_PRESETS:
             raise ValueError(f"--optim_preset {self.optim_preset} is unknown; use {' or '.join(OPTIM_PRESETS)}.")
+        if self.optim_preset == "muon" and self.optim != TrainingArguments.default_optim:
+            raise ValueError(
+                f"--optim {self.optim} and --optim_preset muon exclude each other: leave one of them out."
+            )
         self._check_launch()
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
             _start_gloo(timedelta(seconds=self.ddp_timeout))
@@ -199,6 +205,10 @@ class LMTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"{sizes} needs {num_ranks} processes, and {world_size} run. Launch with "
                 f"torchrun --standalone --nproc_per_node {num_ranks} {' '.join(sys.argv)}"
+            )
+        if self.ep_size > 1 and self.fsdp_size * self.tp_size % self.ep_size:
+            raise ValueError(
+                f"--ep_size {self.ep_size} shares out experts among the ranks of --fsdp_size: give it as many, or a multiple."
             )
         if self.pp_size > 1:
             raise ValueError(

@@ -64,11 +64,20 @@ def test_bare_bf16_flag(tmp_path):
         (["--fsdp_size", "2", "--dp_replicate_size", "3"], None, "needs 6 processes, and 1 run.*--nproc_per_node 6"),
         (["--pp_size", "2"], None, "cannot train a pipeline yet"),
         (["--optim_preset", "lion"], None, "--optim_preset lion is unknown; use adamw or muon"),
+        (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
+        (["--ep_size", "2"], None, "--ep_size 2 shares out experts among the ranks of --fsdp_size"),
     ],
 )
 def test_mistakes_are_named(tmp_path, words, config, message):
     with pytest.raises(ValueError, match=message):
         parse(tmp_path, "--use_cpu", *words, config=config)
+
+
+def test_how_to_compile_is_for_the_layers_alone(tmp_path):
+    args = parse(tmp_path, "--use_cpu", "--torch_compile_backend", "eager")[2]
+    assert args.compiles_layers and args.compile_options == {"backend": "eager"} and not args.torch_compile
+    args = parse(tmp_path, "--use_cpu", "--torch_compile", "false", "--torch_compile_mode", "default")[2]
+    assert not args.compiles_layers and not args.torch_compile
 
 
 def test_yaml_values_are_typed(tmp_path, capsys):

@@ -9,7 +9,13 @@ import torch
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.configuration_minimind import PRESETS
-from hf_pretrain.efficiency import estimate_memory, flops_per_token, measure_gemm_rate, num_active_parameters
+from hf_pretrain.efficiency import (
+    estimate_memory,
+    flops_per_token,
+    known_peak,
+    measure_gemm_rate,
+    num_active_parameters,
+)
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.toys import EXPERTS, toy_model
 
@@ -28,6 +34,12 @@ def test_active_parameters_and_flops():
     # Frozen weights need no gradient of their own.
     dense.model.embed_tokens.weight.requires_grad_(False)
     assert flops_per_token(dense) == 6 * number - 2 * dense.model.embed_tokens.weight.numel()
+
+
+def test_peaks_are_of_the_gpu_that_is_named():
+    assert known_peak("NVIDIA L40") == 181e12 and known_peak("NVIDIA L4") == 121e12
+    assert known_peak("NVIDIA H100 80GB HBM3") == 989e12 > known_peak("NVIDIA H100 PCIe")
+    assert known_peak("NVIDIA GeForce RTX 4090") == 165e12 and known_peak("Tesla K80") is None
 
 
 def test_gemm_rate_is_a_rate():

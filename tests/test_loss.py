@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
 from hf_pretrain import loss as loss_module
@@ -106,6 +107,7 @@ def head() -> tuple[torch.Tensor, torch.Tensor]:
 def test_linear_cross_entropy_is_the_formula(batch, head, rows_at_a_time, num_items, monkeypatch):
     """The gradients against autograd's of the formula in double precision, times a gradient of the loss."""
     monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 13 * rows_at_a_time))
+    monkeypatch.setattr(loss_module, "MIN_ROWS", 1)
     _, labels, weights = batch
     hidden, weight = (tensor.requires_grad_() for tensor in head)
     loss = linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights, num_items_in_batch=num_items)
@@ -145,8 +147,20 @@ def test_linear_cross_entropy_of_a_frozen_head(batch, head):
     hidden, weight = head[0].requires_grad_(), head[1]
     linear_masked_cross_entropy(hidden, weight, labels).backward()
     assert hidden.grad.abs().sum() > 0 and weight.grad is None
-    with torch.no_grad():
-        assert linear_masked_cross_entropy(hidden, weight, labels) > 0
+
+
+def test_linear_cross_entropy_computes_no_gradient_that_nobody_wants(batch, head):
+    hidden, weight = (tensor.requires_grad_() for tensor in head)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        linear_masked_cross_entropy(hidden, weight, batch[1])
+    assert counter.get_total_flops() == 2 * hidden.numel() * len(weight)
+
+
+def test_a_label_that_is_no_token_is_an_error(batch, head):
+    labels = batch[1].clone()
+    labels[1, 3] = -1
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        linear_masked_cross_entropy(*head, labels)
 
 
 def test_prediction_weights():

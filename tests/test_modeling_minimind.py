@@ -525,6 +525,23 @@ def test_each_sparse_layer_compiles(build_model, input_ids, fresh_compiler):
     assert_near(gradients(compiled), gradients(model))
 
 
+def test_generation_leaves_the_layers_graphs_alone(model, input_ids, fresh_compiler):
+    num_graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, _):
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph
+
+    expected = model.generate(input_ids, max_new_tokens=3, do_sample=False)
+    for layer in model.model.layers:
+        layer.compile(backend=counting)
+    torch.testing.assert_close(model.generate(input_ids, max_new_tokens=3, do_sample=False), expected)
+    assert num_graphs == 0
+    model(input_ids, labels=input_ids, use_cache=False)
+    assert num_graphs > 0
+
+
 MEMORY = """
 import sys, torch
 from hf_pretrain.efficiency import peak_memory_bytes

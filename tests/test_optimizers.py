@@ -1,9 +1,12 @@
 """Muon against torch's own, a singular value decomposition, and itself resumed."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from hf_pretrain.optimizers import Muon, is_matrix_of_muon, muon_parameter_groups, orthogonalize
+from hf_pretrain import optimizers
+from hf_pretrain.optimizers import Muon, deepspeed_muon, is_matrix_of_muon, muon_parameter_groups, orthogonalize
 from tests.toys import EXPERTS, toy_model
 
 
@@ -82,6 +85,25 @@ def test_stacked_experts_are_orthogonalized_one_by_one():
         Muon([{"params": parameters, "use_muon": True, "weight_decay": 0.0}], lr=1.0).step()
     torch.testing.assert_close(stacked.detach(), torch.stack([p.detach() for p in single]), rtol=2e-2, atol=2e-2)
     assert stacked[1].norm() > 0.5 * stacked[0].norm()
+
+
+def test_deepspeeds_weight_decay_is_ours():
+    """Of a matrix wide enough that the two sizes of an update differ much: 0.2 * sqrt(512) is 4.5."""
+    for build_optimizer in (Muon, partial(deepspeed_muon, betas=(0.9, 0.95), eps=1e-8)):
+        matrix = torch.nn.Parameter(torch.ones(512, 512))
+        matrix.grad = torch.zeros_like(matrix)
+        build_optimizer([{"params": [matrix], "use_muon": True, "weight_decay": 0.1}], lr=0.01).step()
+        torch.testing.assert_close(matrix.detach(), torch.full((512, 512), 1 - 0.01 * 0.1))
+
+
+def test_many_matrices_move_as_few_at_a_time_do(monkeypatch):
+    model, reference = toy_model(**EXPERTS), toy_model(**EXPERTS)
+    for net, at_a_time in ((model, 1), (reference, 2**24)):
+        monkeypatch.setattr(optimizers, "MAX_ELEMENTS", at_a_time)
+        give_gradients(net, 0)
+        build(net).step()
+    for moved, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_saved_state_goes_on_in_the_same_bits(tmp_path):

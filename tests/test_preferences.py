@@ -289,6 +289,14 @@ def command(build_model, tokenizer, tmp_path) -> list[str]:
 
 
 @pytest.mark.distributed
+def test_what_deepspeed_would_do_to_muon_is_refused_here_too(command, tmp_path):
+    words = command[len(launcher_command("python")) :]
+    words += ["--deepspeed", "ds_configs/zero2.json", "--optim_preset", "muon", "--output_dir", str(tmp_path / "muon")]
+    result = start([*launcher_command("deepspeed"), *words])
+    assert result.returncode != 0 and "pass --max_grad_norm 0" in result.stdout, result.stdout[-3000:]
+
+
+@pytest.mark.distributed
 def test_the_recipe_runs_and_resumes(command, tmp_path):
     """Two steps and two more after a resume, against four in one go; what is saved can be loaded and pushed."""
     command = [*command, "--max_steps", "4", "--save_steps", "2"]

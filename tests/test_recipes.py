@@ -316,6 +316,7 @@ def test_deepspeed_says_which_devices_run(workspace):
             ["--optim", "sgd"],
             "replace --optim sgd by Adam",
         ),
+        ({"zero_optimization": {"stage": 3}}, ["--optim_preset", "muon"], "not possible with ZeRO-3"),
     ],
 )
 def test_deepspeed_configs_that_change_the_optimizer_are_met(workspace, block, arguments, message):
