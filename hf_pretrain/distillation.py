@@ -26,6 +26,7 @@ from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from .efficiency import num_active_parameters
 from .loss import prediction_weights
 from .teacher_cache import ROW_COLUMN, TeacherCollator, keep_top, open_cache
 from .tokenization import load_tokenizer
@@ -193,6 +194,9 @@ class DistillationTrainer(MaskedLossTrainer):
         self._targets: dict[str, torch.Tensor] = {}
         if distillation_args.cache_teacher_logits is not None:
             self._ask_once(distillation_args.cache_teacher_logits)
+
+    def _extra_flops_per_token(self) -> float:
+        return 0.0 if self.teacher is None else 2 * num_active_parameters(self.teacher)
 
     def _ask_once(self, top_k: int):
         """Takes the teacher's answers from the cache from here on, and lets go of the teacher."""

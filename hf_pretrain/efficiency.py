@@ -46,6 +46,7 @@ def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float
     """
     total = 0.0
     config = model.config
+    num_experts = getattr(config, "num_experts", 0)
     for name, parameter in model.named_parameters():
         if trainable and not parameter.requires_grad:
             continue
@@ -53,8 +54,8 @@ def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float
             continue
         # Under ZeRO-3 a parameter has no elements between its uses.
         number = parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
-        is_routed = ".experts." in name and config.num_experts
-        total += number * (config.num_experts_per_tok / config.num_experts if is_routed else 1)
+        is_routed = ".experts." in name and num_experts
+        total += number * (config.num_experts_per_tok / num_experts if is_routed else 1)
     return total
 
 

@@ -42,8 +42,9 @@ class MaskedLossTrainer(HubPushMixin):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
     -100 and for a float `loss_mask` beside them. It logs `ce_loss`, `aux_loss`, `tokens_per_second`,
-    `model_flops_per_second`, `mfu` (that over the peak of all devices) and `peak_memory_gib` besides, and evaluates `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`,
-    `eval_bits_per_byte`. Everything else is Trainer's.
+    `model_flops_per_second`, `mfu` (that over the peak of all devices) and `peak_memory_gib` besides, and evaluates
+    `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`, `eval_bits_per_byte`. Everything
+    else is Trainer's.
     """
 
     def __init__(self, *args, **kwargs):
@@ -343,11 +344,15 @@ class MaskedLossTrainer(HubPushMixin):
         self._logged_losses = self._new_tokens = None
         self._steps_since_log = 0
         base_model = base_model_of(self.model)
-        self._flops_per_token = flops_per_token(base_model)
+        self._flops_per_token = flops_per_token(base_model) + self._extra_flops_per_token()
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         self._peak_flops_per_second = peak_flops_per_second(self.args.device, dtype) * self.args.world_size
         self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen
         return progress
+
+    def _extra_flops_per_token(self) -> float:
+        """Of other models than the one that is trained."""
+        return 0.0
 
     def _track_num_input_tokens(self, inputs):
         """Tokens are counted with the weights, once a step; reading them back waits for the next log or save."""

@@ -109,6 +109,16 @@ def test_a_step_is_the_formula(tmp_path, kl, temperature, ce_weight, num_experts
         torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=1e-5)
 
 
+def test_model_flops_count_the_teachers_forward_pass_while_it_is_asked(tmp_path):
+    for cache, teachers in ((None, 2), (64, 0)):
+        rows, path = pack(make_documents(), SIZES), tmp_path / str(cache)
+        trainer = make_distiller(path, rows, cache_teacher_logits=cache)
+        numbers = [sum(p.numel() for p in model.parameters()) for model in (trainer.model, make_teacher())]
+        (step,) = train(trainer)
+        flops = step["model_flops_per_second"] / step["tokens_per_second"]
+        assert flops == pytest.approx(6 * numbers[0] + teachers * numbers[1])
+
+
 def test_the_teacher_is_left_alone(tmp_path):
     teacher = make_teacher(dropout=0.5)
     weights = {name: p.clone() for name, p in teacher.named_parameters()}
