@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_pretrain import MiniMindForCausalLM, MiniMindModel
-from hf_pretrain.modeling_minimind import find_packed_documents
+from hf_pretrain.modeling_minimind import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
 from tests.invariants.launching import ROOT, cpu_environment
 
 
@@ -198,6 +198,45 @@ def test_packed_groups_hold_each_token_once_with_little_padding():
     # Places of a group's rows go on by one until the padding.
     first = positions[0, documents.gather][: documents.groups[0][1]]
     assert first.tolist() == list(range(documents.groups[0][1])) == list(range(int(lengths.max())))
+
+
+@torch.no_grad()
+def test_documents_begin_where_positions_do_not_go_on(model, input_ids):
+    """At 0 or anywhere else, as transformers' own masks have it."""
+    positions = torch.cat([torch.arange(5), torch.arange(7, 16), torch.arange(3, 13)])[None]
+    outputs = []
+    for attn_implementation in ("eager", "packed"):
+        model.set_attn_implementation(attn_implementation)
+        outputs.append(model(input_ids[:1], position_ids=positions, use_cache=False).logits)
+    assert_near(*outputs)
+
+
+@pytest.mark.parametrize("seq_len", [1, 40, 2 * ATTENTION_BLOCK + 7])
+def test_attention_in_blocks_is_attention(seq_len):
+    """What a CPU does in half precision, here in double, against torch's."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"query": 6, "key": 2, "value": 2}
+    found = []
+    states = [torch.randn(3, n, seq_len, 8, dtype=torch.float64, generator=generator) for n in sizes.values()]
+    for attend in ("blocks", "torch"):
+        given = [part.clone().requires_grad_() for part in states]
+        if attend == "blocks":
+            output = _attend_in_blocks(*given, 0.3, 0.0)
+        else:
+            output = F.scaled_dot_product_attention(*given, is_causal=True, scale=0.3, enable_gqa=True)
+        (output * output.detach().cos()).sum().backward()
+        found.append([output, *(part.grad for part in given)])
+    torch.testing.assert_close(*found)
+
+
+@torch.no_grad()
+def test_packed_is_separate_in_half_precision(model, input_ids):
+    model = model.bfloat16()
+    separate = torch.cat([model(document).logits for document in input_ids[:1].split(LENGTHS, dim=1)], dim=1)
+    model.set_attn_implementation("packed")
+    packed = model(input_ids[:1], position_ids=packed_positions(), use_cache=False).logits
+    assert packed.dtype == torch.bfloat16
+    assert_near(packed.float(), separate.float(), 2e-2)
 
 
 def test_packed_attention_sees_no_square_of_the_row(model, input_ids):
