@@ -41,10 +41,6 @@ class ProfilerCallback(TrainerCallback):
     """
 
     def __init__(self, interval: int):
-        if interval < 2:
-            raise ValueError(
-                f"--profile_interval {interval}: at least 2, since the step before is the profiler's warm-up."
-            )
         self.interval = interval
         self._profiler: Any = None
         self._is_over = False

@@ -126,6 +126,10 @@ class LMTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"--optim {self.optim} and --optim_preset muon exclude each other: leave one of them out."
             )
+        if self.profile and self.profile_interval < 2:
+            raise ValueError(
+                f"--profile_interval {self.profile_interval}: at least 2, since the step before is the profiler's warm-up."
+            )
         self._check_launch()
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
             _start_gloo(timedelta(seconds=self.ddp_timeout))

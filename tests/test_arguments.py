@@ -65,6 +65,7 @@ def test_bare_bf16_flag(tmp_path):
         (["--pp_size", "2"], None, "cannot train a pipeline yet"),
         (["--optim_preset", "lion"], None, "--optim_preset lion is unknown; use adamw or muon"),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
+        (["--profile", "--profile_interval", "1"], None, "--profile_interval 1: at least 2"),
         (["--ep_size", "2"], None, "--ep_size 2 shares out experts among the ranks of --fsdp_size"),
     ],
 )

@@ -423,8 +423,6 @@ def test_a_profile_is_written_of_one_step_in_so_many(tmp_path, capfd):
     assert any(event.get("name") == "aten::mm" for event in events)
     assert any(event.get("name") == "[memory]" for event in events)
     assert "aten::mm" in capfd.readouterr().out
-    with pytest.raises(ValueError, match="--profile_interval 1: at least 2"):
-        ProfilerCallback(1)
 
 
 def test_logs_have_flops_and_memory(tmp_path):
