@@ -144,11 +144,9 @@ class MemoryEstimate:
     def largest_batch(self, memory_bytes: float) -> int:
         """Rows a process and micro-batch that fit into so much memory."""
         left = memory_bytes - self.parameters - self.optimizer
-        return (
-            int((left - self.workspace) // self.activations_per_row)
-            if left >= max(self.workspace, self.gradients)
-            else 0
-        )
+        if left < max(self.workspace, self.gradients):
+            return 0
+        return int((left - self.workspace) // self.activations_per_row)
 
 
 def estimate_memory(
