@@ -2,7 +2,7 @@
 What a run would take, before it is started.
 
     python recipes/doctor.py --estimate
-    python recipes/doctor.py --estimate --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8
+    python recipes/doctor.py --estimate --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
 `--estimate` prints for a preset the bytes a process holds, and the largest batch that fits into the memory of this machine or
 into `--memory_gib`. Activations are measured by the forward pass of a row, on the device that is here.
