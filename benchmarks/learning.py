@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
+    # Before records change the tree.
+    made_by = {"machine": machine(), "commit": git_commit()}
 
     train, held_out = load_documents(["embedded"], validation_fraction=0.01)
     tokenizer = train_tokenizer(train["text"][:])
@@ -54,7 +56,7 @@ def main() -> None:
                         "per_device_train_batch_size": args.batch_size,
                     }
                     record = run(args.model_preset, rows, eval_rows, tokenizer, settings)
-                    record |= {"max_length": args.max_length, "machine": machine(), "commit": git_commit()}
+                    record |= {"max_length": args.max_length, **made_by}
                     records.append(record)
                     path.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
                     print({name: record[name] for name in (*settings, "eval_loss", "seconds")}, flush=True)

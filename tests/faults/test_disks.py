@@ -65,7 +65,8 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     record(f"disk: fills up, {launcher}", survived)
     assert survived, (process.returncode, kept, output[-3000:])
     assert "could not be saved" in output and "is whole: make room and go on" in output
-    assert not (disk / "run/.saving").exists()
+    # What another rank was still writing may stay, until the next start removes it.
+    assert launcher != "python" or not (disk / "run/.saving").exists()
 
 
 def test_a_read_only_output(small_disk, workspace, record):
