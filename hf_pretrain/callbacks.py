@@ -43,9 +43,9 @@ class ProfilerCallback(TrainerCallback):
     def __init__(self, interval: int):
         self.interval = interval
         self._profiler: Any = None
-        self._is_over = False
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self._is_over = False
         directory = Path(args.output_dir, "profile")
         directory.mkdir(parents=True, exist_ok=True)
         is_cuda = args.device.type == "cuda"

@@ -416,9 +416,12 @@ def test_layers_are_compiled_only_where_asked_for_on_a_cpu(tmp_path):
 def test_a_profile_is_written_of_one_step_in_so_many(tmp_path, capfd):
     # The second of six steps and one more, which is not reached and leaves nothing.
     for interval in (3, 7):
-        train(make_trainer(tmp_path, make_documents(), callbacks=[ProfilerCallback(interval)]))
+        profiler = ProfilerCallback(interval)
+        for directory in (tmp_path, tmp_path / "again"):
+            train(make_trainer(directory, make_documents(), callbacks=[profiler]))
     traces = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert traces == ["step-3-rank-0.json", "step-6-rank-0.json"]
+    assert len(list((tmp_path / "again/profile").iterdir())) == 2
     events = json.loads((tmp_path / "profile" / traces[0]).read_text())["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
     assert any(event.get("name") == "[memory]" for event in events)
