@@ -19,7 +19,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
 from .conversations import SCHEMAS, first_question
-from .corpora import load_embedded
+from .corpora import COPY, load_embedded
 from .formats import (
     BadRecord,
     read_file,
@@ -32,18 +32,20 @@ from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file
 
 logger = logging.get_logger(__name__)
 
-DOCUMENT_FEATURES = Features({"text": Value("string")})
-# What every source is read into: a document, or an empty text and the reason why there is none.
+DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
+# What every source is read into: a document and what its side of the split goes by, unless that is its text; or an
+# empty text and the reason why there is none.
 ROW_FEATURES = Features(
     {
         "text": Value("string"),
+        "origin": Value("string"),
         "source": Value("string"),
         "line": Value("int64"),
         "offset": Value("int64"),
         "reason": Value("string"),
     }
 )
-READER_VERSION = 5  # part of the cache key; raise it when reading gives other rows
+READER_VERSION = 6  # part of the cache key; raise it when reading gives other rows
 MAX_WARNINGS = 20
 # Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
 VALIDATION_SCAN = 50_000
@@ -66,8 +68,10 @@ def load_documents(
     """
     Documents to train on and documents to hold out.
 
-    A document is held out if a hash of its text says so (of a conversation, its first question): the split is the same for any order of files, world size,
-    seed and for streaming, and equal documents land on one side.
+    A document is held out if a hash of its text says so; of a conversation or a preference, and of all embedded text,
+    a hash of the first question. So the split is the same for any order of files, world size, seed and for streaming,
+    equal documents land on one side, and no stage trains on what another holds out of the embedded corpora. Exact
+    copies in those are left out, and counted in the description of the data (`train.info.description`).
 
     Args:
         dataset_names (`list[str]`): each one `embedded`, `embedded:<part>`, a path, glob or directory, or a Hub id
@@ -103,10 +107,9 @@ def load_documents(
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
     if streaming:
-        parts = [part.filter(rejected.keep).select_columns(["text"]) for part in rows]
+        parts = [part.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES)) for part in rows]
         scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
-        texts = [[document["text"] for document in part.take(scan)] for part in parts]
-        heads = [Dataset.from_dict({"text": head}, features=DOCUMENT_FEATURES) for head in texts]
+        heads = [_in_memory(part.take(scan)) for part in parts]
     else:
         parts = heads = [_keep_documents(part, rejected) for part in rows]
     for name, head in zip(dataset_names, heads, strict=True):
@@ -114,7 +117,7 @@ def load_documents(
             raise ValueError(f"{name} holds no document to train on.{rejected.describe()}")
     rejected.check_ratio()
 
-    split = partial(_split, fraction=validation_fraction, num_proc=num_proc, is_text=schema == "text")
+    split = partial(_split, fraction=validation_fraction, num_proc=num_proc)
     validation = datasets.concatenate_datasets([split(head, held_out=True) for head in heads])
     parts = [split(part, held_out=False) for part in parts]
     for name, part in zip(dataset_names, parts, strict=True):
@@ -134,6 +137,8 @@ def load_documents(
         # It stays with all that is made of the stream, and a run that goes on compares it.
         described = [part.info.description for part in rows]
         train.info.description = str((described, weights, validation_fraction))
+    else:
+        train.info.description = rejected.describe_copies()
     return train, validation
 
 
@@ -170,7 +175,7 @@ class _RejectedLines:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         self.num_lines = 0
-        self.num_rejected = 0
+        self.num_rejected = self.num_copies = 0
         self.listed: set[tuple[str, int]] = set()
         self.reasons: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
@@ -188,6 +193,9 @@ class _RejectedLines:
         """Notes a bad line; `ValueError` if a whole file is bad (line 0), since nobody knows how much it held."""
         if line == 0:
             raise ValueError(f"{source}: {reason}.")
+        if reason == COPY.reason:
+            self.num_copies += 1
+            return
         self.num_rejected += 1
         if (source, line) in self.listed:  # a stream is read once more in every epoch
             return
@@ -205,6 +213,10 @@ class _RejectedLines:
             entry = {"source": source, "line": line, "offset": offset, "reason": reason}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def describe_copies(self) -> str:
+        """How many exact copies are left out, if any."""
+        return f"{self.num_copies:,} exact copies of embedded documents left out" if self.num_copies else ""
 
     def check_ratio(self) -> None:
         """Raises `ValueError` if more lines are bad than the limit allows."""
@@ -315,11 +327,10 @@ def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Ite
         source = piece.source
         check_unchanged(source, piece.state)
         records: Iterator[tuple[int, int | None, Any]]
+        column = text_column if source not in EMBEDDED_SOURCES else "text"
         if source in EMBEDDED_SOURCES:
             documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
-            if schema == "text":
-                documents = ({text_column: document["text"]} for document in documents)
-            records = ((n, None, d) for n, d in enumerate(documents, start=1))
+            records = ((number, None, document) for number, document in enumerate(documents, start=1))
         elif piece.stop is None:
             records = read_file(Path(source), text_column=text_column)
         else:
@@ -327,10 +338,10 @@ def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Ite
         is_empty = piece.stop is None
         for line, offset, record in records:
             is_empty = False
-            yield _make_row(source, line, offset, record, schema, text_column)
+            yield _make_row(source, line, offset, record, schema, column)
         if is_empty:
             reason = BadRecord("holds no record; remove the file or write it again")
-            yield _make_row(source, 0, None, reason, schema, text_column)
+            yield _make_row(source, 0, None, reason, schema, column)
         check_unchanged(source, piece.state)
 
 
@@ -341,11 +352,16 @@ def _make_row(
     try:
         if isinstance(record, BadRecord):
             raise record
-        text = read_text(record, text_column=text_column) if schema == "text" else SCHEMAS[schema](record)
-        return {"text": text, "source": None, "line": None, "offset": None, "reason": None}
+        if schema == "text":
+            text = read_text(record, text_column=text_column)
+            origin = record["origin"] if source in EMBEDDED_SOURCES else None
+        else:
+            text = SCHEMAS[schema](record)
+            origin = first_question(text)
+        return {"text": text, "origin": origin, "source": None, "line": None, "offset": None, "reason": None}
     except BadRecord as error:
         reason = error.reason.encode("utf-8", "backslashreplace").decode()
-        return {"text": "", "source": source, "line": line, "offset": offset, "reason": reason}
+        return {"text": "", "origin": None, "source": source, "line": line, "offset": offset, "reason": reason}
 
 
 # From rows to documents, held out or not
@@ -357,31 +373,40 @@ def _keep_documents(rows: Dataset, rejected: _RejectedLines) -> Dataset:
     rejected.num_lines += len(rows)
     for row in rows.select(np.flatnonzero(is_bad)):
         rejected.add(row["source"], row["line"], row["offset"], row["reason"])
-    documents = rows.select_columns(["text"])
+    documents = rows.select_columns(list(DOCUMENT_FEATURES))
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
 
 
+def _in_memory(documents: IterableDataset) -> Dataset:
+    taken = list(documents)
+    columns = {name: [document[name] for document in taken] for name in DOCUMENT_FEATURES}
+    return Dataset.from_dict(columns, features=DOCUMENT_FEATURES)
+
+
 def _split(
-    documents: Dataset | IterableDataset, *, fraction: float, held_out: bool, num_proc: int | None, is_text: bool
+    documents: Dataset | IterableDataset, *, fraction: float, held_out: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """The documents that are held out, or the ones that are not."""
-    is_wanted = partial(_are_on_side, fraction=fraction, held_out=held_out, is_text=is_text)
+    """The documents that are held out, or the ones that are not, with the column `text` alone."""
+    is_wanted = partial(_are_on_side, fraction=fraction, held_out=held_out)
     if isinstance(documents, IterableDataset):
-        return documents.filter(is_wanted, batched=True, input_columns="text")
-    split = partial(_split_part, is_wanted=is_wanted, key=f"{fraction} {held_out} {is_text}")
-    return datasets.concatenate_datasets(work_on(cut(documents), split, num_proc=num_proc, desc="Splitting"))
+        documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
+    else:
+        split = partial(_split_part, is_wanted=is_wanted, key=f"{fraction} {held_out}")
+        documents = datasets.concatenate_datasets(work_on(cut(documents), split, num_proc=num_proc, desc="Splitting"))
+    return documents.select_columns(["text"])
 
 
-def _split_part(documents: Dataset, is_wanted: Callable[[list[str]], list[bool]], key: str) -> Dataset:
+def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
     key = digest(documents._fingerprint, key)
-    return documents.filter(is_wanted, batched=True, input_columns="text", new_fingerprint=key)
+    return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
 
 
-def _are_on_side(texts: list[str], fraction: float, held_out: bool, is_text: bool = True) -> list[bool]:
+def _are_on_side(texts: list[str], origins: list[str | None], fraction: float, held_out: bool) -> list[bool]:
     """
-    For each text, whether it is on one side of the split: its hash, as a number in [0, 1), decides; that of its first
-    question if it is a conversation or a preference, so that both of one origin are on one side.
+    For each document, whether it is on one side of the split: a hash, as a number in [0, 1), decides. It is that of
+    the document's origin, such as the first question of a conversation, so that all of one origin are on one side; or
+    of the text, if there is none.
     """
-    texts = texts if is_text else [first_question(text) for text in texts]
-    hashes = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
+    hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
     return [(int.from_bytes(value) < fraction * 2**64) == held_out for value in hashes]

@@ -7,7 +7,7 @@ documents are, so that none of them sees another.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ class PackingReport:
         num_tokens_lost (`int`): tokens of the documents that are in no row.
         num_tokens_trained (`int`, *optional*): of tokens with weights, those whose weight is not 0.
         num_dropped (`int`): conversations that hold nothing to train on within a row.
+        note (`str`): what is said of the documents besides, such as the copies that were left out.
     """
 
     num_documents: int
@@ -57,6 +58,7 @@ class PackingReport:
     num_tokens_lost: int
     num_tokens_trained: int | None = None
     num_dropped: int = 0
+    note: str = ""
 
     def __str__(self) -> str:
         text = (
@@ -66,7 +68,7 @@ class PackingReport:
         if self.num_tokens_trained is not None:
             text += f"; {self.num_tokens_trained:,} tokens are trained on"
             text += f", {self.num_dropped:,} conversations without any were dropped"
-        return text
+        return f"{text}; {self.note}" if self.note else text
 
 
 def prepare_rows(
@@ -135,7 +137,7 @@ def prepare_rows(
     prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
     prepared = work_on(cut(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
     rows = concatenate_datasets([part for part, _ in prepared])
-    report = _add_reports([report for _, report in prepared], max_length)
+    report = replace(_add_reports([report for _, report in prepared], max_length), note=documents.info.description)
     if report.num_rows == 0:
         raise ValueError(
             f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "

@@ -46,7 +46,8 @@ def prepare_pairs(
     )
     if len(documents) and len(pairs) == 0:
         raise ValueError(f"No prompt of {len(documents)} pairs leaves room for an answer: raise --max_length.")
-    return pairs, f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"
+    report = f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"
+    return pairs, "; ".join(filter(None, [report, documents.info.description]))
 
 
 def _encode_batch(

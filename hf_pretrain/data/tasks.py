@@ -31,9 +31,9 @@ from .loading import _are_on_side, _RejectedLines, find_sources
 
 
 NUM_EMBEDDED = 2000
-# A line of a dialogue that is one question.
+# A question in a dialogue, wherever it begins; those that are a whole line make tasks.
 ENGLISH_QUESTION = re.compile(
-    r"(?<=^[AB]: )(What|Who|How|Why|When|Where|Which|Do|Does|Did|Are|Is|Can|Have|Will)\b[^.!?\n]{5,60}\?$", re.ASCII
+    r"(?=\b((?:What|Who|How|Why|When|Where|Which|Do|Does|Did|Are|Is|Can|Have|Will)\b[^.!?\n]{5,60}\?))", re.ASCII
 )
 
 
@@ -100,19 +100,28 @@ _WORDS = ["river", "green", "apple", "house", "music", "friend", "winter", "brea
 _LANGUAGES = ["French", "German", "Spanish", "Italian"]
 
 
-# The embedded tasks: rows from a source of chance
+# The embedded tasks: rows from a source of chance, with the `origins` of the documents that they are made of
+
+
+def _documents(*parts: str) -> Iterator[dict[str, str]]:
+    return (record for part in parts for record in load_embedded(part) if not isinstance(record, BadRecord))
 
 
 def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
-    lines = (
-        line for part in ("chatterbot", "chitchat") for d in load_embedded(part) for line in d["text"].split("\n")
-    )
-    found = (ENGLISH_QUESTION.search(line) for line in lines)
-    questions = list(dict.fromkeys(match[0] for match in found if match is not None))
-    generator.shuffle(questions)
-    for question in questions:
+    questions: dict[str, None] = {}
+    origins = defaultdict(list)
+    for document in _documents("chatterbot", "chitchat"):
+        for line in document["text"].split("\n"):
+            for match in ENGLISH_QUESTION.finditer(line):
+                origins[match[1]].append(document["origin"])
+                if line[3:] == match[1]:
+                    questions[match[1]] = None
+    shuffled = list(questions)
+    generator.shuffle(shuffled)
+    for question in shuffled:
         content = f"{question} {ANSWER_FORMATS['sentence'].instruction}"
-        yield {"prompt": [{"role": "user", "content": content}], "answer_format": "sentence"}
+        prompt = [{"role": "user", "content": content}]
+        yield {"prompt": prompt, "answer_format": "sentence", "origins": origins[question]}
 
 
 def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
@@ -134,17 +143,19 @@ def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _idioms(generator: random.Random) -> Iterator[dict[str, Any]]:
-    endings = defaultdict(list)
-    for document in load_embedded("idiom"):
+    endings, origins = defaultdict(list), defaultdict(list)
+    for document in _documents("idiom"):
         idiom = document["text"].split(" (")[0]
         if len(idiom) == 4:
             endings[idiom[:2]].append(idiom[2:])
+            origins[idiom[:2]].append(document["origin"])
     beginnings = list(endings)
     generator.shuffle(beginnings)
     for beginning in beginnings:
         # Several idioms may begin alike: each of them is right.
         solution = [ending for found in endings[beginning] for ending in (found, beginning + found)]
-        yield {"prompt": [{"role": "user", "content": f"补全成语：{beginning}__"}], "solution": solution}
+        prompt = [{"role": "user", "content": f"补全成语：{beginning}__"}]
+        yield {"prompt": prompt, "solution": solution, "origins": origins[beginning]}
 
 
 def _tool_calls(generator: random.Random) -> Iterator[dict[str, Any]]:
@@ -175,14 +186,15 @@ EMBEDDED_TASKS: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] =
 TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
 
 
-def _load_embedded_tasks(name: str, seed: int) -> Iterator[dict[str, Any]]:
+def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
     task = name.removeprefix("embedded:")
     if task not in EMBEDDED_TASKS:
         known = ", ".join(f"embedded:{task}" for task in EMBEDDED_TASKS)
         raise ValueError(f"--dataset_name {name}: no such embedded task. There are: {known}.")
     rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
     for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
-        yield TASK_COLUMNS | row | {"task": task}
+        origins = row.pop("origins", None) or [json.dumps(row["prompt"])]
+        yield TASK_COLUMNS | row | {"task": task}, origins
 
 
 # Files
@@ -256,8 +268,10 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
         yield from ((source, *found) for found in read_file(Path(source), text_column="prompt"))
 
 
-def _load_tasks(name: str, seed: int, describe_tools: bool, rejected: _RejectedLines) -> list[dict[str, Any]]:
-    """Everything under one name."""
+def _load_tasks(
+    name: str, seed: int, describe_tools: bool, rejected: _RejectedLines
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Everything under one name: the tasks, and what the side of each goes by."""
     if re.match(r"embedded(:|$)", name):
         return list(_load_embedded_tasks(name, seed))
     rows = []
@@ -266,7 +280,8 @@ def _load_tasks(name: str, seed: int, describe_tools: bool, rejected: _RejectedL
         try:
             if isinstance(record, BadRecord):
                 raise record
-            rows.append(read_task(record, describe_tools=describe_tools))
+            task = read_task(record, describe_tools=describe_tools)
+            rows.append((task, [json.dumps(task["prompt"])]))
         except BadRecord as error:
             rejected.add(source, line, offset, error.reason)
     rejected.check_ratio()
@@ -285,7 +300,8 @@ def load_tasks(
     rejected_path: str | Path | None = None,
 ) -> tuple[Dataset, Dataset]:
     """
-    Tasks to train on and tasks to hold out, chosen by a hash of their prompts.
+    Tasks to train on and tasks to hold out, chosen by a hash of their prompts; those that are made of the embedded
+    corpora are held out where all that they are made of is held out by the other stages.
 
     Args:
         dataset_names (`list[str]`): each one `embedded:<task>`, a path, glob or directory (`.jsonl`, `.json`), or a
@@ -301,9 +317,13 @@ def load_tasks(
         `ValueError`: if a name leads to no task, too many lines are bad, or nothing is left to train on.
     """
     rejected = _RejectedLines(max_rejected_ratio, rejected_path)
-    rows = [row for name in dataset_names for row in _load_tasks(name, seed, describe_tools, rejected)]
+    loaded = (task for name in dataset_names for task in _load_tasks(name, seed, describe_tools, rejected))
+    rows, origins = zip(*loaded, strict=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    held_out = _are_on_side([json.dumps(row["prompt"]) for row in rows], validation_fraction, True)
+    held_out = [
+        all(_are_on_side(task_origins, [None] * len(task_origins), validation_fraction, True))
+        for task_origins in origins
+    ]
     sides = [
         [row for row, is_held_out in zip(rows, held_out, strict=True) if is_held_out is side] for side in (False, True)
     ]

@@ -12,7 +12,10 @@ import zstandard
 from datasets import Dataset, Features, IterableDataset, Value
 
 from hf_pretrain.data import formats, loading, parts, sources
+from hf_pretrain.data.conversations import ConversationEncoder
 from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.tokenization import train_tokenizer
 from tests.toys import write_jsonl
 
 
@@ -33,8 +36,15 @@ def test_the_rule_of_the_split():
     # Written out, because a document must never move from one side to the other between versions.
     digest = hashlib.blake2b("日本 text".encode(), digest_size=8).digest()
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
-    assert loading._are_on_side(["日本 text"], share + 1e-9, True) == [True]
-    assert loading._are_on_side(["日本 text"], share - 1e-9, True) == [False]
+    # By the text, or by what it is of the same origin with.
+    for text, origin in (("日本 text", None), ("another", "日本 text")):
+        assert loading._are_on_side([text], [origin], share + 1e-9, True) == [True]
+        assert loading._are_on_side([text], [origin], share - 1e-9, True) == [False]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["a small tokenizer"], vocab_size=300)
 
 
 def texts_of(*parts):
@@ -216,6 +226,17 @@ def test_parts_and_processes_read_the_same(tmp_path, monkeypatch):
         assert load(num_proc=2) == whole == load()
 
 
+@pytest.mark.parametrize("schema", ["text", "conversation"])
+def test_copies_are_counted_where_people_read_it(tokenizer, schema):
+    documents, held_out = load_documents(["embedded:chatterbot"], schema=schema)
+    encoder = ConversationEncoder() if schema != "text" else None
+    few = documents.select(range(20))
+    assert str(prepare_rows(few, tokenizer, max_length=64, encoder=encoder)[1]).endswith(
+        "; 1,201 exact copies of embedded documents left out"
+    )
+    assert "copies" not in str(prepare_rows(held_out, tokenizer, max_length=64, encoder=encoder)[1])
+
+
 def test_split_is_fixed_by_the_text_alone(tmp_path):
     texts = [f"text number {index}" for index in range(2000)]
     one = write_jsonl(tmp_path / "one.jsonl", texts + texts[:500])
@@ -334,5 +355,8 @@ def test_hub_failure_is_explained(monkeypatch):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_embedded_parts(streaming):
     train, validation = load_documents(["embedded:chatterbot"], streaming=streaming)
-    assert len(texts_of(train, validation)) == 7644
+    texts = texts_of(train, validation)
+    assert len(set(texts)) == len(texts) == 7644 - 1201
     assert 40 <= len(validation) <= 120
+    if not streaming:
+        assert train.info.description == "1,201 exact copies of embedded documents left out"
