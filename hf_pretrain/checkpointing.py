@@ -48,8 +48,6 @@ from .sharding import ShardedCheckpointMixin
 logger = logging.get_logger(__name__)
 
 DATA_POSITION_NAME = "data_position.json"
-# What means something in a checkpoint alone, not beside a model.
-CHECKPOINT_FILES = (MANIFEST_NAME, DATA_POSITION_NAME)
 # Flags that may be changed on purpose when a run goes on, and are told.
 _SETTINGS = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
@@ -327,4 +325,4 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-__all__ = ["CHECKPOINT_FILES", "DATA_POSITION_NAME", "CheckpointMixin"]
+__all__ = ["DATA_POSITION_NAME", "CheckpointMixin"]

@@ -19,8 +19,10 @@ push that fails is reported and loses nothing.
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -29,21 +31,40 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi, get_token, hf_hub_download, snapshot_download
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from .adapters import is_adapted
-from .checkpointing import CHECKPOINT_FILES
 from .configuration_minimind import CODE_FILES
 from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
 from .resuming import newest_checkpoint
 from .stopping import StoppingMixin
 from .training_args import LMTrainingArguments
+from .weight_files import read_json
 
 
 logger = logging.get_logger(__name__)
 
-# Of the files of a run, these and no others: rejected lines, logs and optimizers stay here.
-PUBLISHED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "*.model", *CODE_FILES, CARD_NAME, CURVE_NAME]
+# These files of a run are pushed, with the shards that an index names, and no others. A pattern such as *.json would let
+# training text out: nonfinite-*.json holds rows of it.
+PUBLISHED = (
+    *(CARD_NAME, CURVE_NAME, "evaluation.json", TRAINER_STATE_NAME, *CODE_FILES),
+    *(
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+)
+_SHARD = re.compile(r"[\w-]+\.safetensors")
 # Trainer pickles its arguments into this file. A checkpoint of another program may have it.
 _NEVER = "training_args.bin"
 _CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAINER_STATE_NAME))
@@ -62,26 +83,40 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
         ) from error
 
 
-def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload") -> str:
+def published_files(folder: str | Path, *, also: Iterable[str] = ()) -> list[str]:
     """
-    Pushes the published files of a directory in one commit, and returns the URL of the repository.
+    The names of the files in a directory that may leave this machine: `PUBLISHED`, the shards that the index of the
+    weights names, and what matches a pattern of `also`.
+    """
+    folder = Path(folder)
+    names = {name for name in PUBLISHED if (folder / name).is_file()}
+    names |= {path.name for pattern in also for path in folder.glob(pattern)}
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        shards = read_json(folder / SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
+        names |= {SAFE_WEIGHTS_INDEX_NAME, *filter(_SHARD.fullmatch, map(str, shards))}
+    return sorted(names)
+
+
+def _upload_command(folder: str | Path, repo_id: str, names: list[str]) -> str:
+    """The command that pushes these files by hand."""
+    return shlex.join(["hf", "upload", repo_id, str(folder), *(f"--include={name}" for name in names)])
+
+
+def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", also: Iterable[str] = ()) -> str:
+    """
+    Pushes the files of a directory that [`published_files`] names in one commit, and returns the URL of the repository.
 
     Raises:
         `ValueError`: if the push fails, with the reason and the command that tries again.
     """
     api = HfApi()
+    names = published_files(folder, also=also)
     try:
-        api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=message,
-            allow_patterns=[*PUBLISHED, "*.gguf", "*.pth"],
-            ignore_patterns="*/*",
-        )
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=names)
     except Exception as error:  # Whatever the network and the server come up with.
         raise ValueError(
             f"The push to {repo_id} failed: {_describe(error)}. The files are in {folder}; push them with "
-            f"`hf upload {repo_id} {folder}`."
+            f"`{_upload_command(folder, repo_id, names)}`."
         ) from error
     return f"{api.endpoint}/{repo_id}"
 
@@ -219,10 +254,9 @@ class HubPushMixin(StoppingMixin):
         if not self.args.push_to_hub:
             return None
         if self._final_error is not None:
-            return (
-                f"FAILED: {self._final_error}. The run is complete in {self.args.output_dir}; push it with `hf upload "
-                f"{self.hub_model_id} {self.args.output_dir} --exclude 'checkpoint-*' '*.jsonl' 'runs/*' '{_STAGING}*'`."
-            )
+            output_dir = self.args.output_dir
+            command = _upload_command(output_dir, self.hub_model_id, published_files(output_dir))
+            return f"FAILED: {self._final_error}. The run is complete in {output_dir}; push it with `{command}`."
         earlier = len(self._push_errors)
         failed = f" ({earlier} pushes during the run failed: {self._push_errors[-1]})" if earlier else ""
         return f"{self._hub.endpoint}/{self.hub_model_id}{failed}"
@@ -312,10 +346,8 @@ class HubPushMixin(StoppingMixin):
     def _stage(self, checkpoint: Path, strategy: HubStrategy) -> tuple[Path, str | None]:
         """A directory of links, laid out as the repository; and the name in it of the whole checkpoint, if any."""
         staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.args.output_dir))
-        for path in checkpoint.iterdir():
-            is_wanted = any(path.match(pattern) for pattern in PUBLISHED) and path.name not in CHECKPOINT_FILES
-            if path.is_file() and is_wanted:
-                _link(path, staging / path.name)
+        for name in published_files(checkpoint):
+            _link(checkpoint / name, staging / name)
         # The next step writes its card into the same file.
         shutil.copy2(Path(self.args.output_dir, CARD_NAME), staging)
         whole = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}.get(strategy)
@@ -381,8 +413,7 @@ class HubPushMixin(StoppingMixin):
                 folder_path=self.args.output_dir,
                 commit_message=commit_message,
                 revision=revision or self.args.hub_revision,
-                allow_patterns=PUBLISHED,
-                ignore_patterns="*/*",
+                allow_patterns=published_files(self.args.output_dir),
             )
         except Exception as error:  # Whatever it is: the run is saved, and must end well.
             self._final_error = _describe(error)
@@ -390,4 +421,12 @@ class HubPushMixin(StoppingMixin):
             return None
 
 
-__all__ = ["PUBLISHED", "HubPushMixin", "create_repository", "pull_checkpoint", "push_folder", "remove_staging"]
+__all__ = [
+    "PUBLISHED",
+    "HubPushMixin",
+    "create_repository",
+    "published_files",
+    "pull_checkpoint",
+    "push_folder",
+    "remove_staging",
+]

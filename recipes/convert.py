@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     )
     (Path(args.to) / CARD_NAME).write_text(card, encoding="utf-8")
     if args.push:
-        print(f"Pushed to {push_folder(args.to, repo_id, message=str(report))}")
+        print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=('*.gguf', '*.pth'))}")
 
 
 if __name__ == "__main__":

@@ -399,7 +399,8 @@ def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
     assert result.returncode == 0, result.stdout[-4000:]
     last_line = result.stdout.strip().splitlines()[-1]
     assert last_line.startswith("Hub                FAILED: 403")
-    assert f"hf upload user/toy {tmp_path / 'run'} --exclude 'checkpoint-*' '*.jsonl' 'runs/*' '.hub-*'" in last_line
+    assert f"`hf upload user/toy {tmp_path / 'run'} --include=README.md --include=" in last_line
+    assert "--include=model.safetensors" in last_line and "manifest" not in last_line
     assert load_file(tmp_path / "run/model.safetensors") and (tmp_path / "run/checkpoint-2").is_dir()
 
     # A push that fails during the run does not stop the one at the end.

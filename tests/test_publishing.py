@@ -1,0 +1,99 @@
+"""Which files of a directory are pushed, over real HTTP, whatever else lies in it."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from hf_pretrain import hub
+from hf_pretrain.hub import create_repository, push_folder
+from tests.hub_server import HubServer
+from tests.invariants.launching import cpu_environment
+
+
+TOKEN = "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"
+SECRET = "a line of the training text"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+MODEL = {
+    *("config.json", "generation_config.json", "model.safetensors.index.json", *SHARDS),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "modeling_minimind.py"),
+    *("README.md", "loss_curve.png", "trainer_state.json", "evaluation.json"),
+}
+# Of a run, of other programs, or of nobody: none of it was asked for.
+OTHERS = {
+    *("nonfinite-5.json", "rejected.jsonl", "notes.json", "run.json", "train.log", ".lock", "training_args.bin"),
+    *(
+        "secret.safetensors",
+        "secret.py",
+        "data.model",
+        "weights.pth",
+        "checkpoint-2/config.json",
+        ".hub-x/config.json",
+    ),
+    *(
+        "damaged-checkpoint-1/model.safetensors",
+        "nonfinite-5/config.json",
+        "profile/step-1-rank-0.json",
+        "runs/events",
+    ),
+}
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with HubServer(TOKEN) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        create_repository("toy")
+        yield server
+
+
+@pytest.fixture
+def run_directory(tmp_path) -> Path:
+    for name in MODEL | OTHERS:
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(SECRET if name in OTHERS else f"of {name}")
+    # An index may say what it likes.
+    names = [*SHARDS, "*", "run.json", "profile/step-1-rank-0.json", "../secret.safetensors"]
+    index = {"weight_map": {str(number): name for number, name in enumerate(names)}}
+    (tmp_path / "run/model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path / "run"
+
+
+def test_what_was_not_asked_for_is_not_pushed(server, run_directory):
+    push_folder(run_directory, "user/toy")
+    assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL
+    assert SECRET.encode() not in server.bytes_received()
+
+
+def test_a_conversion_pushes_its_own_kind_of_weights(server, run_directory):
+    push_folder(run_directory, "user/toy", also=("*.gguf", "*.pth"))
+    assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL | {"weights.pth"}
+
+
+def test_the_command_that_is_printed_pushes_the_same(server, run_directory):
+    server.fail = lambda method, path: 403 if "/commit/" in path else None
+    with pytest.raises(ValueError, match="The push to user/toy failed: 403") as error:
+        push_folder(run_directory, "user/toy")
+    (command,) = re.findall(r"`(hf upload .*)`", str(error.value))
+    server.fail = lambda method, path: None
+    environment = cpu_environment(
+        HF_ENDPOINT=server.endpoint, HF_TOKEN=TOKEN, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1"
+    )
+    result = subprocess.run(shlex.split(command), env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL
+    assert SECRET.encode() not in server.bytes_received()
+
+
+def test_a_checkpoint_is_staged_without_the_rest(run_directory):
+    """What a checkpoint alone needs is no part of the model."""
+    (run_directory / "manifest.json").touch()
+    assert set(hub.published_files(run_directory)) == MODEL
