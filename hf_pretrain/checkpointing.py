@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from .adapters import is_adapted
@@ -39,6 +39,7 @@ from .resuming import (
     on_main_process,
     on_saving_processes,
     remove_leftovers,
+    rotate_checkpoints,
     set_aside,
     summarize,
 )
@@ -236,12 +237,7 @@ class CheckpointMixin(ShardedCheckpointMixin):
             self._push_checkpoint(target)
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(
-                str(output_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=best,
-                use_mtime=True,
-            )
+            rotate_checkpoints(target, limit=self.args.save_total_limit, best=Path(best) if best else None)
 
     def _make_room(self, source: Path, target: Path) -> None:
         with self._reporting_full_disks(target):

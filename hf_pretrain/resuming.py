@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
 
-from .manifest import MANIFEST_NAME, find_damage
+from .manifest import MANIFEST_NAME, find_damage, read_manifest
 from .training_args import LMTrainingArguments
 from .weight_files import check_shards
 
@@ -164,6 +165,22 @@ def _no_manifest(path: Path) -> str:
     )
 
 
+def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = None) -> None:
+    """
+    Removes the checkpoints beside `newest`, which was just saved, that have the lowest steps, until `limit` are left;
+    `newest` and `best` stay. The step is the one in the manifest: times lie after a clock was set or files were copied.
+    A checkpoint without a readable manifest is not this run's to remove, and does not count.
+    """
+    steps = {}
+    for path in map(Path, sort_checkpoints(str(newest.parent))):
+        with suppress(ValueError, KeyError):
+            steps[path] = int(read_manifest(path)["run"]["step"])
+    kept = {newest.name, best.name if best else None}
+    removable = sorted((path for path in steps if path.name not in kept), key=lambda path: steps[path])
+    for path in removable[: max(0, len(steps) - limit)] if limit else []:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def summarize(damage: list[str]) -> str:
     return "; ".join(damage[:5]) + (f"; and {len(damage) - 5} more" if len(damage) > 5 else "")
 
@@ -223,6 +240,7 @@ __all__ = [
     "on_main_process",
     "on_saving_processes",
     "remove_leftovers",
+    "rotate_checkpoints",
     "set_aside",
     "summarize",
 ]

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from."""
 
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,9 @@ from hf_pretrain.checkpointing import _describe_data
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.manifest import MANIFEST_NAME, write_manifest
-from hf_pretrain.resuming import checkpoint_to_resume, find_newest_run, remove_leftovers
+from hf_pretrain.resuming import checkpoint_to_resume, find_newest_run, remove_leftovers, rotate_checkpoints
 from hf_pretrain.tokenization import train_tokenizer
+from tests.test_trainer import make_documents, make_trainer
 from tests.toys import write_jsonl
 
 
@@ -157,6 +159,38 @@ def test_an_older_checkpoint_is_gone_on_from(tmp_path, monkeypatch):
     assert checkpoint_to_resume(arguments(tmp_path / "new", older)) == older
 
 
+def test_rotation_goes_by_steps_and_not_by_times(tmp_path):
+    """As when the clock was set back by a day after the first three were written."""
+    for step in (2, 4, 9, 10):
+        path = make_checkpoint(tmp_path, step)
+        if step < 10:
+            os.utime(path, (time.time() + 86400,) * 2)
+    (tmp_path / "checkpoint-1").mkdir()
+
+    def left(**limits) -> set[str]:
+        rotate_checkpoints(tmp_path / "checkpoint-10", **limits)
+        return {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()}
+
+    assert left(limit=None) == left(limit=9) == left(limit=4) == {"1", "2", "4", "9", "10"}
+    # The one without a manifest is another program's.
+    assert left(limit=3) == {"1", "4", "9", "10"}
+    assert left(limit=2, best=tmp_path / "checkpoint-4") == {"1", "4", "10"}
+    assert left(limit=1) == {"1", "10"}
+
+
+def test_a_run_that_goes_on_after_the_clock_was_set_back_keeps_what_it_saves(tmp_path, caplog):
+    def train(steps: int) -> set[str]:
+        arguments = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+        make_trainer(tmp_path, make_documents(), arguments=arguments).train(resume_from_checkpoint=steps > 2)
+        return {path.name for path in tmp_path.glob("checkpoint-*")}
+
+    assert train(2) == {"checkpoint-1", "checkpoint-2"}
+    for path in tmp_path.glob("checkpoint-*"):
+        os.utime(path, (time.time() + 86400,) * 2)
+    assert train(4) == {"checkpoint-3", "checkpoint-4"}
+    assert "mtime may not be reliable" not in caplog.text
+
+
 def test_what_was_being_written_goes(tmp_path):
     (tmp_path / ".saving/checkpoint-4").mkdir(parents=True)
     remove_leftovers(tmp_path)
@@ -167,14 +201,14 @@ def test_what_was_being_written_goes(tmp_path):
 def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
     with pytest.raises(ValueError, match="run `make pretrain` first"):
         find_newest_run(str(tmp_path))
-    for time, name in enumerate(["first", "second", "another-model", "unfinished"]):
+    for seconds, name in enumerate(["first", "second", "another-model", "unfinished"]):
         (tmp_path / name).mkdir()
         model_type = "llama" if name == "another-model" else "minimind"
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         (tmp_path / name / "tokenizer.json").touch()
         if name != "unfinished":
             (tmp_path / name / "model.safetensors").touch()
-            os.utime(tmp_path / name / "model.safetensors", (time, time))
+            os.utime(tmp_path / name / "model.safetensors", (seconds, seconds))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")
