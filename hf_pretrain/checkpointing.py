@@ -202,7 +202,9 @@ class CheckpointMixin(ShardedCheckpointMixin):
             )
         if inexact:
             logger.warning(f"Going on from {checkpoint} although {'; '.join(inexact)}.")
-        changed = [f"{k} {then['settings'][k]} -> {v}" for k, v in now["settings"].items() if then["settings"][k] != v]
+        # An earlier version may have written fewer settings.
+        settings = now["settings"] | then["settings"]
+        changed = [f"{k} {settings[k]} -> {v}" for k, v in now["settings"].items() if settings[k] != v]
         if changed:
             logger.warning(f"Going on from {checkpoint} with other settings: {', '.join(changed)}.")
 

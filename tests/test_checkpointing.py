@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from."""
 
 import os
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from hf_pretrain.checkpointing import _describe_data
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.manifest import MANIFEST_NAME, write_manifest
+from hf_pretrain.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from hf_pretrain.resuming import checkpoint_to_resume, find_newest_run, remove_leftovers, rotate_checkpoints
 from hf_pretrain.tokenization import train_tokenizer
 from tests.test_trainer import make_documents, make_trainer
@@ -189,6 +190,24 @@ def test_a_run_that_goes_on_after_the_clock_was_set_back_keeps_what_it_saves(tmp
         os.utime(path, (time.time() + 86400,) * 2)
     assert train(4) == {"checkpoint-3", "checkpoint-4"}
     assert "mtime may not be reliable" not in caplog.text
+
+
+def test_a_copied_checkpoint_of_an_earlier_version_is_gone_on_from(tmp_path, caplog):
+    """Copied without times, and its manifest lacks flags that came later."""
+    arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.5}
+    make_trainer(tmp_path / "first", make_documents(), arguments=arguments).train()
+    copy = tmp_path / "copy/checkpoint-1"
+    shutil.copytree(tmp_path / "first/checkpoint-1", copy, copy_function=shutil.copyfile)
+    for path in (*copy.iterdir(), copy):
+        os.utime(path, (0, 0))
+    run = read_manifest(copy)["run"]
+    del run["settings"]["adam_beta2"], run["order"]
+    write_manifest(copy, run)
+    arguments |= {"max_steps": 2, "learning_rate": 0.25}
+    trainer = make_trainer(tmp_path / "copy", make_documents(), arguments=arguments)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
+    assert "with other settings: learning_rate 0.5 -> 0.25, max_steps 1 -> 2." in caplog.text
 
 
 def test_what_was_being_written_goes(tmp_path):
