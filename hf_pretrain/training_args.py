@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging
+from transformers.utils import logging, strtobool
 
+from .devices import default_device_type, has_bfloat16_units
 from .optimizers import OPTIM_PRESETS
 
 
@@ -73,7 +74,7 @@ class LMTrainingArguments(TrainingArguments):
     )
     torch_compile: bool = field(
         default=cast(bool, None),
-        metadata={"help": "Compile each decoder layer. On where there is a GPU, and no DeepSpeed, unless false."},
+        metadata={"help": "Compile each decoder layer. On with CUDA and without DeepSpeed, unless false."},
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(
@@ -106,16 +107,15 @@ class LMTrainingArguments(TrainingArguments):
         # Trainer refuses bf16 on a machine without an accelerator unless it is told that this is meant.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and (
-                torch.cpu._is_avx512_bf16_supported()
-                if self.use_cpu
-                else torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-            )
+            self.bf16 = not self.fp16 and has_bfloat16_units(default_device_type(use_cpu=self.use_cpu))
         # Trainer would compile the model as a whole, once for each length of a batch and each mode.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
         self.compile_options = {name: value for name, value in given.items() if value is not None}
         if self.torch_compile is None:
-            self.torch_compile = bool(self.compile_options) or (not self.use_cpu and not self.deepspeed)
+            # accelerate's DeepSpeed comes by an environment variable instead of the flag.
+            is_deepspeed = bool(self.deepspeed) or strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
+            is_cuda = default_device_type(use_cpu=self.use_cpu) == "cuda"
+            self.torch_compile = bool(self.compile_options) or (is_cuda and not is_deepspeed)
         self.compiles_layers = self.torch_compile
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         if self.on_nonfinite not in ("stop", "skip"):

@@ -5,6 +5,7 @@ import torch
 import yaml
 
 from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
+from hf_pretrain.devices import has_bfloat16_units
 from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.training_args import LMTrainingArguments
 
@@ -79,6 +80,27 @@ def test_how_to_compile_is_for_the_layers_alone(tmp_path):
     assert args.compiles_layers and args.compile_options == {"backend": "eager"} and not args.torch_compile
     args = parse(tmp_path, "--use_cpu", "--torch_compile", "false", "--torch_compile_mode", "default")[2]
     assert not args.compiles_layers and not args.torch_compile
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "expected"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"ACCELERATE_USE_DEEPSPEED": "true"}, False),
+        ("mps", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_layers_are_compiled_unasked_on_cuda_without_deepspeed(tmp_path, monkeypatch, kind, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    accelerator = torch.device(kind) if kind else None
+    # What torch says where there is such a device.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    args = parse(tmp_path)[2]
+    assert args.compiles_layers is expected and args.bf16 is (kind is None and has_bfloat16_units("cpu"))
 
 
 def test_yaml_values_are_typed(tmp_path, capsys):
