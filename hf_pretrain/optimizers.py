@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainingArguments
 
+from .devices import has_bfloat16_units
+
 
 OPTIM_PRESETS = ("adamw", "muon")
 # Of the quintic iteration, chosen for its slope at zero.
@@ -133,7 +135,11 @@ def deepspeed_muon(
     another size, `sqrt(max(1, rows / columns))`: the learning rates make up for it, and the weight decays for them.
     """
     # Importing it compiles kernels.
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    # Its standard iteration is in bfloat16 on any CPU; the other one is in float32 where there are no float16 units.
+    ns_method = "standard" if has_bfloat16_units(get_accelerator().device_name()) else "gram"
 
     of_deepspeed: list[dict[str, Any]] = []
     for group in groups:
@@ -148,7 +154,7 @@ def deepspeed_muon(
         for columns, parameters in by_columns.items():
             scale = 0.2 * math.sqrt(columns)
             own = {"params": parameters, "lr": lr * scale, "weight_decay": group["weight_decay"] / scale}
-            of_deepspeed.append({**group, **own, "ns_method": "standard"})
+            of_deepspeed.append({**group, **own, "ns_method": ns_method})
     return MuonWithAuxAdam(of_deepspeed)
 
 
@@ -161,10 +167,10 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
         matrices (`torch.Tensor` of shape `(num_matrices, rows, columns)`)
 
     Returns:
-        `torch.Tensor`: of the same shape, bfloat16.
+        `torch.Tensor`: of the same shape; bfloat16 where the device has units for it, else float32.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    states = matrices.bfloat16()
+    states = matrices.to(torch.bfloat16 if has_bfloat16_units(matrices.device.type) else torch.float32)
     if is_tall:
         states = states.mT
     states = states / torch.linalg.matrix_norm(states, keepdim=True).clamp(min=1e-7)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_pretrain import optimizers
+from hf_pretrain.devices import has_bfloat16_units
 from hf_pretrain.optimizers import Muon, deepspeed_muon, is_matrix_of_muon, muon_parameter_groups, orthogonalize
 from tests.toys import EXPERTS, toy_model
 
@@ -30,6 +31,31 @@ def test_orthogonalized_is_near_the_singular_vectors(shape):
     exact = left @ right
     cosine = (found * exact).sum((-2, -1)) / (found.norm(dim=(-2, -1)) * exact.norm(dim=(-2, -1)))
     assert cosine.min() > 0.95
+
+
+@pytest.mark.parametrize(
+    ("has_units", "dtype", "tolerance"), [(True, torch.bfloat16, 2e-2), (False, torch.float32, 1e-4)]
+)
+def test_the_iteration_is_in_bfloat16_only_where_there_are_units_for_it(monkeypatch, has_units, dtype, tolerance):
+    """Against the same five steps written out in float64."""
+    monkeypatch.setattr(optimizers, "has_bfloat16_units", lambda device_type: has_units)
+    matrix = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
+    expected = matrix.double() / matrix.double().norm()
+    for _ in range(5):
+        gram = expected @ expected.T
+        expected = 3.4445 * expected + (-4.7750 * gram + 2.0315 * gram @ gram) @ expected
+    (found,) = orthogonalize(matrix[None])
+    assert found.dtype == dtype
+    assert (found.double() - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [({"avx2": True}, False), ({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)],
+)
+def test_bfloat16_units_are_read_from_the_cpu(monkeypatch, features, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert has_bfloat16_units("cpu") is expected
 
 
 def test_which_matrices_are_muons():
@@ -92,8 +118,14 @@ def test_deepspeeds_weight_decay_is_ours():
     for build_optimizer in (Muon, partial(deepspeed_muon, betas=(0.9, 0.95), eps=1e-8)):
         matrix = torch.nn.Parameter(torch.ones(512, 512))
         matrix.grad = torch.zeros_like(matrix)
-        build_optimizer([{"params": [matrix], "use_muon": True, "weight_decay": 0.1}], lr=0.01).step()
+        optimizer = build_optimizer([{"params": [matrix], "use_muon": True, "weight_decay": 0.1}], lr=0.01)
+        optimizer.step()
         torch.testing.assert_close(matrix.detach(), torch.full((512, 512), 1 - 0.01 * 0.1))
+    # The last one is DeepSpeed's.
+    from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
+
+    is_half = ns_compute_dtype(optimizer.param_groups[0]["ns_method"]) != torch.float32
+    assert is_half == has_bfloat16_units("cpu")
 
 
 def test_many_matrices_move_as_few_at_a_time_do(monkeypatch):
