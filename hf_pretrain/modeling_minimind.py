@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward, use_experts_implementation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -450,7 +451,36 @@ class MiniMindTopKRouter(nn.Module):
         return router_logits, weights.type_as(hidden_states), experts
 
 
-@use_experts_implementation
+def grouped_mm_in_autocast(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' grouped products of experts, in the dtype of autocast where that is on."""
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        # NOTE: autocast has no rule for grouped products, and transformers casts the tokens to the dtype of the weights:
+        # float32, for which a compiled graph falls back to a loop that waits for the device.
+        module = _CastExperts(module, torch.get_autocast_dtype(device))
+    return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+class _CastExperts:
+    """What transformers reads of a module of experts, the weights in another dtype."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype):
+        self.gate_up_proj = experts.gate_up_proj.to(dtype)
+        self.down_proj = experts.down_proj.to(dtype)
+        self.num_experts = experts.num_experts
+        self.has_gate, self.has_bias, self.has_post_expert_norm = True, False, False
+        self.is_transposed = False
+        self._is_expert_parallel = experts._is_expert_parallel
+        self._apply_gate = experts._apply_gate
+
+
+EXPERTS_FUNCTIONS = ExpertsInterface()
+EXPERTS_FUNCTIONS["grouped_mm"] = grouped_mm_in_autocast
+
+
+@use_experts_implementation(experts_interface=EXPERTS_FUNCTIONS)
 class MiniMindExperts(nn.Module):
     """
     The experts as two stacked parameters, so that no rank can disagree about which of them ran. transformers' experts
@@ -820,7 +850,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         loss = ce_loss = aux_loss = logits = None
         weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
         # An adapter or a plan for tensor parallelism may have put something else around the head.
-        if skip_logits and labels is not None and isinstance(self.lm_head, MiniMindLMHead) and self.tp_size is None:
+        is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
+        if skip_logits and labels is not None and is_whole_head:
             loss = ce_loss = self.lm_head(hidden_states, labels, **weighting)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -6,6 +6,8 @@ rest. Here the optimizer's state is gathered by names of parameters, whole on on
 go on from it.
 """
 
+import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
@@ -55,6 +58,27 @@ class ShardedCheckpointMixin(Trainer):
         if getattr(self.args, "compiles_layers", False):
             for layer in base_model_of(self.model).model.layers:
                 layer.compile(**self.args.compile_options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        # NOTE: with bf16, accelerate's FSDP2 casts the inputs of every layer: the loss's divisors, its weights and the
+        # rotary table. With this policy parameters, inputs and the reduction of gradients stay float32; autocast
+        # computes in bf16, as under every other launcher.
+        given = self.args.fsdp_plugin_args
+        if given is not None or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            self.args.fsdp_plugin_args = (given or {}) | {"mixed_precision_policy": MixedPrecisionPolicy()}
+            version = str(self.args.fsdp_plugin_args.get("fsdp_version", os.environ.get("FSDP_VERSION", "1")))
+            if version != "2":
+                raise ValueError(
+                    f"FSDP version {version} is not supported. Write `fsdp_version: 2` into the accelerate config, as "
+                    "recipes/accelerate_configs/fsdp2.yaml does."
+                )
+        super().create_accelerator_and_postprocess()
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
+        # NOTE: accelerate wraps every model in autocast but those of FSDP2, for which it relies on the casting policy.
+        if self.is_fsdp_enabled:
+            return self.accelerator.autocast()
+        return super().autocast_smart_context_manager(*args, **kwargs)
 
     def _check_deepspeed_config(self, config: dict[str, Any]):
         """Warns of blocks that override the recipe's flags; refuses an optimizer that offloading would replace."""

@@ -10,6 +10,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -362,6 +363,52 @@ def test_experts_are_a_loop_over_experts(build_model, implementation, top_k, nor
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         # The router of a normalised top-1 gets no gradient but rounding noise.
         assert (grad - expected_grad).norm() <= 1e-5 * expected_grad.norm() + 1e-4
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Notes the dtypes that every grouped product gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "grouped_mm" in str(function):
+            self.dtypes.append({arg.dtype for arg in args[:2]})
+        return function(*args, **kwargs or {})
+
+
+def test_experts_compute_in_the_dtype_of_autocast(build_model, input_ids):
+    model = build_model(num_experts=4)
+    model.set_experts_implementation("grouped_mm")
+    with GroupedProducts() as products:
+        model(input_ids, labels=input_ids).loss.backward()
+    # Two layers, two products each, and two more for the gradients of each.
+    assert products.dtypes == [{torch.float32}] * 12
+    with GroupedProducts() as products:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+    assert products.dtypes == [{torch.bfloat16}] * 12
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_compiled_experts_stay_one_graph_of_grouped_products(build_model, fresh_compiler):
+    experts = build_model(num_experts=4).model.layers[0].mlp.experts
+    experts.config._experts_implementation = "grouped_mm"
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    arguments = torch.randn(9, 32).bfloat16(), torch.randint(4, (9, 2)), torch.rand(9, 2).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = experts(*arguments)
+        output = torch.compile(experts, backend=backend, fullgraph=True)(*arguments)
+    torch.testing.assert_close(output, expected)
+    products = [target for target in targets if "grouped_mm" in target]
+    assert len(products) == 2 and not any("fallback" in target for target in products), products
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])

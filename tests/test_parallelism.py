@@ -51,7 +51,11 @@ def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank:
         called = torch.nn.parallel.DistributedDataParallel(model) if layout == "ddp" else model
         # Data-parallel ranks see a row each, the others both.
         rows = input_ids[rank : rank + 1] if layout in ("ddp", "fsdp", "fsdp-ep") else input_ids
+        with torch.no_grad():
+            fused = called(rows, labels=rows, use_cache=False, skip_logits=True)
+        result["fused_loss"], result["has_all_logits"] = whole(fused.loss), fused.logits is not None
         outputs = called(rows, labels=rows, use_cache=False)
+        result["loss"] = whole(outputs.loss).detach()
         outputs.loss.backward()
         result["logits"] = whole(outputs.logits).detach()
         result["gradients"] = {name: whole(value.grad) for name, value in model.named_parameters()}
@@ -97,6 +101,13 @@ def test_two_ranks_are_one_process(directory, input_ids, name, layout, rank):
     for parameter, gradient in expected["gradients"].items():
         difference = (result["gradients"][parameter] - gradient).norm() / gradient.norm()
         assert difference < 1e-5, parameter
+
+
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "pp"])
+def test_loss_without_logits_wherever_the_head_is_whole(directory, name, layout):
+    result = torch.load(directory / f"{name}-{layout}-0.pt", weights_only=False)
+    torch.testing.assert_close(result["fused_loss"], result["loss"], rtol=1e-5, atol=0)
+    assert result["has_all_logits"] == layout.startswith("tp")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,126 @@
+"""
+accelerate's FSDP2 in bf16, the default on GPUs, learns what DDP learns.
+
+accelerate turns FSDP on CPU processes into DDP. `Fsdp2Trainer` gives it the plug-in that it leaves out there, prepared as
+accelerate prepares it on a GPU; the rest is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from transformers import TrainingArguments
+
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from tests.toys import EXPERTS, toy_model
+
+
+pytestmark = pytest.mark.distributed
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "MiniMindDecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+MODELS = {"dense": {}, "moe": EXPERTS | {"num_key_value_heads": 2}}
+
+
+class Fsdp2Trainer(MaskedLossTrainer):
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        plugin = FullyShardedDataParallelPlugin(**(self.args.fsdp_plugin_args or {}))
+        plugin.set_mixed_precision(self.accelerator.mixed_precision)
+        state = self.accelerator.state
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+        self.is_fsdp_enabled = True
+
+
+def make_rows(weight: float) -> list[dict]:
+    """Rows of three documents, with so many weights that their sum is no number of bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(8):
+        ids = torch.randint(3, 160, (120,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "seq_lengths": [50, 31, 39], "loss_mask": [weight] * 120})
+    return rows
+
+
+def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) -> dict:
+    model = toy_model(vocab_size=160, **MODELS[name])
+    args = TrainingArguments(
+        output_dir=str(directory),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        logging_steps=1,
+        bf16=True,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rows = make_rows(weight=1.37)
+    trainer = trainer_class(model, args, DataCollatorForPackedRows(pad_token_id=0), rows, rows)
+    trainer.train()
+    weights = {key: value.detach() for key, value in trainer.model.named_parameters()}
+    return {
+        "steps": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "eval_loss": trainer.evaluate()["eval_loss"],
+        "sharded": sum(isinstance(value, dist.tensor.DTensor) for value in weights.values()),
+        "weights": {
+            key: value.full_tensor() if isinstance(value, dist.tensor.DTensor) else value
+            for key, value in weights.items()
+        },
+    }
+
+
+def worker(rank: int, directory: Path):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
+    for name in MODELS:
+        for trainer_class in (MaskedLossTrainer, Fsdp2Trainer):
+            if trainer_class is Fsdp2Trainer:
+                os.environ.update(FSDP)
+            result = train(trainer_class, name, directory)
+            torch.save(result, directory / f"{name}-{trainer_class.__name__}-{rank}.pt")
+            for variable in FSDP:
+                os.environ.pop(variable, None)
+            AcceleratorState._reset_state(reset_partial_state=False)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("fsdp2")
+    mp.start_processes(worker, (directory,), nprocs=2, start_method="spawn")
+    return directory
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fsdp2_in_bf16_is_ddp_in_bf16(directory, name):
+    ddp, fsdp = (
+        torch.load(directory / f"{name}-{kind}-0.pt", weights_only=False)
+        for kind in ("MaskedLossTrainer", "Fsdp2Trainer")
+    )
+    assert ddp["sharded"] == 0 and fsdp["sharded"] == len(fsdp["weights"])
+    for step, expected in zip(fsdp["steps"], ddp["steps"], strict=True):
+        for key in ("loss", "ce_loss", "grad_norm") + (("aux_loss",) if name == "moe" else ()):
+            tolerance = 1e-4 if key == "grad_norm" else 1e-5
+            assert step[key] == pytest.approx(expected[key], rel=tolerance), key
+    assert fsdp["eval_loss"] == pytest.approx(ddp["eval_loss"], rel=1e-5)
+    for key, weight in ddp["weights"].items():
+        torch.testing.assert_close(fsdp["weights"][key], weight, rtol=0, atol=5e-5)
