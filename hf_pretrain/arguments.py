@@ -18,11 +18,12 @@ import torch
 import yaml
 from datasets import Dataset, IterableDataset
 from huggingface_hub.errors import StrictDataclassError
-from transformers import HfArgumentParser, PreTrainedTokenizerBase, PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from .adapters import adapter_base, load_adapter
+from .command_line import RecipeParser
 from .configuration_minimind import PRESETS, MiniMindConfig
 from .conversion import is_ours, load_ours, load_upstream
 from .data.conversations import CONVERSATION_KEYS, ConversationEncoder, parse_span_weights
@@ -338,15 +339,20 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         argv (`list[str]`, *optional*): the words after the program's name; `sys.argv[1:]` by default.
 
     Raises:
-        `ValueError`: for an unknown YAML key or flag, naming the nearest known one.
-        `SystemExit`: for a value of the wrong type, as argparse has it.
+        `ValueError`: for an unknown YAML key or flag, naming the nearest known one; for a value of the wrong type, or
+            one that a dataclass refuses.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
+    # Bare, --debug is for `one_line_errors`; with a value, it is TrainingArguments' own.
+    pairs = zip(argv, [*argv, "--"][1:], strict=True)
+    argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
+    parser = RecipeParser(dataclass_types, allow_abbrev=False, epilog="--debug shows the traceback of a mistake, too.")
     known_keys = _known_keys(dataclass_types)
 
-    known, _ = parser.parse_known_args(argv)
-    config = known.config or _default_config(known, stage)
+    config = None
+    if "config" in known_keys:
+        known, _ = parser.parse_known_args(argv)
+        config = known.config or _default_config(known, stage)
     defaults = _yaml_to_argv(config, known_keys) + ["--config", config] if config else []
     namespace, rest = parser.parse_known_args(defaults + argv)
     unknown = [word for word in rest if word.startswith("--")]
@@ -354,7 +360,11 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         word = (unknown or rest)[0]
         nearest = difflib.get_close_matches(word.lstrip("-").split("=")[0], known_keys, n=1, cutoff=0)[0]
         raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
-    return parser.parse_dict(vars(namespace), allow_extra_keys=False)
+    try:
+        return parser.parse_dict(vars(namespace), allow_extra_keys=False)
+    except ValueError as error:
+        # transformers and TRL check their own flags there.
+        raise ValueError(str(error)) from error
 
 
 def _default_config(known: Any, stage: str) -> str | None:

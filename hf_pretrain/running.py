@@ -17,14 +17,20 @@ from .resuming import check_writable, checkpoint_to_resume, on_main_process, rem
 from .training_args import LMTrainingArguments
 
 
-def begin_run(training_args: LMTrainingArguments) -> str | None:
+def begin_run(training_args: LMTrainingArguments, *, streaming: bool = False) -> str | None:
     """
     The checkpoint that a run goes on from, if any, fetched from the Hub where that is asked for. Seeds everything and
     says on what the run trains.
 
     Raises:
-        `ValueError`: as [`~hub.pull_checkpoint`] and [`~resuming.checkpoint_to_resume`] do.
+        `ValueError`: for a run on a stream without an end, and as [`~hub.pull_checkpoint`] and
+            [`~resuming.checkpoint_to_resume`] do.
     """
+    if streaming and training_args.max_steps < 1:
+        raise ValueError(
+            "--streaming needs --max_steps: nobody knows how many rows a stream holds. Add --max_steps N, or leave "
+            "--streaming out."
+        )
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)

@@ -17,6 +17,7 @@ from transformers.utils import logging, strtobool
 
 from .devices import default_device_type, has_bfloat16_units
 from .optimizers import OPTIM_PRESETS
+from .weight_files import read_json
 
 
 logger = logging.get_logger(__name__)
@@ -130,6 +131,7 @@ class LMTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"--profile_interval {self.profile_interval}: at least 2, since the step before is the profiler's warm-up."
             )
+        self._check_amounts()
         self._check_launch()
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
             _start_gloo(timedelta(seconds=self.ddp_timeout))
@@ -187,6 +189,21 @@ class LMTrainingArguments(TrainingArguments):
             "`hf auth login` or set HF_TOKEN instead."
         )
 
+    def _check_amounts(self):
+        """Meets numbers with which nothing would be trained."""
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ValueError(
+                f"--max_steps {self.max_steps} must be at least 1. Leave it out to train for --num_train_epochs."
+            )
+        if self.max_steps == -1 and not 0 < self.num_train_epochs < float("inf"):
+            raise ValueError(
+                f"--num_train_epochs {self.num_train_epochs:g} must be above 0 and finite. Use 1 for one pass over the "
+                "rows, or --max_steps."
+            )
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
+
     def _check_launch(self):
         """Meets mistakes in the launch command before any process group is set up."""
         self._check_layout(int(os.environ.get("WORLD_SIZE", 1)))
@@ -200,6 +217,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
+            read_json(Path(self.deepspeed))
 
     def _check_layout(self, world_size: int):
         """Meets sizes that do not fit together, or that Trainer cannot train with."""

@@ -18,6 +18,7 @@ from transformers import set_seed
 
 from hf_pretrain.arguments import ModelArguments
 from hf_pretrain.chatting import Chat
+from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.resuming import find_newest_run
 from hf_pretrain.tokenization import load_tokenizer
 
@@ -70,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--prompt", help="answer this and leave")
     parser.add_argument("--system", help="the system message")
@@ -84,4 +85,6 @@ if __name__ == "__main__":
     parser.add_argument("--repetition_penalty", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--use_cpu", action="store_true", help="even where there is an accelerator")
-    main(parser.parse_args())
+    add_debug_flag(parser)
+    with one_line_errors():
+        main(parser.parse_args())

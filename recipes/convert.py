@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hf_pretrain.adapters import adapter_base, merge_adapter
 from hf_pretrain.arguments import parse_fields
+from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.conversion import UPSTREAM_FIELDS, load_upstream
 from hf_pretrain.exporting import EXPORT_FORMS, GGUF_TYPES, export
 from hf_pretrain.hub import create_repository, push_folder
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--from", dest="source", required=True, help="a .pth, a checkpoint or adapter directory, or a Hub id"
     )
@@ -70,4 +71,6 @@ if __name__ == "__main__":
     parser.add_argument("--hub_model_id", help="by default the name of the directory, in your own namespace")
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="if it has to be created")
     parser.add_argument("--hub_license", help="in the model card")
-    main(parser.parse_args())
+    add_debug_flag(parser)
+    with one_line_errors():
+        main(parser.parse_args())

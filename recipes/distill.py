@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hf_pretrain.adapters import AdapterArguments, add_adapter
 from hf_pretrain.arguments import ChatArguments, ModelArguments, parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.distillation import DistillationArguments, DistillationTrainer, load_teacher
 from hf_pretrain.model_card import RunFacts
@@ -31,7 +32,7 @@ def main(
     data_args: ChatArguments,
     training_args: SFTTrainingArguments,
 ):
-    checkpoint = begin_run(training_args)
+    checkpoint = begin_run(training_args, streaming=data_args.streaming)
     # A student from scratch takes the teacher's tokenizer.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
     tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path)
@@ -63,4 +64,5 @@ def main(
 
 if __name__ == "__main__":
     argument_classes = (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, SFTTrainingArguments)
-    main(*parse_args(*argument_classes, stage="distill"))
+    with one_line_errors():
+        main(*parse_args(*argument_classes, stage="distill"))

@@ -11,10 +11,10 @@ into `--memory_gib`. Activations are measured by the forward pass of a row, on t
 from dataclasses import dataclass, field
 
 import torch
-from transformers import HfArgumentParser
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.arguments import default_preset
+from hf_pretrain.arguments import default_preset, parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.configuration_minimind import PRESETS
 from hf_pretrain.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
 
@@ -69,4 +69,5 @@ def main(args: DoctorArguments):
 
 
 if __name__ == "__main__":
-    main(*HfArgumentParser(DoctorArguments, allow_abbrev=False).parse_args_into_dataclasses())
+    with one_line_errors():
+        main(*parse_args(DoctorArguments))

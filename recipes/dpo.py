@@ -13,6 +13,7 @@ Every flag of `TrainingArguments` and of TRL's config for the algorithm works (`
 
 from hf_pretrain.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.arguments import ModelArguments, SourceArguments, parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.conversations import mark_template
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.model_card import RunFacts
@@ -69,4 +70,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, AdapterArguments, SourceArguments, preference_arguments(), stage="dpo"))
+    with one_line_errors():
+        main(*parse_args(ModelArguments, AdapterArguments, SourceArguments, preference_arguments(), stage="dpo"))

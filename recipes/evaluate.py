@@ -16,6 +16,7 @@ import importlib.metadata
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import mark_template
 from hf_pretrain.evaluation import EvaluationArguments, HeldOutArguments, format_results, write_results
@@ -74,4 +75,5 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, HeldOutArguments, EvaluationArguments, stage="evaluate"))
+    with one_line_errors():
+        main(*parse_args(ModelArguments, HeldOutArguments, EvaluationArguments, stage="evaluate"))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hf_pretrain.adapters import AdapterArguments, add_adapter
 from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.tasks import load_tasks
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments
@@ -75,4 +76,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments, stage="grpo"))
+    with one_line_errors():
+        main(*parse_args(ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments, stage="grpo"))

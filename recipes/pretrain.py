@@ -14,6 +14,7 @@ defaults, and the command line wins.
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.adapters import AdapterArguments, add_adapter
 from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reporting import sample_continuations, unigram_loss
@@ -28,7 +29,7 @@ def main(
     data_args: DataArguments,
     training_args: LMTrainingArguments,
 ):
-    checkpoint = begin_run(training_args)
+    checkpoint = begin_run(training_args, streaming=data_args.streaming)
 
     # Text to rows. The main process does the work, the others read its cache.
     with training_args.main_process_first(desc="preparing the data"):
@@ -71,4 +72,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments))
+    with one_line_errors():
+        main(*parse_args(ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments))

@@ -24,11 +24,15 @@ from transformers.cli.serve import ReasoningMode, Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.resuming import find_newest_run
+from hf_pretrain.tokenization import load_tokenizer
 
 
 def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
+    # A name that leads nowhere is met here, not in the server.
+    load_tokenizer(name)
     # NOTE: the server looks up the class that config.json names in transformers itself (cli/serving/model_manager.py).
     transformers.MiniMindForCausalLM = MiniMindForCausalLM
     # NOTE: it lists what is in the Hub's cache, and fails where there is none; clients ask what they can talk to.
@@ -50,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets the whole network in")
     parser.add_argument("--port", type=int, default=8000)
@@ -63,4 +67,6 @@ if __name__ == "__main__":
     parser.add_argument("--chat_template_kwargs", help="JSON; what a request says goes before it")
     parser.add_argument("--seed", type=int, help="of sampling")
     parser.add_argument("--log_level", choices=("debug", "info", "warning", "error"), default="warning")
-    main(parser.parse_args())
+    add_debug_flag(parser)
+    with one_line_errors():
+        main(parser.parse_args())

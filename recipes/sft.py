@@ -15,6 +15,7 @@ Records are recognised by their fields: `conversations` (MiniMind, ShareGPT), `m
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.adapters import AdapterArguments, add_adapter
 from hf_pretrain.arguments import ChatArguments, ModelArguments, parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reporting import format_preview
@@ -29,7 +30,7 @@ def main(
     data_args: ChatArguments,
     training_args: SFTTrainingArguments,
 ):
-    checkpoint = None if data_args.preview else begin_run(training_args)
+    checkpoint = None if data_args.preview else begin_run(training_args, streaming=data_args.streaming)
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
     rows = load_conversations(data_args, training_args, tokenizer)
     if data_args.preview:
@@ -59,4 +60,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*parse_args(ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments, stage="sft"))
+    with one_line_errors():
+        main(*parse_args(ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments, stage="sft"))

@@ -10,8 +10,8 @@ show how well the tokenizer does: bytes per token, more is shorter.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import HfArgumentParser
-
+from hf_pretrain.arguments import parse_args
+from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.hub import create_repository, push_folder
 from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer
@@ -70,4 +70,5 @@ def main(args: TokenizerArguments) -> None:
 
 
 if __name__ == "__main__":
-    main(*HfArgumentParser(TokenizerArguments).parse_args_into_dataclasses())
+    with one_line_errors():
+        main(*parse_args(TokenizerArguments))

@@ -1,0 +1,137 @@
+"""Mistakes end a recipe with one line and status 2; bugs keep their tracebacks."""
+
+import json
+import runpy
+import sys
+import time
+
+import pytest
+import torch
+
+from hf_pretrain import MiniMindConfig, command_line, running
+from hf_pretrain.arguments import ModelArguments, parse_args
+from hf_pretrain.command_line import is_mistake, one_line_errors
+from hf_pretrain.forms import FORMS
+from hf_pretrain.tools import load_tools
+from hf_pretrain.training_args import LMTrainingArguments
+from tests.invariants.launching import ROOT, launcher_command, start
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capfd):
+    """A function that runs a recipe here, as a program, and returns its exit status and what it wrote to stderr."""
+
+    def run(recipe: str, *words: str) -> tuple[int, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *words])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        return end.value.code, capfd.readouterr().err
+
+    return run
+
+
+NO_MODEL = "No tokenizer could be loaded from neither a directory here nor a tokenizer on the Hub: 'nope'"
+RUN = ("--use_cpu", "--output_dir", "run")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        ("pretrain", ["--learning_rat", "1"], "Unknown argument '--learning_rat'; the nearest known one is --learning_rate"),
+        ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        # What transformers refuses.
+        ("pretrain", ["--eval_strategy", "never", *RUN], "never is not a valid IntervalStrategy"),
+        ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
+        ("pretrain", ["--dataset_name", "nope.jsonl", *RUN], "There is no file or directory nope.jsonl"),
+        ("sft", ["--model_name_or_path", "nope", *RUN], NO_MODEL),
+        ("dpo", ["--algorithm", "ppo"], "--algorithm ppo is unknown; use one of dpo"),
+        ("grpo", ["--rewards", "nope", *RUN], "nope"),
+        ("distill", ["--kl", "sideways"], "--kl sideways is unknown; use forward or reverse"),
+        ("evaluate", ["--use_cpu"], "No model in out/"),
+        ("chat", ["--model_name_or_path", "nope"], NO_MODEL),
+        ("chat", ["--top_k", "many"], "argument --top_k: invalid int value: 'many'"),
+        ("serve", [], "No model in out/"),
+        ("serve", ["--model_name_or_path", "nope"], NO_MODEL),
+        ("convert", ["--from", "nope"], "the following arguments are required: --to. `--help` lists the flags."),
+        ("convert", ["--from", "nope", "--to", "x"], "nope: no such file or directory"),
+        ("doctor", [], "Say what to look at: --estimate"),
+        ("doctor", ["--model_prese", "tiny"], "Unknown argument '--model_prese'; the nearest known one is --model_preset"),
+        ("tokenizer", ["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
+    (tmp_path / "ds.json").write_text("no JSON")
+    status, output = run(recipe, *words)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert status == 2 and len(errors) == 1 and message in errors[0], output
+    assert "Traceback" not in output and "usage:" not in output
+
+
+def test_debug_shows_the_traceback(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for recipe in ("evaluate", "chat"):
+        monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), "--debug", "--use_cpu"])
+        with pytest.raises(ValueError, match="No model in out/"):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def test_debug_with_a_value_is_that_of_trainer(tmp_path):
+    argv = ["--debug", "--use_cpu", "--output_dir", str(tmp_path)]
+    assert parse_args(ModelArguments, LMTrainingArguments, argv=argv)[1].debug == []
+    argv.insert(1, "underflow_overflow")
+    args = parse_args(ModelArguments, LMTrainingArguments, argv=argv)[1]
+    assert [option.value for option in args.debug] == ["underflow_overflow"]
+
+
+def bug_in_the_recipe():
+    return int("three")
+
+
+def bug_in_the_package():
+    # Three halves of experts: the ValueError is that of zip().
+    return FORMS["v2"].join("experts.gate_up_proj", 3 * [torch.zeros(2)], MiniMindConfig())
+
+
+def error_of_a_library():
+    return json.loads("{")
+
+
+@pytest.mark.parametrize("bug", [bug_in_the_recipe, bug_in_the_package, error_of_a_library])
+def test_a_bug_passes(bug, capsys):
+    with pytest.raises(Exception) as raised, one_line_errors():
+        bug()
+    assert not isinstance(raised.value, SystemExit) and not is_mistake(raised.value)
+    assert capsys.readouterr().err == ""
+
+
+def test_other_exit_statuses_stay():
+    for status in (65, 74, 143):
+        with pytest.raises(SystemExit) as end, one_line_errors():
+            raise SystemExit(status)
+        assert end.value.code == status
+
+
+def test_a_stream_without_an_end_is_refused_before_anything_is_read(run, monkeypatch):
+    monkeypatch.setattr(running, "checkpoint_to_resume", None)
+    words = ["--model_preset", "minimind2", "--streaming", "--max_steps", "-1", "--use_cpu", "--bf16", "false"]
+    for recipe, more in (("pretrain", []), ("sft", ["--model_name_or_path", "nope"])):
+        status, output = run(recipe, *words, *more)
+        assert status == 2 and "error: --streaming needs --max_steps" in output
+
+
+@pytest.mark.distributed
+def test_two_ranks_print_one_line(tmp_path):
+    recipe = [str(ROOT / "recipes/pretrain.py"), "--max_steps", "0", "--output_dir", str(tmp_path)]
+    result = start([*launcher_command("torchrun"), *recipe])
+    assert result.returncode != 0 and result.stdout.count("error: --max_steps 0") == 1, result.stdout
+
+
+def test_a_mistake_of_another_rank_alone_is_printed(monkeypatch, capsys):
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit), one_line_errors():
+        load_tools(["nope"])
+    assert capsys.readouterr().err.startswith("error: ") and pauses == [command_line._LAUNCHER_SECONDS]
