@@ -12,15 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import jinja2
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from .data.formats import BadRecord
 from .model_card import RunFacts
-from .rewards import REWARDS, answer_of, check_rewards, load_function
+from .rewards import REWARDS, answer_of, check_rewards, check_task, load_function
 from .training_args import LMTrainingArguments
 from .trl_support import RouterLossMixin
 
@@ -134,6 +136,53 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     def method(self) -> str:
         """The algorithm, and its loss where it has several, for people."""
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
+
+
+def task_check(
+    rewards: list[Any],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_prompt_length: int,
+    tools: list[Callable[..., Any]] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Callable[[dict[str, Any]], None]:
+    """
+    What raises `BadRecord` for a task that a run cannot train on.
+
+    Args:
+        rewards (`list`): reward functions; the built-in ones say what they need ([`~rewards.check_task`]).
+        tokenizer ([`PreTrainedTokenizerFast`]): with a chat template, which must render the prompt.
+        max_prompt_length (`int`): tokens of a prompt that leave room for a completion.
+        tools (`list` of functions, *optional*): that the template describes.
+        chat_template_kwargs (`dict`, *optional*): what the template is given.
+
+    Raises:
+        `ValueError`: if there is room for no prompt.
+    """
+    if max_prompt_length < 1:
+        raise ValueError(
+            f"--max_completion_length leaves {max_prompt_length} of the model's positions to the prompt. Lower it."
+        )
+
+    def check(task: dict[str, Any]) -> None:
+        check_task(rewards, task)
+        try:
+            prompt = tokenizer.apply_chat_template(
+                task["prompt"],
+                tools=tools,
+                add_generation_prompt=True,
+                return_dict=False,
+                **chat_template_kwargs or {},
+            )
+        except jinja2.TemplateError as error:
+            raise BadRecord(f"the chat template cannot render the prompt ({error}); mend or drop the line") from error
+        if len(prompt) > max_prompt_length:
+            raise BadRecord(
+                f"the prompt is longer than {max_prompt_length} tokens, what --max_completion_length leaves of the "
+                "model's positions; shorten it, or drop the line"
+            )
+
+    return check
 
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -270,4 +319,11 @@ class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
 
 ALGORITHMS: dict[str, type[_OnlineTrainer]] = {"grpo": MiniMindGRPOTrainer, "rloo": MiniMindRLOOTrainer}
 
-__all__ = ["ALGORITHMS", "GRPOTrainingArguments", "MiniMindGRPOTrainer", "MiniMindRLOOTrainer", "TaskArguments"]
+__all__ = [
+    "ALGORITHMS",
+    "GRPOTrainingArguments",
+    "MiniMindGRPOTrainer",
+    "MiniMindRLOOTrainer",
+    "TaskArguments",
+    "task_check",
+]

@@ -8,6 +8,7 @@ a reward does not apply to a row, so that several tasks can be mixed with severa
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from .data.formats import BadRecord
 from .data.tasks import ANSWER_FORMATS
 
 
@@ -84,9 +86,11 @@ def arithmetic_reward(
 ) -> list[float | None]:
     """1 if the last number of the answer is the solution, 0.2 if there is one at all."""
 
-    def score(row: int, answer: str) -> float:
-        numbers = _NUMBER.findall(answer.replace(",", ""))
-        if numbers and float(numbers[-1]) == float(_values(solution[row])[0]):
+    def score(row: int, answer: str) -> float | None:
+        values, numbers = _values(solution[row]), _NUMBER.findall(answer.replace(",", ""))
+        if not values:
+            return None
+        if numbers and float(numbers[-1]) == float(values[0]):
             return 1.0
         return PARTIAL_CREDIT if numbers else 0.0
 
@@ -100,7 +104,8 @@ def idiom_reward(
 
     def score(row: int, answer: str) -> float:
         characters = "".join(re.findall(r"[\u4e00-\u9fff]", answer))
-        if characters in solution[row] or any(len(idiom) == 4 and idiom in answer for idiom in solution[row]):
+        idioms = _values(solution[row])
+        if characters in idioms or any(len(idiom) == 4 and idiom in answer for idiom in idioms):
             return 1.0
         return PARTIAL_CREDIT if len(characters) in (2, 4) else 0.0
 
@@ -124,8 +129,10 @@ def solution_reward(
     return rewards
 
 
-def _values(solution: list[str] | str) -> list[str]:
-    return [solution] if isinstance(solution, str) else solution or []
+def _values(solution: Any) -> list[str]:
+    """The texts of a solution: a text, a number, or a list of them."""
+    values = solution if isinstance(solution, list) else [solution]
+    return [str(value) for value in values if value is not None]
 
 
 def _holds(answer: str, numbers: list[float], value: str) -> bool:
@@ -237,6 +244,59 @@ def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[s
     )
 
 
+def check_task(functions: list[Any], task: dict[str, Any]) -> None:
+    """Raises `BadRecord` for a task with a column that a built-in reward among `functions` cannot compare answers to."""
+    kind = task.get("task")
+    for name, of_kind, column, is_usable, wanted in (
+        ("arithmetic", "arithmetic", "solution", _begins_with_number, "a number, or a list that begins with one"),
+        ("idiom", "idiom-task", "solution", _are_values, "text, or a list of texts"),
+        ("solution", kind, "solution", _are_values, "text, a number, or a list of them"),
+        ("format", kind, "answer_format", _is_format, f"one of {', '.join(ANSWER_FORMATS)}"),
+        ("tool_call", "tool-call", "tools", _are_tools, "a JSON array of JSON schemas"),
+        ("tool_call", "tool-call", "solution", _begins_with_json, "a list with the JSON of a call"),
+    ):
+        value = task.get(column)
+        is_absent = value is None or (column == "solution" and value == [])
+        # Of a task of no kind, a call is worth as much as its form alone.
+        is_compared = kind in (None, of_kind) and (name, column, kind) != ("tool_call", "solution", None)
+        if REWARDS[name] in functions and is_compared and not is_absent and not is_usable(value):
+            raise BadRecord(f"--rewards {name} cannot use its {column!r}; write {wanted}, or drop the line")
+
+
+def _are_values(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values)
+
+
+def _begins_with_number(value: Any) -> bool:
+    try:
+        return _are_values(value) and math.isfinite(float(_values(value)[0]))
+    except (IndexError, ValueError):
+        return False
+
+
+def _begins_with_json(value: Any) -> bool:
+    try:
+        return isinstance(json.loads(_values(value)[0]), dict)
+    except (IndexError, ValueError, RecursionError):
+        return False
+
+
+def _is_format(value: Any) -> bool:
+    return isinstance(value, str) and value in ANSWER_FORMATS
+
+
+def _are_tools(value: Any) -> bool:
+    try:
+        tools = json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return False
+    functions = [tool.get("function", tool) for tool in tools]
+    return all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions)
+
+
 def _concern(rewards: list[Callable[..., list[float | None]]], tasks: Dataset) -> bool:
     """Whether any row has the columns of one of these built-in rewards and is not left alone by it."""
     rewards = [reward for reward in rewards if _required_columns(reward) <= set(tasks.column_names)]
@@ -280,6 +340,7 @@ def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..
 __all__ = [
     "REWARDS",
     "check_rewards",
+    "check_task",
     "load_function",
     "load_reward_functions",
     *(function.__name__ for function in REWARDS.values()),

@@ -17,7 +17,7 @@ from hf_pretrain.arguments import ModelArguments, parse_args
 from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.tasks import load_tasks
 from hf_pretrain.model_card import RunFacts
-from hf_pretrain.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments
+from hf_pretrain.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments, task_check
 from hf_pretrain.rewards import load_reward_functions
 from hf_pretrain.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.tokenization import load_tokenizer
@@ -35,6 +35,9 @@ def main(
     checkpoint = begin_run(training_args)
     is_main = training_args.process_index == 0
 
+    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
+
     train_tasks, eval_tasks = load_tasks(
         task_args.dataset_name,
         validation_fraction=task_args.validation_fraction,
@@ -43,11 +46,16 @@ def main(
         describe_tools=tools is None and environment is None,
         max_rejected_ratio=task_args.max_rejected_ratio,
         rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
+        check=task_check(
+            rewards,
+            tokenizer,
+            max_prompt_length=model.config.max_position_embeddings - (training_args.max_completion_length or 1),
+            tools=tools,
+            chat_template_kwargs=training_args.chat_template_kwargs,
+        ),
     )
     if len(eval_tasks) == 0:
         training_args.eval_strategy = "no"
-    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
-    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
 
     trainer = ALGORITHMS[training_args.algorithm](
         model,

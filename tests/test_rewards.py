@@ -2,12 +2,18 @@
 
 import json
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
+from hf_pretrain.reinforcement import task_check
 from hf_pretrain.rewards import (
+    REWARDS,
     arithmetic_reward,
     check_rewards,
     format_reward,
@@ -17,6 +23,7 @@ from hf_pretrain.rewards import (
     tool_call_reward,
 )
 from hf_pretrain.tokenization import train_tokenizer
+from tests.data.test_conversations import VALUES
 
 
 def says(*texts: str) -> list[list[dict]]:
@@ -273,6 +280,81 @@ def test_bad_lines_are_set_aside_and_listed(tmp_path):
     assert len(train) == 20 and json.loads(listed.read_text())["line"] == 21
     with pytest.raises(ValueError, match=r"1 of 21 lines .* are bad"):
         load_tasks([name])
+
+
+UNUSABLE = {
+    "--rewards arithmetic cannot use its 'solution'; write a number": [
+        *({"prompt": "1+1?", "solution": wrong} for wrong in ("two", ["x"], {"a": 2}, True, "nan")),
+        {"conversations": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": ""}], "gt": "two"},
+    ],
+    "--rewards tool_call cannot use its 'tools'": [
+        *({"prompt": "A?", "solution": "2", "tools": wrong} for wrong in (7, "[", "{}", "[1]", '[{"name": ["a"]}]'))
+    ],
+    "--rewards tool_call cannot use its 'solution'": [{"prompt": "A?", "solution": "2", "task": "tool-call"}],
+    "--rewards format cannot use its 'answer_format'": [
+        *({"prompt": "A?", "solution": "2", "answer_format": wrong} for wrong in ("poem", ["number"], 3))
+    ],
+    "the prompt is longer than 100 tokens": [{"prompt": "long " * 100, "solution": "2"}],
+    "column 'level' does not fit into a table": [
+        {"prompt": "A?", "solution": "2", "level": w} for w in ("x", [1], 2**70)
+    ],
+    "column 'solution' does not fit into a table": [{"prompt": "A?", "solution": [2]}],
+    "half a surrogate pair": [{"prompt": "A?", "solution": "2", "note\ud800": 1}],
+    "nests deeper than 64 levels": [{"prompt": "A?", "solution": "2", "note": json.loads("[" * 70 + "]" * 70)}],
+}
+
+
+def built_in_check(rewards):
+    tokenizer = train_tokenizer(["What is long?"] * 3, vocab_size=300)
+    return task_check([REWARDS[name] for name in rewards], tokenizer, max_prompt_length=100)
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record, default=str) + "\n" for record in records))
+    return [str(path)]
+
+
+def test_tasks_that_no_run_can_use_are_set_aside(tmp_path):
+    good = {"prompt": "1+1?", "solution": "2", "level": 1.5, "task": None}
+    bad = [(reason, record) for reason, records in UNUSABLE.items() for record in records]
+    names = write_lines(tmp_path / "tasks.jsonl", [good, *(record for _, record in bad), {**good, "level": 3}])
+    check = built_in_check(["arithmetic", "format", "tool_call"])
+    how = {"validation_fraction": 0.0, "max_rejected_ratio": 1.0, "rejected_path": tmp_path / "rejected.jsonl"}
+    train, _ = load_tasks(names, check=check, **how)
+    assert train["level"] == [1.5, 3.0]
+    entries = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+    assert [entry["line"] for entry in entries] == list(range(2, len(bad) + 2))
+    for (reason, record), entry in zip(bad, entries, strict=True):
+        assert reason in entry["reason"], record
+    # They count: two thirds of the lines are too many.
+    with pytest.raises(ValueError, match=f"{len(bad)} of {len(bad) + 2} lines .* are bad"):
+        load_tasks(names, check=check)
+
+
+NAMED = st.dictionaries(
+    st.sampled_from(["prompt", "conversations", "solution", "answer_format", "tools", "task", "gt", "level"]), VALUES
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.builds(lambda known, record: known | record, st.sampled_from([{}, {"prompt": "A?"}]), NAMED)))
+def test_any_tasks_are_read_or_rejected_with_a_reason(records):
+    with TemporaryDirectory() as directory:
+        names = write_lines(Path(directory, "tasks.jsonl"), [{"prompt": "1+1?", "solution": "2"}, *records])
+        rejected = Path(directory, "rejected.jsonl")
+        how = {"validation_fraction": 0.0, "max_rejected_ratio": 1.0, "rejected_path": rejected}
+        train, _ = load_tasks(names, check=CHECK, **how)
+        num_rejected = len(rejected.read_text().splitlines()) if rejected.is_file() else 0
+        assert len(train) + num_rejected == 1 + len(records)
+        # What is accepted can be rewarded.
+        for name in ("arithmetic", "idiom", "solution", "format", "tool_call"):
+            for row in train:
+                REWARDS[name](
+                    says("2"), **{"answer_format": [None], "tools": [None]} | {k: [v] for k, v in row.items()}
+                )
+
+
+CHECK = built_in_check(REWARDS)
 
 
 def test_an_unknown_task_is_named():

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..tokenization import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN, encode_rendered, guard_control_tokens
-from .formats import BadRecord, check_characters, json_type
+from ..tokenization import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN, encode_rendered
+from .formats import BadRecord, check_characters, check_values, json_type, write_json
+from .rendering import render_guarded
 
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -38,7 +37,12 @@ CONVERSATION_KEYS = {
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
 }
-_THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", flags=re.DOTALL)
+# What the chat template is given by the program, or knows by these names and by those of special tokens.
+_RESERVED_KWARGS = {
+    *("self", "messages", "conversations", "tools", "documents", "chat_template", "compiled_template"),
+    *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+    *("raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"),
+}
 
 
 def read_conversation(record: Any, *, kind: str | None = None) -> str:
@@ -147,12 +151,25 @@ def _check_record(record: Any) -> dict[str, Any]:
 
 def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) -> str:
     """JSON in the internal form; tools stand in the record or were found in a message."""
-    tools = _parsed(record["tools"], "tools", list) if record.get("tools") else tools
+    tools = _read_tools(record["tools"]) if record.get("tools") else tools
     if tools:
         parts["tools"] = tools
     if record.get("chat_template_kwargs"):
-        parts["chat_template_kwargs"] = _parsed(record["chat_template_kwargs"], "chat_template_kwargs", dict)
-    return json.dumps(parts, ensure_ascii=False)
+        kwargs = _parsed(record["chat_template_kwargs"], "chat_template_kwargs", dict)
+        # A table gives every conversation the names of all, null where it has none.
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        taken = next((k for k in kwargs if k in _RESERVED_KWARGS or k.endswith(("_token", "_tokens"))), None)
+        if taken is not None:
+            raise BadRecord(f"'chat_template_kwargs' holds {_quoted(taken)}, which is not its to give; remove it")
+        parts["chat_template_kwargs"] = kwargs
+    return write_json(parts, "messages")
+
+
+def _read_tools(value: Any) -> list[dict[str, Any]]:
+    tools = _parsed(value, "tools", list)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise BadRecord("'tools' is no list of JSON schemas; mend or drop the line")
+    return tools
 
 
 def _read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
@@ -166,15 +183,17 @@ def _read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
         raise BadRecord(f"{name!r} is no list of messages but {json_type(messages) if messages != [] else 'empty'}")
     read, tools = [], None
     for message in messages:
+        if isinstance(message, BadRecord):
+            raise message
         if not isinstance(message, dict):
             raise BadRecord(f"{name!r} holds {json_type(message)} in place of a message")
         message = {key: value for key, value in message.items() if value is not None}
         if "from" in message:
             message = _from_sharegpt(message)
         if message.get("role") not in ROLES:
-            raise BadRecord(f"a message has the role {message.get('role')!r}; known are {', '.join(ROLES)}")
+            raise BadRecord(f"a message has the role {_quoted(message.get('role'))}; known are {', '.join(ROLES)}")
         if message.get("tools"):
-            tools = _parsed(message["tools"], "tools", list)
+            tools = _read_tools(message["tools"])
         read.append(_read_message(message))
     return read, tools
 
@@ -184,8 +203,8 @@ read_messages = _read_messages
 
 def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     name, value = message["from"], message.get("value", "")
-    if name not in SHAREGPT_ROLES:
-        raise BadRecord(f"a message is from {name!r}; known are {', '.join(SHAREGPT_ROLES)}")
+    if not isinstance(name, str) or name not in SHAREGPT_ROLES:
+        raise BadRecord(f"a message is from {_quoted(name)}; known are {', '.join(SHAREGPT_ROLES)}")
     if name == "function_call":
         call = _parsed(value, "function_call", (dict, list))
         return {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
@@ -196,10 +215,8 @@ def _read_message(message: dict[str, Any]) -> dict[str, Any]:
     calls = _parsed(message["tool_calls"], "tool_calls", list) if message.get("tool_calls") else None
     if message["role"] == "assistant":
         content, reasoning = _text(message.get("content", ""), "content"), message.get("reasoning_content")
-        # Marks of a thought that stand in the text: as text they would be spelt letter by letter.
-        thought = _THOUGHT.match(content)
-        if thought and not reasoning:
-            reasoning, content = thought[1], content[thought.end() :]
+        if not reasoning:
+            reasoning, content = _split_thought(content)
         extra: dict[str, Any] = {}
         if reasoning:
             extra["reasoning_content"] = _text(reasoning, "reasoning_content")
@@ -209,6 +226,18 @@ def _read_message(message: dict[str, Any]) -> dict[str, Any]:
     if "content" not in message:
         raise BadRecord(f"a message of the {message['role']} has no content; write it or drop the line")
     return _message(message["role"], _text(message["content"], "content"))
+
+
+def _split_thought(content: str) -> tuple[str, str]:
+    """
+    A thought that an answer's text begins with, and the rest: as text, its marks would be spelt letter by letter.
+
+    NOTE: no regular expression. With white space on both sides of `.*?`, one takes cubic time where the end is missing.
+    """
+    thought, closing, rest = content.lstrip().partition("</think>")
+    if not closing or not thought.startswith("<think>"):
+        return "", content
+    return thought.removeprefix("<think>").strip(), rest.lstrip()
 
 
 def _message(role: str, content: str, **extra: Any) -> dict[str, Any]:
@@ -230,19 +259,25 @@ def _parsed(value: Any, name: str, kind: type | tuple[type, ...]) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
-            raise BadRecord(f"{name!r} is text that is not JSON; mend or drop the line") from error
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(f"{name!r} is text that is not JSON, or nests too deep; mend or drop the line") from error
     if not isinstance(value, kind):
         raise BadRecord(f"{name!r} holds {json_type(value)}; mend or drop the line")
+    check_values(value, name)
     return value
+
+
+def _quoted(value: Any) -> str:
+    """A wrong name, for a reason: what is no name is called by its type."""
+    return repr(value) if isinstance(value, str) and len(value) <= 40 else json_type(value)
 
 
 def _text(value: Any, name: str) -> str:
     if isinstance(value, list):  # parts, as the OpenAI API has them
         texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) != len(value):
+        if len(texts) != len(value) or not all(isinstance(text, str) for text in texts):
             raise BadRecord(f"{name!r} has parts that are not text; drop the line")
-        value = "".join(map(str, texts))
+        value = "".join(texts)
     if not isinstance(value, str):
         raise BadRecord(f"{name!r} holds {json_type(value)}, not text; quote it or drop the line")
     check_characters(value, name)
@@ -327,31 +362,9 @@ def encode_conversation(
     token by spelling it.
 
     Raises:
-        `ValueError`: if the template cannot render the conversation, or leaves a part of it out.
+        `ValueError`: as [`~data.rendering.render_guarded`] does.
     """
-    guarded = guard_control_tokens(tokenizer, messages)
-    try:
-        (rendered,), (spans,) = render_jinja_template(
-            conversations=[guarded],
-            tools=guard_control_tokens(tokenizer, tools),
-            chat_template=tokenizer.chat_template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-            **chat_template_kwargs,
-        )
-    except jinja2.TemplateError as error:
-        start = messages[0]["content"][:80]
-        raise ValueError(f"The chat template cannot render the conversation that begins {start!r}: {error}") from error
-    has_thoughts = chat_template_kwargs.get("enable_thinking") is not False
-    for message in guarded:
-        parts = [message["content"], *(call["name"] for call in message.get("tool_calls", []))]
-        parts += [message.get("reasoning_content", "")] if has_thoughts else []
-        absent = next((part for part in parts if part.strip() not in rendered), None)
-        if absent is not None:
-            raise ValueError(
-                f"The chat template leaves {absent[:80]!r} out, of a message of the {message['role']}. Pass a template "
-                "that knows tools and thoughts by --chat_template, or drop such conversations."
-            )
+    rendered, spans = render_guarded(tokenizer, messages, tools, chat_template_kwargs)
     ids, offsets = encode_rendered(tokenizer, rendered)
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
     # A token belongs to the span that its first character is in.

@@ -21,6 +21,8 @@ EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
 SURROGATE = re.compile("[\ud800-\udfff]")
+# Levels of arrays and objects: far more than schemas have, far fewer than Python can walk down.
+MAX_DEPTH = 64
 
 
 class BadRecord(Exception):
@@ -33,7 +35,8 @@ class BadRecord(Exception):
 
     def __init__(self, reason: str):
         super().__init__(reason)
-        self.reason = reason
+        # It may quote half a surrogate pair.
+        self.reason = reason.encode("utf-8", "backslashreplace").decode()
 
 
 def read_text(record: Any, *, text_column: str) -> str:
@@ -69,12 +72,41 @@ def check_characters(text: str, column: str) -> None:
         raise BadRecord(f"column {column!r} holds a NUL character; remove it")
 
 
+def check_values(value: Any, column: str) -> None:
+    """
+    Raises `BadRecord` for arrays and objects that nest deeper than `MAX_DEPTH`, or in which a key stands twice or some
+    text is not as [`check_characters`] wants it.
+    """
+    remaining = [(value, 1)]
+    while remaining:
+        value, depth = remaining.pop()
+        if isinstance(value, BadRecord):
+            raise value
+        if isinstance(value, str):
+            check_characters(value, column)
+        elif isinstance(value, (dict, list, tuple)):
+            if depth > MAX_DEPTH:
+                raise BadRecord(f"column {column!r} nests deeper than {MAX_DEPTH} levels; mend or drop the line")
+            items = [*value, *value.values()] if isinstance(value, dict) else value
+            remaining += [(item, depth + 1) for item in items]
+
+
+def write_json(value: Any, column: str) -> str:
+    """JSON of a value; `BadRecord` for what JSON has no type for, such as the dates of a table."""
+
+    def refuse(part: Any) -> None:
+        raise BadRecord(f"column {column!r} holds {json_type(part)}, which JSON has not; write it as text")
+
+    return json.dumps(value, ensure_ascii=False, default=refuse)
+
+
 def json_type(value: Any) -> str:
     """What JSON calls the type of a value."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array"}
-    return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
+    # An object with a key twice is a BadRecord.
+    return names.get(type(value), "an object" if isinstance(value, (dict, BadRecord)) else f"a {type(value).__name__}")
 
 
 def file_format(path: Path) -> str | None:

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from datasets import Dataset
 
 from .conversations import read_messages
 from .corpora import load_embedded
-from .formats import BadRecord, file_format, read_file
+from .formats import BadRecord, check_values, file_format, read_file, write_json
 from .loading import _are_on_side, _RejectedLines, find_sources
 
 
@@ -211,6 +212,8 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     """
     if not isinstance(record, dict):
         raise BadRecord('not an object; write it as {"prompt": [{"role": "user", "content": ...}]}')
+    for name, value in record.items():
+        check_values([name, value], name)
     if "prompt" in record:
         prompt = record["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -222,12 +225,10 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     prompt, schemas = _read_messages(messages, "conversations")
     tools = None
     if schemas is not None:
-        if not all(isinstance(schema, dict) for schema in schemas):
-            raise BadRecord("`tools` of a message is no list of JSON schemas")
+        tools = write_json(schemas, "tools")
         if describe_tools:
             system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else ""
             prompt.insert(0, {"role": "system", "content": tools_message(schemas, system)})
-        tools = json.dumps(schemas, ensure_ascii=False)
     target = record.get("gt", [])
     solution = [str(value) for value in (target if isinstance(target, list) else [target])]
     return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
@@ -244,7 +245,7 @@ def _read_messages(messages: list[Any], name: str) -> tuple[list[dict[str, Any]]
     read, tools = read_messages(messages, name)
     for message in read:
         for call in message.get("tool_calls", []):
-            call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
+            call["arguments"] = write_json(call["arguments"], "arguments")
     return read, tools
 
 
@@ -268,19 +269,53 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
         yield from ((source, *found) for found in read_file(Path(source), text_column="prompt"))
 
 
+class _ColumnTypes:
+    """The types of the columns that all tasks share in one table."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, pa.DataType] = {}
+
+    def add(self, task: dict[str, Any]) -> None:
+        """Raises `BadRecord` for a value of another type than those of the tasks before, or of none that a table has."""
+        for name, value in task.items():
+            try:
+                kind = pa.array([value]).type
+                before = self.types.get(name, kind)
+                if kind != before:
+                    schemas = [pa.schema([(name, each)]) for each in (before, kind)]
+                    kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+            except (pa.ArrowException, OverflowError) as error:
+                reason = (
+                    f"column {name!r} does not fit into a table with those of the lines before; mend or drop the line"
+                )
+                raise BadRecord(reason) from error
+            self.types[name] = kind
+
+
 def _load_tasks(
-    name: str, seed: int, describe_tools: bool, rejected: _RejectedLines
+    name: str,
+    seed: int,
+    describe_tools: bool,
+    rejected: _RejectedLines,
+    types: _ColumnTypes,
+    check: Callable[[dict[str, Any]], None] | None,
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Everything under one name: the tasks, and what the side of each goes by."""
+    rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
-        return list(_load_embedded_tasks(name, seed))
-    rows = []
+        rows = list(_load_embedded_tasks(name, seed))
+        for task, _ in rows:
+            types.add(task)
+        return rows
     for source, line, offset, record in _read_records(name):
         rejected.num_lines += 1
         try:
             if isinstance(record, BadRecord):
                 raise record
             task = read_task(record, describe_tools=describe_tools)
+            if check is not None:
+                check(task)
+            types.add(task)
             rows.append((task, [json.dumps(task["prompt"])]))
         except BadRecord as error:
             rejected.add(source, line, offset, error.reason)
@@ -298,6 +333,7 @@ def load_tasks(
     describe_tools: bool = True,
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Dataset, Dataset]:
     """
     Tasks to train on and tasks to hold out, chosen by a hash of their prompts; those that are made of the embedded
@@ -312,12 +348,14 @@ def load_tasks(
             that the trainer can call are described by the chat template instead.
         max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated.
         rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in.
+        check (`Callable`, *optional*): raises `BadRecord` for a task of the user's that cannot be trained on.
 
     Raises:
         `ValueError`: if a name leads to no task, too many lines are bad, or nothing is left to train on.
     """
     rejected = _RejectedLines(max_rejected_ratio, rejected_path)
-    loaded = (task for name in dataset_names for task in _load_tasks(name, seed, describe_tools, rejected))
+    reading = (seed, describe_tools, rejected, _ColumnTypes(), check)
+    loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
     rows, origins = zip(*loaded, strict=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     held_out = [

@@ -1,0 +1,106 @@
+"""Conversations as a chat template writes them, within a time limit: a template is a program that others wrote."""
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..tokenization import guard_control_tokens
+
+
+# CPU time for one conversation, which usually takes a millisecond. Real time would depend on what else is running.
+MAX_RENDER_SECONDS = 10.0
+
+
+class _TimeLimitReached(Exception):
+    pass
+
+
+def render_guarded(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    chat_template_kwargs: dict[str, Any],
+) -> tuple[str, list[tuple[int, int]]]:
+    """
+    A conversation as the tokenizer's chat template writes it, with guards in whatever spells a control token
+    ([`~tokenization.guard_control_tokens`]); and where in it each text begins and ends that the assistant generates.
+
+    Raises:
+        `ValueError`: if the template cannot render the conversation, takes more than `MAX_RENDER_SECONDS`, or leaves a
+            part of it out.
+    """
+    guarded = guard_control_tokens(tokenizer, messages)
+    try:
+        with _cpu_time_limit(MAX_RENDER_SECONDS):
+            (rendered,), (spans,) = render_jinja_template(
+                conversations=[guarded],
+                tools=guard_control_tokens(tokenizer, tools),
+                chat_template=tokenizer.chat_template,
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+                **chat_template_kwargs,
+            )
+    except Exception as error:  # whatever a template does
+        start = messages[0]["content"][:80]
+        if isinstance(error, _TimeLimitReached):
+            template = tokenizer.chat_template[:80]
+            raise ValueError(
+                f"The chat template that begins {template!r} takes more than {MAX_RENDER_SECONDS:g} s for the "
+                f"conversation that begins {start!r}. Look for a loop that does not end, or pass another template by "
+                "--chat_template."
+            ) from None
+        raise ValueError(
+            f"The chat template cannot render the conversation that begins {start!r}: {error or type(error).__name__}"
+        ) from error
+    _check_is_whole(rendered, guarded, has_thoughts=bool(chat_template_kwargs.get("enable_thinking", True)))
+    return rendered, spans
+
+
+def _check_is_whole(rendered: str, messages: list[dict[str, Any]], *, has_thoughts: bool) -> None:
+    """Raises `ValueError` if a text, a called tool's name or, with `has_thoughts`, a thought is not in `rendered`."""
+    for message in messages:
+        parts = [message["content"], *([message.get("reasoning_content", "")] if has_thoughts else [])]
+        absent = next((part for part in parts if part.strip() not in rendered), None)
+        for name in (call["name"] for call in message.get("tool_calls", [])):
+            # As it is, or as JSON writes it.
+            if name.strip() not in rendered and json.dumps(name, ensure_ascii=False)[1:-1] not in rendered:
+                absent = name
+        if absent is not None:
+            raise ValueError(
+                f"The chat template leaves {absent[:80]!r} out, of a message of the {message['role']}. Pass a template "
+                "that knows tools and thoughts by --chat_template, or drop such conversations."
+            )
+
+
+@contextmanager
+def _cpu_time_limit(seconds: float) -> Iterator[None]:
+    """
+    Raises [`_TimeLimitReached`] in a block that takes more CPU time than this.
+
+    NOTE: Python gives signals to the main thread alone, which data are prepared in, also in worker processes. In other
+    threads and on Windows, which has no such timer, there is no limit.
+    """
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _TimeLimitReached
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
+__all__ = ["MAX_RENDER_SECONDS", "render_guarded"]
