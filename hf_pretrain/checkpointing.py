@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -27,9 +28,10 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from .adapters import is_adapted
+from .locking import hold_output_dir, release_output_dir
 from .manifest import MANIFEST_NAME, find_damage, flush, read_manifest, write_manifest
 from .optimizers import optimizer_name
 from .resuming import (
@@ -54,6 +56,7 @@ _SETTINGS = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
     *("max_steps", "num_train_epochs", "bf16", "fp16"),
 )
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 
 
@@ -167,7 +170,19 @@ class CheckpointMixin(ShardedCheckpointMixin):
         if resume_from_checkpoint and Path(resume_from_checkpoint, MANIFEST_NAME).exists():
             self._check_resume(str(resume_from_checkpoint))
         on_saving_processes(self.args, self._check_space)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._holding_output_dir():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @contextmanager
+    def _holding_output_dir(self) -> Iterator[None]:
+        """Keeps other runs out of `output_dir`, for callers who did not do so before."""
+        output_dir = self.args.output_dir
+        is_new = self.args.save_strategy != "no" and on_main_process(self.args, lambda: hold_output_dir(output_dir))
+        try:
+            yield
+        finally:
+            if is_new:
+                release_output_dir(output_dir)
 
     def _check_same_data(self) -> None:
         if self.args.world_size == 1:
@@ -223,6 +238,8 @@ class CheckpointMixin(ShardedCheckpointMixin):
         output_dir = Path(super()._get_output_dir(trial))
         target = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         source = output_dir / SAVING / target.name
+        # It may have been renamed or deleted meanwhile.
+        on_main_process(self.args, lambda: hold_output_dir(output_dir))
         on_saving_processes(self.args, lambda: self._make_room(source, target))
         self._saving = str(output_dir / SAVING)
         try:
@@ -262,6 +279,40 @@ class CheckpointMixin(ShardedCheckpointMixin):
                 aside = set_aside(target)
                 raise OSError(errno.EIO, f"what was written to {aside} reads back otherwise: {summarize(damage)}")
             shutil.rmtree(source.parent)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves a model aside; its files get their names once all are on the disk, and config.json is the last one."""
+        if self._saving is not None:
+            super().save_model(output_dir, _internal_call)
+            return
+        target = Path(output_dir or self.args.output_dir)
+        source = target / SAVING / "model"
+        on_saving_processes(self.args, lambda: self._make_room(source, target / CONFIG_NAME))
+        with self._reporting_full_disks(target / CONFIG_NAME):
+            super().save_model(str(source), _internal_call)
+        self.accelerator.wait_for_everyone()
+        on_saving_processes(self.args, lambda: self._publish_model(source, target))
+
+    def _publish_model(self, source: Path, target: Path) -> None:
+        with self._reporting_full_disks(target / CONFIG_NAME):
+            for path in (*source.rglob("*"), source):
+                flush(path)
+            written = {path.name for path in source.iterdir()}
+            if any(map(_WEIGHTS.fullmatch, written)):
+                for path in target.iterdir():
+                    if _WEIGHTS.fullmatch(path.name) and path.name not in written:
+                        # Of an earlier model, in another number of shards.
+                        path.unlink()
+            for name in sorted(written, key=lambda name: (name == CONFIG_NAME, name)):
+                if (target / name).is_dir():
+                    shutil.rmtree(target / name)
+                os.replace(source / name, target / name)
+            flush(target)
+            shutil.rmtree(source.parent)
+
+    def save_state(self) -> None:
+        with self._reporting_full_disks(Path(self.args.output_dir, TRAINER_STATE_NAME)):
+            super().save_state()
 
     # Disks
 

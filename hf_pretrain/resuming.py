@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
 
+from .locking import LOCK_NAME, hold_output_dir
 from .manifest import MANIFEST_NAME, find_damage, read_manifest
 from .training_args import LMTrainingArguments
 from .weight_files import check_shards
@@ -28,6 +29,10 @@ logger = logging.get_logger(__name__)
 # sysexits.h calls it EX_IOERR: what was to be written could not be.
 EXIT_NOT_SAVED = 74
 SAVING = ".saving"
+# A run that goes on waits so long for the one before it: its ranks may still be saving when their launcher is gone.
+_PATIENCE_SECONDS = 30.0
+# Files of a run that came to nothing, and may be tried again.
+_NO_RUN = {"rejected.jsonl", LOCK_NAME}
 T = TypeVar("T")
 
 
@@ -42,7 +47,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
             holds files already.
     """
     resume = args.resume_from_checkpoint
-    restarts = max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    restarts = _num_restarts()
     newest = partial(newest_checkpoint, args.output_dir, unverified=args.allow_inexact_resume)
     if resume in ("auto", "true", "True", True) or (resume is None and restarts):
         return on_main_process(args, newest)
@@ -68,6 +73,10 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
         return verified
 
     return on_main_process(args, decide)
+
+
+def _num_restarts() -> int:
+    return max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def on_main_process(args: LMTrainingArguments, decide: Callable[[], T]) -> T:
@@ -102,8 +111,7 @@ def on_saving_processes(args: LMTrainingArguments, action: Callable[[], None]) -
 
 
 def _refuse_used(output_dir: Path) -> None:
-    # A run that bad data stopped before it started leaves its list of them, and may be tried again.
-    if output_dir.is_dir() and any(path.name != "rejected.jsonl" for path in output_dir.iterdir()):
+    if output_dir.is_dir() and any(path.name not in _NO_RUN for path in output_dir.iterdir()):
         raise ValueError(
             f"--output_dir {output_dir} is not empty. Go on with `--resume_from_checkpoint auto`, choose another "
             "directory, or delete this one."
@@ -193,15 +201,18 @@ def set_aside(path: Path, why: str = "damaged") -> Path:
     return aside
 
 
-def check_writable(output_dir: str | Path) -> None:
-    """Makes `output_dir`; ends the process with `EXIT_NOT_SAVED` where nothing can be written into it."""
+def occupy_output_dir(args: LMTrainingArguments) -> None:
+    """
+    Makes `output_dir` and locks it; ends the process with `EXIT_NOT_SAVED` where nothing can be written into it.
+
+    Raises:
+        `ValueError`: if another run holds it. A run that goes on waits some time for the end of that one.
+    """
+    goes_on = args.resume_from_checkpoint is not None or _num_restarts() > 0
     try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        probe = Path(output_dir, f"{SAVING}-probe")
-        probe.touch()
-        probe.unlink()
+        hold_output_dir(args.output_dir, patience_seconds=_PATIENCE_SECONDS if goes_on else 0)
     except OSError as error:
-        print(f"--output_dir {output_dir} cannot be written to: {error}. Choose another one.", file=sys.stderr)
+        print(f"--output_dir {args.output_dir} cannot be written to: {error}. Choose another one.", file=sys.stderr)
         raise SystemExit(EXIT_NOT_SAVED) from error
 
 
@@ -220,7 +231,11 @@ def find_newest_run(directory: str = "out") -> str:
     runs = []
     for config in Path(directory).glob("*/config.json"):
         weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
-        is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
+        try:
+            is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
+        except (ValueError, AttributeError, OSError) as error:
+            logger.warning(f"{config} cannot be read and is skipped: {error}.")
+            continue
         if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
             runs.append((weights, str(config.parent)))
     if not runs:
@@ -233,10 +248,10 @@ def find_newest_run(directory: str = "out") -> str:
 __all__ = [
     "EXIT_NOT_SAVED",
     "SAVING",
-    "check_writable",
     "checkpoint_to_resume",
     "find_newest_run",
     "newest_checkpoint",
+    "occupy_output_dir",
     "on_main_process",
     "on_saving_processes",
     "remove_leftovers",

@@ -1,6 +1,7 @@
 """What every training recipe does before and after its own part."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset
@@ -11,9 +12,10 @@ from .arguments import ChatArguments
 from .callbacks import ProfilerCallback, TrainingProgressCallback
 from .data.conversations import mark_template
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
+from .locking import release_output_dir, watch_launcher
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve, sample_answers
-from .resuming import check_writable, checkpoint_to_resume, on_main_process, remove_leftovers
+from .resuming import checkpoint_to_resume, occupy_output_dir, on_main_process, remove_leftovers
 from .training_args import LMTrainingArguments
 
 
@@ -23,20 +25,21 @@ def begin_run(training_args: LMTrainingArguments, *, streaming: bool = False) ->
     says on what the run trains.
 
     Raises:
-        `ValueError`: for a run on a stream without an end, and as [`~hub.pull_checkpoint`] and
-            [`~resuming.checkpoint_to_resume`] do.
+        `ValueError`: for a run on a stream without an end, if another run writes into `output_dir`, and as
+            [`~hub.pull_checkpoint`] and [`~resuming.checkpoint_to_resume`] do.
     """
     if streaming and training_args.max_steps < 1:
         raise ValueError(
             "--streaming needs --max_steps: nobody knows how many rows a stream holds. Add --max_steps N, or leave "
             "--streaming out."
         )
+    watch_launcher(training_args.launcher)
+    on_main_process(training_args, partial(occupy_output_dir, training_args))
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
 
     def clear() -> None:
-        check_writable(training_args.output_dir)
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
         print(training_args.launch_description)
@@ -125,6 +128,7 @@ def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[t
                 push_report=trainer.push_report,
             )
         )
+    release_output_dir(training_args.output_dir)
 
 
 def train_on_conversations(trainer: HubPushMixin, rows: ConversationRows, *, checkpoint: str | None) -> None:

@@ -26,7 +26,9 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from .checkpointing import CheckpointMixin
+from .locking import watch_launcher
 from .resuming import on_main_process
+from .training_args import launcher
 
 
 logger = logging.get_logger(__name__)
@@ -55,6 +57,7 @@ class StoppingMixin(CheckpointMixin):
             )
 
     def train(self, *args: Any, **kwargs: Any):
+        watch_launcher(launcher())
         with self._listening(), self._naming_missing_ranks():
             return super().train(*args, **kwargs)
 

@@ -98,7 +98,7 @@ class LMTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         self._hide_token()
-        self.launcher = _launcher()
+        self.launcher = launcher()
         if self.accelerator_config is None:
             # Every rank reads a stream itself; the trainer fills up its last batch.
             self.accelerator_config = {"dispatch_batches": False}
@@ -286,7 +286,7 @@ def _remove_allreduce_buffers():
         path.unlink(missing_ok=True)
 
 
-def _launcher() -> str:
+def launcher() -> str:
     """The program that started this process, by the variables that it leaves."""
     if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
         return "accelerate launch"
@@ -295,4 +295,4 @@ def _launcher() -> str:
     return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
 
 
-__all__ = ["LMTrainingArguments", "SFTTrainingArguments"]
+__all__ = ["LMTrainingArguments", "SFTTrainingArguments", "launcher"]

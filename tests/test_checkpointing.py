@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from."""
 
+import errno
 import os
 import shutil
 import time
@@ -11,7 +12,13 @@ from hf_pretrain.checkpointing import _describe_data
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.manifest import MANIFEST_NAME, read_manifest, write_manifest
-from hf_pretrain.resuming import checkpoint_to_resume, find_newest_run, remove_leftovers, rotate_checkpoints
+from hf_pretrain.resuming import (
+    EXIT_NOT_SAVED,
+    checkpoint_to_resume,
+    find_newest_run,
+    remove_leftovers,
+    rotate_checkpoints,
+)
 from hf_pretrain.tokenization import train_tokenizer
 from tests.test_trainer import make_documents, make_trainer
 from tests.toys import write_jsonl
@@ -210,6 +217,32 @@ def test_a_copied_checkpoint_of_an_earlier_version_is_gone_on_from(tmp_path, cap
     assert "with other settings: learning_rate 0.5 -> 0.25, max_steps 1 -> 2." in caplog.text
 
 
+def test_a_model_is_replaced_when_the_next_one_is_whole(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, make_documents())
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").touch()
+    (tmp_path / "mine.safetensors").touch()
+    trainer.save_model()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() >= {"config.json", "model.safetensors", "mine.safetensors"}
+    assert not before.keys() & {".saving", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+
+    trainer.model.model.norm.weight.data += 1
+    with monkeypatch.context() as patch:
+        # The last file of a save.
+        patch.setattr("hf_pretrain.configuration_minimind.MiniMindConfig.save_pretrained", fail)
+        with pytest.raises(SystemExit) as status:
+            trainer.save_model()
+    assert status.value.code == EXIT_NOT_SAVED
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    trainer.save_model()
+    assert (tmp_path / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
+def fail(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_what_was_being_written_goes(tmp_path):
     (tmp_path / ".saving/checkpoint-4").mkdir(parents=True)
     remove_leftovers(tmp_path)
@@ -217,11 +250,13 @@ def test_what_was_being_written_goes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
+def test_the_newest_run_is_the_one_whose_weights_are(tmp_path, caplog):
     with pytest.raises(ValueError, match="run `make pretrain` first"):
         find_newest_run(str(tmp_path))
     for seconds, name in enumerate(["first", "second", "another-model", "unfinished"]):
         (tmp_path / name).mkdir()
+        (tmp_path / f"broken-{name}").mkdir()
+        (tmp_path / f"broken-{name}/config.json").write_text(["", '{"model_ty', "[]", "\x00"][seconds])
         model_type = "llama" if name == "another-model" else "minimind"
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         (tmp_path / name / "tokenizer.json").touch()
@@ -229,5 +264,6 @@ def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
             (tmp_path / name / "model.safetensors").touch()
             os.utime(tmp_path / name / "model.safetensors", (seconds, seconds))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
+    assert caplog.text.count("cannot be read and is skipped") == 4
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")

@@ -2,11 +2,13 @@
 
 import os
 import subprocess
+from contextlib import suppress
 
 import pytest
 
 from hf_pretrain.manifest import find_damage
 from tests.faults.driving import command, run, start, wait_for, zero
+from tests.test_trainer import make_documents, make_trainer
 
 
 pytestmark = [pytest.mark.slow]
@@ -31,6 +33,14 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(path)], check=True)
 
 
+def fill(path):
+    with open(path, "wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
 def test_too_small_a_disk_is_noticed_before_the_first_step(small_disk, workspace, record):
     disk = small_disk(1)
     result = run(command(workspace, disk / "run"))
@@ -52,12 +62,7 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     long = ["--max_steps", "20000", "--save_steps", "20"]
     with start(command(workspace, disk / "run", *long, *arguments, launcher=launcher)) as process:
         wait_for(lambda: list((disk / "run").glob("checkpoint-*")), process)
-        with open(disk / "other", "wb") as other:
-            try:
-                while other.write(bytes(1 << 16)):
-                    other.flush()
-            except OSError:
-                pass
+        fill(disk / "other")
         output, _ = process.communicate(timeout=180)
     kept = list((disk / "run").glob("checkpoint-*"))
     status = process.returncode == 74 or "exitcode  : 74" in output
@@ -67,6 +72,20 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     assert "could not be saved" in output and "is whole: make room and go on" in output
     # What another rank was still writing may stay, until the next start removes it.
     assert launcher != "python" or not (disk / "run/.saving").exists()
+
+
+def test_a_disk_that_is_full_when_the_model_is_saved(small_disk, capfd):
+    """No checkpoint was asked for. Nothing of the model is there, or it would be taken for one."""
+    disk = small_disk(1)
+    trainer = make_trainer(disk / "run", make_documents())
+    trainer.train()
+    fill(disk / "other")
+    with pytest.raises(SystemExit) as status:
+        trainer.save_model()
+    assert status.value.code == 74 and "could not be saved" in capfd.readouterr().err
+    assert not list((disk / "run").iterdir())
+    with pytest.raises(SystemExit):
+        trainer.save_state()
 
 
 def test_a_read_only_output(small_disk, workspace, record):

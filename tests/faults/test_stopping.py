@@ -5,8 +5,11 @@ import shutil
 import signal
 import time
 
+import psutil
 import pytest
 
+from hf_pretrain.locking import hold_output_dir, release_output_dir
+from hf_pretrain.manifest import find_damage
 from tests.faults.driving import command, final_bits, ranks, start, wait_for, zero
 
 
@@ -90,6 +93,36 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
     assert f"after step {steps[-1]}" in output
     if action is to_all_with_skew:
         assert output.count("exitcode  : 143") == 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        ("torchrun", []),
+        ("deepspeed", zero(2)),
+        pytest.param("accelerate:ddp", ["--use_cpu"], marks=pytest.mark.faults),
+    ],
+)
+def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, arguments, workspace, tmp_path, record):
+    """Until then, no other run gets their directory."""
+    output_dir = tmp_path / "run"
+    with start(command(workspace, output_dir, *LONG, *arguments, launcher=launcher)) as process:
+        wait_for(lambda: list(output_dir.glob("checkpoint-*")), process)
+        found = ranks(process)
+        process.kill()
+        with pytest.raises(ValueError, match=f"is in use by process {found[0].pid} on"):
+            hold_output_dir(output_dir)
+        begin = time.monotonic()
+        gone, alive = psutil.wait_procs(found, timeout=60)
+        seconds = time.monotonic() - begin
+        output, _ = process.communicate(timeout=60)
+    survived = not alive and seconds < 10 and "Stopped by SIGTERM" in output
+    record(f"the launcher is killed: {launcher}", survived)
+    assert survived, (seconds, output[-3000:])
+    newest = max(int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*"))
+    assert f"after step {newest}" in output and not find_damage(output_dir / f"checkpoint-{newest}")
+    assert hold_output_dir(output_dir)
+    release_output_dir(output_dir)
 
 
 @pytest.mark.parametrize(

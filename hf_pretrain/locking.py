@@ -1,0 +1,241 @@
+"""
+One run for each `output_dir`, and no rank without its launcher.
+
+The main process of a run holds a kernel lock (flock) on `.lock`, and writes its host, its process and a counter into it
+every few seconds. The kernel frees the lock however the process ends. It may know nothing of other machines that share
+the file system: a lock that another machine left is taken over once its counter stands still.
+"""
+
+import atexit
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+
+import psutil
+from transformers.utils import logging
+
+
+try:
+    import fcntl
+except ImportError:
+    # Windows. The counter alone decides there.
+    fcntl = None  # type: ignore[assignment]
+
+
+logger = logging.get_logger(__name__)
+
+LOCK_NAME = ".lock"
+_BEAT_SECONDS = 5.0
+# As long as a lock's counter has to stand still.
+_SILENCE_SECONDS = 15.0
+# By path.
+_held: dict[Path, "_Lock"] = {}
+
+
+def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) -> bool:
+    """
+    Locks `output_dir` until [`release_output_dir`] or the end of this process. Makes the directory if need be.
+
+    Args:
+        patience_seconds (`float`, *optional*, defaults to 0): how long to wait for another run to end.
+
+    Returns:
+        `bool`: whether this process did not hold it before.
+
+    Raises:
+        `ValueError`: if another run holds it.
+    """
+    path = Path(output_dir).absolute() / LOCK_NAME
+    lock = _held.get(path)
+    if lock is not None and _is_file_at(lock.descriptor, path):
+        return False
+    if lock is not None:
+        logger.warning(
+            f"{output_dir} was renamed or deleted while the run wrote into it. What it saves from here on goes into a "
+            "new directory of this name."
+        )
+        lock.release()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _held[path] = _Lock(path, patience_seconds)
+    return True
+
+
+def release_output_dir(output_dir: str | Path) -> None:
+    lock = _held.pop(Path(output_dir).absolute() / LOCK_NAME, None)
+    if lock is not None:
+        lock.release()
+
+
+class _Lock:
+    def __init__(self, path: Path, patience_seconds: float):
+        self.path = path
+        self.descriptor = _open_locked(path, patience_seconds)
+        self._holder = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._holder["started"] = datetime.now().isoformat(sep=" ", timespec="seconds")
+        self._beat(0)
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self, count: int) -> None:
+        # A full disk does not matter: the kernel's lock holds.
+        with suppress(OSError):
+            text = json.dumps({**self._holder, "beat": count}).encode()
+            # Where the file system is shared, others see it then.
+            os.lseek(self.descriptor, 0, os.SEEK_SET)
+            os.write(self.descriptor, text)
+            os.ftruncate(self.descriptor, len(text))
+            os.fsync(self.descriptor)
+
+    def _keep_beating(self) -> None:
+        count = 0
+        while not self._released.wait(_BEAT_SECONDS):
+            self._beat(count := count + 1)
+
+    def release(self) -> None:
+        self._released.set()
+        self._thread.join()
+        with suppress(OSError):
+            os.ftruncate(self.descriptor, 0)
+            if _is_file_at(self.descriptor, self.path):
+                self.path.unlink()
+        os.close(self.descriptor)
+
+
+def _open_locked(path: Path, patience_seconds: float) -> int:
+    deadline = time.monotonic() + patience_seconds
+    has_told = False
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        is_locked = _lock(descriptor)
+        holder = _read(descriptor)
+        if is_locked is None or is_locked:
+            is_ours = is_locked and holder.get("host") == socket.gethostname()
+            if not _is_file_at(descriptor, path):
+                # Its holder has just removed it.
+                os.close(descriptor)
+                continue
+            if not holder or is_ours or _stands_still(path, holder):
+                return descriptor
+        os.close(descriptor)
+        if time.monotonic() >= deadline:
+            raise ValueError(
+                f"--output_dir {path.parent} is in use by {_describe(holder)}. Wait for that run, stop it, or choose "
+                f"another --output_dir. If that process is gone, delete {path}."
+            )
+        if not has_told:
+            logger.warning(
+                f"{path.parent} is in use by {_describe(holder)}: waiting {patience_seconds:.0f} s for its end."
+            )
+            has_told = True
+        time.sleep(0.2)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the kernel gave the lock; `None` where the file system has none."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _stands_still(path: Path, holder: dict) -> bool:
+    """Whether the counter of a holder that the kernel does not know of does."""
+    logger.warning(f"{path.parent} was in use by {_describe(holder)}: watching for it {_SILENCE_SECONDS:.0f} s.")
+    deadline = time.monotonic() + _SILENCE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        # Opened anew, or a shared file system would show what it showed before.
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if _read(descriptor) != holder:
+                return False
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def _read(descriptor: int) -> dict:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    try:
+        holder = json.loads(os.read(descriptor, 4096) or b"{}")
+    except ValueError:
+        # Read while it was written.
+        return {"text": "unreadable"}
+    return holder if isinstance(holder, dict) else {"text": "unreadable"}
+
+
+def _describe(holder: dict) -> str:
+    if "host" not in holder:
+        return "a process that has just started"
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')}"
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@atexit.register
+def _release_all() -> None:
+    for path in list(_held):
+        _held.pop(path).release()
+
+
+def _forget() -> None:
+    """In forked processes, such as workers of a loader. They would keep the lock when their parent is killed."""
+    for lock in _held.values():
+        os.close(lock.descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+# Launchers
+
+
+@cache
+def watch_launcher(launcher: str) -> None:
+    """
+    Stops this process as by SIGTERM when its launcher is gone, which would have passed signals on and ended it. A process
+    that was started by hand may outlive its shell.
+    """
+    if launcher == "python":
+        return
+    chain = _ancestors(2 if launcher == "deepspeed" else 1)
+
+    def watch() -> None:
+        while _ancestors(len(chain)) == chain:
+            time.sleep(1)
+        logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone: stopping as by SIGTERM.")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _ancestors(number: int) -> list[int]:
+    """The processes that started this one. DeepSpeed's runner starts a second launcher, and that the ranks."""
+    found = [os.getppid()]
+    with suppress(psutil.Error):
+        while len(found) < number:
+            found.append(psutil.Process(found[-1]).ppid())
+    return found
+
+
+__all__ = ["LOCK_NAME", "hold_output_dir", "release_output_dir", "watch_launcher"]
