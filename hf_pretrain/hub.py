@@ -23,7 +23,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -370,11 +370,22 @@ class HubPushMixin(StoppingMixin):
             shutil.rmtree(staging, ignore_errors=True)
 
     def _finish_current_push(self) -> None:
-        """Waits for the pushes under way, and for that of a newer checkpoint; keeps what went wrong."""
-        if self._waiting is not None:
+        """
+        Waits for the pushes under way, and for that of a newer checkpoint; keeps what went wrong. A second signal ends the
+        wait.
+        """
+        if self._waiting is not None and not self._is_impatient:
             self._submit(self._waiting, HubStrategy(self.args.hub_strategy))
             self._waiting = None
         for push in self._pushes:
+            while not push.done() and not self._is_impatient:
+                wait([push], timeout=0.2)
+            if not push.done():
+                push.cancel()
+                logger.warning(
+                    f"A push to {self.hub_model_id} was given up. The checkpoints are in {self.args.output_dir}."
+                )
+                continue
             error = push.exception()
             if error is not None:
                 self._push_errors.append(_describe(error))

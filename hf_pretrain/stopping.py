@@ -3,13 +3,16 @@ How a run ends before its end, with nothing lost.
 
 | what happens | what the run does | exit status |
 |---|---|---|
-| SIGTERM, SIGINT or SIGUSR1 to any rank | all ranks finish the step and save a checkpoint | 128 + signal: 143, 130, 138 |
+| SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank | all ranks finish the step and save a checkpoint | 128 + signal: 143, 130, 138, 129 |
+| the second of them, two seconds later | ends the wait for a push; Ctrl-C ends at once | the same |
 | a loss or a gradient that is not finite | stops before the update and names the rows; `--on_nonfinite skip` goes on | 65 |
 | a rank that dies or hangs | the others stop after `--ddp_timeout` at the latest and say which one is missing | 1 |
 | a disk that is full or read-only | keeps the checkpoints that are there (`checkpointing.py`) | 74 |
 """
 
+import atexit
 import json
+import os
 import signal
 import sys
 import threading
@@ -35,7 +38,9 @@ logger = logging.get_logger(__name__)
 
 # sysexits.h calls it EX_DATAERR.
 EXIT_NOT_FINITE = 65
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Windows has the first two alone.
+_SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
 MAX_SKIPPED_STEPS = 10
 _ROLL_CALL_SECONDS = 5.0
 
@@ -45,7 +50,7 @@ class StoppingMixin(CheckpointMixin):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._signal = 0
-        self._is_ending = False
+        self._is_impatient = self._is_ending = False
         self._evaluation_is_due = False
         self._signal_time = 0.0
         self._num_skipped_steps = 0
@@ -68,7 +73,11 @@ class StoppingMixin(CheckpointMixin):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {number: signal.signal(number, self._note_signal) for number in SIGNALS}
+        # `nohup` ignores SIGHUP.
+        heeded = [
+            number for number in SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
+        ]
+        previous = {number: signal.signal(number, self._note_signal) for number in heeded}
         try:
             yield
         finally:
@@ -83,12 +92,17 @@ class StoppingMixin(CheckpointMixin):
         return loader
 
     def _note_signal(self, number: int, frame: Any) -> None:
-        """The first signal counts: launchers pass on what a terminal has sent already. A later Ctrl-C ends at once."""
+        """
+        The first signal counts: launchers pass on what a terminal has sent already. A later Ctrl-C ends at once, another
+        later signal the wait for a push.
+        """
         now = time.monotonic()
         if not self._signal:
             self._signal, self._signal_time = number, now
-        elif number == signal.SIGINT and now > self._signal_time + 2:
-            raise KeyboardInterrupt
+        elif now > self._signal_time + 2:
+            self._is_impatient = True
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
 
     @cached_property
     def _cpu_group(self) -> dist.ProcessGroup | None:
@@ -133,6 +147,11 @@ class StoppingMixin(CheckpointMixin):
         self._finish_current_push()
         self._is_ending = True
         self.accelerator.wait_for_everyone()
+        if self._is_impatient:
+            # NOTE: the interpreter would wait for the threads of what is still under way.
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(status)
         raise SystemExit(status)
 
     # What is not finite

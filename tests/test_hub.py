@@ -4,9 +4,12 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,7 @@ from hf_pretrain.model_card import _continue, format_conversion_card
 from hf_pretrain.training_args import LMTrainingArguments
 from hf_pretrain.weight_files import resolve
 from tests.hub_server import HubServer, Repo
-from tests.invariants.launching import ROOT, cpu_environment, launcher_command, start
+from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_conversion import GOLDEN
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
 from tests.toys import write_jsonl
@@ -247,6 +250,34 @@ def test_a_checkpoint_that_had_to_wait_is_pushed_at_the_end(run, server):
     assert result.returncode == 0 and "checkpoint-4 waits" in result.stdout, result.stdout[-4000:]
     assert [message for _, message in server.repos["user/toy"].commits][-2:] == ["Step 4", "End of training"]
     assert json.loads(server.repos["user/toy"].files["last-checkpoint/trainer_state.json"])["global_step"] == 4
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment, tmp_path):  # noqa: F811
+    """The first one is SIGHUP, as of an ssh session that is closed."""
+    server.preupload_seconds = 60
+    command = [sys.executable, RECIPE, *toy_arguments(workspace, ""), "--push_to_hub", "--hub_model_id", "user/toy"]
+    command += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "100000", "--save_total_limit", "2"]
+    with subprocess.Popen(
+        [*command, "--output_dir", str(tmp_path / "run")], **process_options(**environment)
+    ) as process:
+        while not list((tmp_path / "run").glob("checkpoint-*")):
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGHUP)
+        # The second one counts two seconds after the first.
+        for _ in range(2):
+            time.sleep(3)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            begin = time.monotonic()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+                break
+        output = process.stdout.read()
+    assert process.returncode == 128 + signal.SIGHUP and time.monotonic() - begin < 15, output[-3000:]
+    assert "Stopped by SIGHUP" in output and "was given up" in output
+    assert list((tmp_path / "run").glob("checkpoint-*"))
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ WORKERS = ["--dataloader_num_workers", "2", "--dataloader_persistent_workers", "
 SIGNALS = {
     "SIGTERM": ("python", [], to_one(signal.SIGTERM), 143),
     "SIGINT": ("python", [], to_one(signal.SIGINT), 130),
+    "SIGHUP": ("python", [], to_one(signal.SIGHUP), 129),
     "SIGUSR1, loader workers too": ("python", WORKERS, to_group(signal.SIGUSR1), 138),
     "SIGTERM, loader workers too": ("python", WORKERS, to_group(signal.SIGTERM), 143),
     "SIGTERM to torchrun": ("torchrun", [], to_launcher(signal.SIGTERM), 1),
