@@ -16,13 +16,14 @@ BIN := $(VENV)/bin
 comma := ,
 PRESENT := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p')
 VISIBLE := $(or $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)),$(PRESENT))
-DEVICE ?= $(if $(PRESENT),cuda,cpu)
+# Without NVIDIA's the recipes choose: another accelerator that torch knows, or the CPU.
+DEVICE ?= $(if $(PRESENT),cuda,auto)
 GPUS ?= $(if $(filter cuda,$(DEVICE)),$(words $(VISIBLE)),1)
 LAUNCHER ?= torchrun
 DS ?= zero2
 ACCELERATE ?= ddp
 MASTER_PORT ?= 29500
-PRESET ?= $(if $(filter cpu,$(DEVICE)),tiny,minimind2-small)
+PRESET ?= $(if $(filter cuda,$(DEVICE)),minimind2-small,tiny)
 CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
@@ -31,16 +32,16 @@ ARGS ?=
 
 # One launcher line each. On CPU, DeepSpeed counts devices by LOCAL_SIZE, and each process gets its share of the cores.
 # glibc gives large blocks back to the system after every step; keeping them makes a step about 1.3 times as fast.
-ifeq ($(DEVICE),cpu)
-  CPU_ARGS := --use_cpu
+ifneq ($(DEVICE),cuda)
+  CPU_ARGS := $(if $(filter cpu,$(DEVICE)),--use_cpu)
   ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
   BENCH_ENV := $(ENV)
   ifneq ($(GPUS),1)
-    ENV += LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(nproc) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
+    ENV += LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
   endif
 endif
 DEVICES := $(shell seq -s, 0 $$(( $(GPUS) - 1 )))
-ifneq ($(DEVICE),cpu)
+ifeq ($(DEVICE),cuda)
   ifneq ($(VISIBLE),)
     ifneq ($(words $(wordlist 1,$(GPUS),$(VISIBLE))),$(GPUS))
       $(error GPUS=$(GPUS), but this machine has $(words $(VISIBLE)) to offer: $(VISIBLE))

@@ -190,7 +190,8 @@ class DistillationTrainer(MaskedLossTrainer):
         # Heads may be padded past the tokenizer to different widths.
         self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
         self.teacher: PreTrainedModel | None = teacher.to(self.args.device)
-        self._eval_divergence: torch.Tensor | None = None
+        # Of each batch that was evaluated: the sum of w * divergence, and of w.
+        self._eval_divergences: list[torch.Tensor] = []
         self._targets: dict[str, torch.Tensor] = {}
         if distillation_args.cache_teacher_logits is not None:
             self._ask_once(distillation_args.cache_teacher_logits)
@@ -201,7 +202,9 @@ class DistillationTrainer(MaskedLossTrainer):
     def _ask_once(self, top_k: int):
         """Takes the teacher's answers from the cache from here on, and lets go of the teacher."""
         row_sets = [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
-        parameters = torch.stack([parameter.double().sum() for parameter in self.teacher.parameters()])
+        weights = hashlib.blake2b(digest_size=8)
+        for parameter in self.teacher.parameters():
+            weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
         cache, numbered = open_cache(
             Path(self.args.output_dir, "teacher_logits"),
             row_sets,
@@ -212,7 +215,7 @@ class DistillationTrainer(MaskedLossTrainer):
             described_by={
                 "teacher": type(self.teacher).__name__,
                 "config": hashlib.blake2b(self.teacher.config.to_json_string().encode(), digest_size=8).hexdigest(),
-                "sum_of_its_parameters": parameters.sum().item(),
+                "weights": weights.hexdigest(),
                 "temperature": self.distillation_args.temperature,
                 "dtype": str(self._autocast_dtype),
             },
@@ -275,19 +278,15 @@ class DistillationTrainer(MaskedLossTrainer):
 
     def _add_to_evaluation(self, outputs, inputs):
         super()._add_to_evaluation(outputs, inputs)
-        divergence = torch.stack(
-            [self._divergence(outputs, inputs, 1.0).detach().double(), self._eval_weight.double()]
+        self._eval_divergences.append(
+            torch.stack([self._divergence(outputs, inputs, 1.0).detach(), self._eval_weight])
         )
-        self._eval_divergence = divergence if self._eval_divergence is None else self._eval_divergence + divergence
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
-        self._eval_divergence = None
+        self._eval_divergences = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self._eval_divergence is not None:
-            divergence = self._eval_divergence
-            if self.accelerator.num_processes > 1:
-                divergence = self.accelerator.reduce(divergence, "sum")
-            total, weight = divergence.tolist()
+        if self._eval_divergences:
+            total, weight = self._add_up(self._eval_divergences)
             output.metrics[f"{metric_key_prefix}_kl"] = total / weight
         return output
 

@@ -96,8 +96,8 @@ def measure_gemm_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16,
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

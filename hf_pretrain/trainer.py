@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import datasets
@@ -51,7 +52,8 @@ class MaskedLossTrainer(HubPushMixin):
         super().__init__(*args, **kwargs)
         self._check_arguments()
         self._is_evaluating = self._wants_loss_alone = False
-        self._eval_sums: torch.Tensor | None = None
+        # Of each batch that was evaluated: the sum of w * CE, of w, and of the bytes.
+        self._eval_sums: list[torch.Tensor] = []
         # Since the last log: sums over micro-batches of this rank, on the device, and what they are called.
         self._logged_losses: torch.Tensor | None = None
         self._logged_names: tuple[str, ...] = ()
@@ -168,8 +170,8 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _restore_unlogged(self, unlogged: dict[str, Any]):
         """Goes on with the sums since the last log; where the ranks are others, the first one has them all."""
-        sums = torch.tensor(unlogged["sums"], dtype=torch.float64, device=self.args.device)
-        self._total_loss_scalar -= sums[:, 0].mean().item()
+        sums = torch.tensor(unlogged["sums"], device=self.args.device)
+        self._total_loss_scalar -= fmean(losses[0] for losses in unlogged["sums"])
         if len(sums) == self.args.world_size:
             sums = sums[self.args.process_index]
         else:
@@ -216,22 +218,29 @@ class MaskedLossTrainer(HubPushMixin):
         """
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
-        counts = torch.stack([self._count(batch) for batch in batch_samples]).sum(0).to(device)
+        columns = zip(*map(self._count, batch_samples), strict=True)
+        weights, counts = (torch.stack(column).sum(0).to(device) for column in columns)
         if self._is_evaluating:
-            self._eval_weight = counts[0]
-            return counts[0]
+            self._eval_weight = weights
+            return weights
         if self.accelerator.num_processes > 1:
-            counts = self.accelerator.reduce(counts, "sum") / self.get_tp_size()
-        num_items, self._num_documents, num_tokens = counts.unbind()
+            weights, counts = self.accelerator.reduce((weights, counts), "sum")
+            weights, counts = weights / self.get_tp_size(), counts // self.get_tp_size()
+        num_documents, num_tokens = counts.unbind()
         self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
         self._steps_since_log += 1
         # A step without any weight has a sum of zero, and something must divide it.
-        self._num_documents = self._num_documents.clamp(min=1)
-        return torch.where(num_items > 0, num_items, 1.0).float()
+        self._num_documents = num_documents.clamp(min=1).float()
+        return torch.where(weights > 0, weights, 1.0)
 
     @staticmethod
-    def _count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Weights, documents and tokens of one batch: `torch.DoubleTensor` of shape `(3,)`."""
+    def _count(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The sum of the weights of one batch in float32, and its documents and tokens, `torch.LongTensor` of shape `(2,)`.
+
+        NOTE: not in float64, which MPS and some GPUs lack. Sums of a step's weights of 0 and 1 are exact up to 2**24
+        tokens, and divide a loss in float32. Tokens are added up over a whole run, so they are integers.
+        """
         labels, loss_mask = batch["labels"], batch.get("loss_mask")
         documents = find_documents(
             labels.shape,
@@ -241,8 +250,8 @@ class MaskedLossTrainer(HubPushMixin):
             labels=labels,
             loss_mask=loss_mask,
         )
-        weight = prediction_weights(labels, loss_mask).double().sum()
-        return torch.stack([weight, documents.count.double(), documents.token_mask.sum().double()])
+        counts = torch.stack([documents.count, documents.token_mask.sum()])
+        return prediction_weights(labels, loss_mask).sum(), counts
 
     def _prepare_input(self, data):
         # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. These are the loss's and keep theirs.
@@ -359,7 +368,7 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _read_token_count(self):
         if self._new_tokens is not None:
-            self.state.num_input_tokens_seen += round(self._new_tokens.item())
+            self.state.num_input_tokens_seen += self._new_tokens.item()
             self._new_tokens = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
@@ -440,12 +449,15 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _add_to_evaluation(self, outputs: Any, inputs: dict[str, torch.Tensor]):
         labels = inputs["labels"]
-        num_bytes = torch.zeros((), dtype=torch.float64, device=labels.device)
+        num_bytes = torch.zeros((), device=labels.device)
         if self._token_bytes is not None:
-            weights = prediction_weights(labels, inputs.get("loss_mask")).double()
+            weights = prediction_weights(labels, inputs.get("loss_mask"))
             num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
-        sums = torch.stack([outputs.ce_loss.detach().double(), self._eval_weight.double(), num_bytes])
-        self._eval_sums = sums if self._eval_sums is None else self._eval_sums + sums
+        self._eval_sums.append(torch.stack([outputs.ce_loss.detach(), self._eval_weight, num_bytes]))
+
+    def _add_up(self, sums: list[torch.Tensor]) -> list[float]:
+        """The sums of batches over all of them and all ranks, on the host and without rounding."""
+        return [math.fsum(column) for column in zip(*self.accelerator.gather(torch.stack(sums)).tolist(), strict=True)]
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """
@@ -456,7 +468,7 @@ class MaskedLossTrainer(HubPushMixin):
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
-        self._eval_sums = None
+        self._eval_sums = []
         self._is_evaluating = True
         try:
             output = super().evaluation_loop(
@@ -464,12 +476,9 @@ class MaskedLossTrainer(HubPushMixin):
             )
         finally:
             self._is_evaluating = False
-        sums = self._eval_sums
-        if sums is None:  # No labels, or a loss of the caller's own.
+        if not self._eval_sums:  # No labels, or a loss of the caller's own.
             return output
-        if self.accelerator.num_processes > 1:
-            sums = self.accelerator.reduce(sums, "sum")
-        ce_sum, weight, num_bytes = sums.tolist()
+        ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
         if weight == 0:
             raise ValueError(f"{description}: no token of the set is to be predicted (all labels are -100).")
         loss = ce_sum / weight

@@ -170,10 +170,9 @@ class LMTrainingArguments(TrainingArguments):
         if self.device.type == "cpu":
             devices = "CPU"
         else:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            devices = torch.cuda.get_device_name(self.device) + (
-                f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
-            )
+            is_cuda, visible = self.device.type == "cuda", os.environ.get("CUDA_VISIBLE_DEVICES")
+            devices = torch.cuda.get_device_name(self.device) if is_cuda else self.device.type
+            devices += f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
         return f"{self.world_size} process(es) on {devices}, {precision}"
 
@@ -208,11 +207,12 @@ class LMTrainingArguments(TrainingArguments):
         """Meets mistakes in the launch command before any process group is set up."""
         self._check_layout(int(os.environ.get("WORLD_SIZE", 1)))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        num_gpus = torch.cuda.device_count()
-        if not self.use_cpu and 0 < num_gpus < local_world_size:
+        num_devices = torch.accelerator.device_count()
+        if not self.use_cpu and 0 < num_devices < local_world_size:
+            kind = default_device_type(use_cpu=False)
             raise ValueError(
-                f"{local_world_size} processes were started on this machine but it has {num_gpus} GPU(s) to offer: "
-                f"start at most {num_gpus}, or pass --use_cpu."
+                f"{local_world_size} processes were started on this machine but it has {num_devices} {kind} device(s) to "
+                f"offer: start at most {num_devices}, or pass --use_cpu."
             )
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():

@@ -130,9 +130,10 @@ def test_data_parallel_is_refused(tmp_path, monkeypatch):
 
 def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="4 processes were started on this machine but it has 2 GPU"):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    with pytest.raises(ValueError, match="4 processes were started on this machine but it has 2 mps device"):
         parse(tmp_path, "--bf16", "false")
 
 

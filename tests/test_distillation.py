@@ -24,7 +24,7 @@ from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.test_trainer import make_documents, make_model, pack, train
 from tests.test_trainer import written_out_loss as cross_entropy_and_router_loss
-from tests.toys import write_jsonl
+from tests.toys import WithoutFloat64, write_jsonl
 
 
 SIZES = [4, 1, 5, 3]
@@ -117,6 +117,15 @@ def test_model_flops_count_the_teachers_forward_pass_while_it_is_asked(tmp_path)
         (step,) = train(trainer)
         flops = step["model_flops_per_second"] / step["tokens_per_second"]
         assert flops == pytest.approx(6 * numbers[0] + teachers * numbers[1])
+
+
+@pytest.mark.parametrize("cache", [None, 8])
+def test_no_float64_is_needed(tmp_path, cache):
+    with WithoutFloat64():
+        trainer = make_distiller(tmp_path, make_documents(weighted=True), cache_teacher_logits=cache)
+        trainer.train()
+        assert trainer.evaluate()["eval_kl"] > 0
+        trainer.save_model()
 
 
 def test_the_teacher_is_left_alone(tmp_path):

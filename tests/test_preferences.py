@@ -13,7 +13,7 @@ from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.preferences import ALGORITHMS, preference_arguments
 from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import write_jsonl
+from tests.toys import WithoutFloat64, write_jsonl
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
@@ -212,6 +212,15 @@ def test_layers_are_compiled_where_that_is_asked_for(build_trainer):
     for compiles in (False, True):
         trainer = build_trainer(torch_compile=compiles)
         assert all((layer._compiled_call_impl is not None) == compiles for layer in trainer.model.model.layers)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_float64_is_needed(build_trainer, algorithm):
+    trainer = build_trainer(algorithm=algorithm, experts=EXPERTS, max_steps=2)
+    with WithoutFloat64():
+        trainer.train()
+        trainer.evaluate()
+        trainer.save_model()
 
 
 def test_evaluation_has_no_router_loss(build_trainer):

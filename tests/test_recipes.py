@@ -196,6 +196,13 @@ def test_make_builds_the_command(words, expected):
         assert part in " ".join(output.split()), output
 
 
+def test_make_leaves_the_device_to_the_recipes_where_nvidia_has_none():
+    """On a Mac, say, whose GPU nvidia-smi does not know."""
+    command = ["make", "-n", "pretrain", f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES="]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "recipes/pretrain.py --config recipes/tiny/pretrain.yaml" in output and "--use_cpu" not in output
+
+
 def test_make_refuses_more_gpus_than_there_are():
     command = ["make", "-n", "pretrain", "DEVICE=cuda", "GPUS=3", "CUDA_VISIBLE_DEVICES=0,1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

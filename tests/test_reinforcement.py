@@ -26,7 +26,7 @@ from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.tools import MINIMIND_TOOLS, calculator, load_tools
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import toy_model
+from tests.toys import EXPERTS, WithoutFloat64, toy_model
 
 
 RECIPE = str(ROOT / "recipes/grpo.py")
@@ -195,6 +195,14 @@ def test_every_parameter_moves_under_every_loss(tokenizer, tmp_path, flags):
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert len(history) == 2 and all(math.isfinite(entry["grad_norm"]) for entry in history)
     assert trainer.state.num_input_tokens_seen > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_float64_is_needed(tokenizer, tmp_path, algorithm):
+    trainer = toy_trainer(tokenizer, tmp_path, model=make_model(**EXPERTS), algorithm=algorithm, beta=0.1)
+    with WithoutFloat64():
+        trainer.train()
+        trainer.save_model()
 
 
 def test_the_reference_is_the_policy_as_it_was(tokenizer, tmp_path):

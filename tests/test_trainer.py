@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
 from hf_pretrain.callbacks import ProfilerCallback
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.training_args import LMTrainingArguments
-from tests.toys import EXPERTS, toy_model
+from tests.toys import EXPERTS, WithoutFloat64, toy_model
 
 
 LENGTHS = [7, 19, 4, 12, 16, 5, 9, 11, 3, 14, 20, 6, 8]
@@ -448,3 +449,31 @@ def test_tensorboard_gets_the_losses(tmp_path):
     for key in ("loss", "ce_loss", "aux_loss", "grad_norm", "tokens_per_second"):
         recorded = [event.value for event in accumulator.Scalars(f"train/{key}")]
         assert recorded == pytest.approx([step[key] for step in steps], rel=1e-5), key
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_training_evaluating_saving_and_resuming_need_no_float64(tmp_path, num_experts):
+    arguments = {"optim": "adamw_torch", "max_grad_norm": 1, "save_strategy": "steps", "save_steps": 3}
+    rows, tokenizer = make_documents(weighted=True), train_tokenizer(["a b c"] * 9, vocab_size=300)
+    options = {"accumulation": 2, "arguments": arguments, "processing_class": tokenizer}
+    trainer = make_trainer(tmp_path, rows, model=make_model(num_experts), **options)
+    with WithoutFloat64():
+        trainer.train()
+        assert trainer.evaluate()["eval_bits_per_byte"] > 0
+        trainer.save_model()
+        again = make_trainer(tmp_path, rows, model=make_model(num_experts), **options)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.num_input_tokens_seen == trainer.state.num_input_tokens_seen
+
+
+def test_tokens_and_held_out_losses_are_added_up_beyond_the_digits_of_float32(tmp_path):
+    """From 2**24 on, float32 knows even numbers alone; these documents have 7, 19 and 5 tokens."""
+    trainer = make_trainer(tmp_path, make_documents())
+    trainer._new_tokens = torch.tensor(2**24)
+    trainer._get_num_items_in_batch(
+        [trainer.data_collator([make_documents()[n] for n in (0, 1, 5)])], torch.device("cpu")
+    )
+    trainer._read_token_count()
+    assert trainer.state.num_input_tokens_seen == 2**24 + 31
+    large, small = torch.tensor([2.0**24, 1.0]), torch.tensor([1.0, 2.0**-30])
+    assert trainer._add_up([large, small]) == [2.0**24 + 1, 1 + 2.0**-30]

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 
@@ -25,3 +27,14 @@ def write_jsonl(path: Path, records: Iterable[dict | str]) -> str:
     rows = ({"text": record} if isinstance(record, str) else record for record in records)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """What runs in here runs where there is no float64 and no complex128, such as on MPS."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, outputs)):
+            if isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128):
+                raise TypeError(f"{func} on {value.dtype}")
+        return outputs
