@@ -12,7 +12,7 @@ Evaluation is one ratio of sums over the whole set.
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -21,12 +21,13 @@ from typing import Any
 import datasets
 import torch
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from .adapters import base_model_of, is_adapted
 from .checkpointing import DATA_POSITION_NAME
+from .data.collators import DataCollatorForPackedRows
 from .data.filling import FILLER_COLUMN, ROW_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
 from .efficiency import flops_per_token, peak_flops_per_second, peak_memory_bytes
 from .hub import HubPushMixin
@@ -42,14 +43,28 @@ logger = logging.get_logger(__name__)
 class MaskedLossTrainer(HubPushMixin):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
-    -100 and for a float `loss_mask` beside them. It logs `ce_loss`, `aux_loss`, `tokens_per_second`,
+    -100 and for a float `loss_mask` beside them. Without a `data_collator`, rows are those of
+    [`~data.collators.DataCollatorForPackedRows`]: `input_ids` of any lengths are enough. It logs `ce_loss`, `aux_loss`, `tokens_per_second`,
     `model_flops_per_second`, `mfu` (that over the peak of all devices) and `peak_memory_gib` besides, and evaluates
     `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`, `eval_bits_per_byte`. Everything
     else is Trainer's.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: PreTrainedModel | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ):
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        super().__init__(model=model, args=args, data_collator=data_collator, **data, **kwargs)
+        if data_collator is None:
+            pad_token_id = base_model_of(self.model).config.pad_token_id
+            self.data_collator = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
         self._check_arguments()
         self._is_evaluating = self._wants_loss_alone = False
         # Of each batch that was evaluated: the sum of w * CE, of w, and of the bytes.

@@ -11,7 +11,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
 from hf_pretrain.callbacks import ProfilerCallback
@@ -110,6 +110,48 @@ def written_out_loss(model: MiniMindForCausalLM, documents: list[dict]) -> tuple
             chosen = F.one_hot(probabilities.topk(2).indices, 4).sum(1).float()
             aux = aux + 4 * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
     return ce / weight_sum, aux / num_documents
+
+
+def as_lists(documents: list[dict]) -> list[dict]:
+    return [{"input_ids": document["input_ids"]} for document in documents]
+
+
+def as_a_tokenizer_pads(documents: list[dict]) -> Dataset:
+    """To 32 tokens, on the left."""
+    rows = []
+    for document in documents:
+        ids, padding = document["input_ids"], 32 - len(document["input_ids"])
+        rows.append({"input_ids": [0] * padding + ids, "attention_mask": [0] * padding + [1] * len(ids), "text": "x"})
+    return Dataset.from_list(rows)
+
+
+def as_a_dataset_with_labels(documents: list[dict]) -> Dataset:
+    rows = [row | {"labels": row["input_ids"], "token_type_ids": row["input_ids"]} for row in as_lists(documents)]
+    return Dataset.from_list(rows).with_format("torch")
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+@pytest.mark.parametrize("make_rows", [as_lists, as_a_tokenizer_pads, as_a_dataset_with_labels])
+def test_what_a_notebook_does_is_the_formula_too(tmp_path, make_rows, batch):
+    documents = make_documents()
+    model = make_model(4)
+    ce_loss, aux_loss = written_out_loss(model, documents)
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=14 // batch,
+        **{"num_train_epochs": 2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True},
+        **{"save_strategy": "epoch", "eval_strategy": "epoch"},
+    )
+    rows = make_rows(documents)
+    trainer = MaskedLossTrainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    steps = train(trainer)
+    assert steps[0]["loss"] == pytest.approx((ce_loss + 0.5 * aux_loss).item(), rel=1e-5)
+    assert steps[1]["loss"] < steps[0]["loss"]
+    # On from the first epoch, to the same end.
+    again = MaskedLossTrainer(make_model(4), arguments, train_dataset=rows, eval_dataset=rows)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -7,13 +7,18 @@ import numpy as np
 import torch
 
 
+# One value for each token.
+TOKEN_COLUMNS = ("input_ids", "labels", "loss_mask", "attention_mask")
+
+
 @dataclass
 class DataCollatorForPackedRows:
     """
     Batches rows of documents, padding on the right.
 
     There is no attention mask: documents are told apart by `position_ids`, which begin at 0 in each one. The padding
-    of a row is like one more document without labels.
+    of a row is like one more document without labels. Rows of other programs are taken as well: without `seq_lengths`, a
+    row is one document; what its `attention_mask` hides is left out.
 
     Args:
         pad_token_id (`int`): fills rows up.
@@ -26,17 +31,20 @@ class DataCollatorForPackedRows:
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """
         Args:
-            features (`list[dict]`): rows with `input_ids`, `seq_lengths` (lengths of the documents in it) and, in all
-                rows or none, `loss_mask`, one weight for each of `input_ids`.
+            features (`list[dict]`): rows with `input_ids`, and optionally `seq_lengths` (lengths of the documents in
+                it), `labels` (by default, `input_ids`), `attention_mask`, and in all rows or none, `loss_mask`, one
+                weight for each of `input_ids`.
 
         Returns:
             `dict`: `input_ids`, `labels` and `position_ids`, `torch.int64` of shape `(batch_size, seq_len)`. Labels
-            are -100 at the first token of each document, in the padding and where the weight is 0. With `loss_mask`
+            are -100 at the first token of each document, in the padding, where the weight is 0 and where they were. With `loss_mask`
             in the rows, also `loss_mask`, `torch.float32` of the same shape, 0 where labels are -100.
 
         Raises:
-            `ValueError`: if a row is longer than `max_length`, or its documents' lengths do not sum to its own.
+            `ValueError`: if a row is longer than `max_length`, its documents' lengths do not sum to its own, or its
+                columns differ in length.
         """
+        features = [_without_padding(feature) for feature in features]
         lengths = [len(feature["input_ids"]) for feature in features]
         seq_len = self.max_length or max(lengths)
         if max(lengths) > seq_len:
@@ -49,14 +57,14 @@ class DataCollatorForPackedRows:
         position_ids = np.tile(np.arange(seq_len), (len(features), 1))
         loss_mask = np.zeros(shape, dtype=np.float32)
         for row, (feature, length) in enumerate(zip(features, lengths, strict=True)):
-            seq_lengths = np.asarray(feature["seq_lengths"])
+            seq_lengths = feature.get("seq_lengths", np.array([length]))
             if seq_lengths.sum() != length:
-                raise ValueError(f"seq_lengths {feature['seq_lengths']} do not sum to the row's {length} tokens.")
+                raise ValueError(f"seq_lengths {seq_lengths.tolist()} do not sum to the row's {length} tokens.")
             starts = np.cumsum(seq_lengths) - seq_lengths
             position_ids[row, :length] -= np.repeat(starts, seq_lengths)
             position_ids[row, length:] -= length
             input_ids[row, :length] = feature["input_ids"]
-            labels[row, :length] = feature["input_ids"]
+            labels[row, :length] = feature.get("labels", feature["input_ids"])
             labels[row, starts] = -100
             loss_mask[row, :length] = feature.get("loss_mask", 1.0)
         labels[loss_mask == 0] = -100
@@ -65,3 +73,17 @@ class DataCollatorForPackedRows:
         if "loss_mask" in features[0]:
             batch["loss_mask"] = loss_mask
         return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def _without_padding(feature: dict[str, Any]) -> dict[str, Any]:
+    """A row as arrays, without the tokens that its `attention_mask` hides, on whichever side they are."""
+    row = {name: np.asarray(feature[name]) for name in TOKEN_COLUMNS if feature.get(name) is not None}
+    shapes = {name: column.shape for name, column in row.items()}
+    if set(shapes.values()) != {(len(row["input_ids"]),)}:
+        raise ValueError(f"A row's columns must be lists of equal length, and these have the shapes {shapes}.")
+    if "attention_mask" in row:
+        is_token = row.pop("attention_mask") != 0
+        row = {name: column[is_token] for name, column in row.items()}
+    if feature.get("seq_lengths") is not None:
+        row["seq_lengths"] = np.asarray(feature["seq_lengths"])
+    return row

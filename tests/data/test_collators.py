@@ -42,3 +42,20 @@ def test_loss_mask_and_labels_agree():
 def test_lengths_that_do_not_add_up_are_refused():
     with pytest.raises(ValueError, match="do not sum to the row's 3 tokens"):
         DataCollatorForPackedRows(pad_token_id=0)([{"input_ids": [1, 8, 2], "seq_lengths": [2]}])
+
+
+def test_rows_of_other_programs():
+    collate = DataCollatorForPackedRows(pad_token_id=0)
+    plain = collate([{"input_ids": [1, 8, 2], "text": "x"}, {"input_ids": torch.tensor([1, 5, 6, 2])}])
+    assert plain["labels"].tolist() == [[-100, 8, 2, -100], [-100, 5, 6, 2]]
+    assert plain["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    # What a tokenizer padded, on either side, is the same row; labels that are there stay.
+    padded = [
+        {"input_ids": [1, 8, 2, 9, 9], "attention_mask": [1, 1, 1, 0, 0]},
+        {"input_ids": [9, 1, 5, 6, 2], "attention_mask": [0, 1, 1, 1, 1], "labels": [-100, 1, 5, 6, 2]},
+    ]
+    assert all(torch.equal(plain[name], tensor) for name, tensor in collate(padded).items())
+    chosen = collate([{"input_ids": [1, 8, 2], "labels": [1, -100, 2]}])
+    assert chosen["labels"].tolist() == [[-100, -100, 2]]
+    with pytest.raises(ValueError, match=r"lists of equal length.*'labels': \(2,\)"):
+        collate([{"input_ids": [1, 8, 2], "labels": [1, 8]}])
