@@ -34,6 +34,16 @@ class TrainingProgressCallback(ProgressCallback):
             self.training_bar.write(f"step {state.global_step}: {', '.join(figures)}")
 
 
+class EvaluationIntervalCallback(TrainerCallback):
+    """Evaluates at most every `min_steps` steps, and at the end."""
+
+    def __init__(self, min_steps: int):
+        self.min_steps = min_steps
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.eval_steps = max(state.eval_steps, self.min_steps)
+
+
 class ProfilerCallback(TrainerCallback):
     """
     Traces one step in `interval`, with memory and shapes, into `<output_dir>/profile/step-<step>-rank-<rank>.json` (for
@@ -76,4 +86,4 @@ class ProfilerCallback(TrainerCallback):
         self._profiler.stop()
 
 
-__all__ = ["ProfilerCallback", "TrainingProgressCallback"]
+__all__ = ["EvaluationIntervalCallback", "ProfilerCallback", "TrainingProgressCallback"]

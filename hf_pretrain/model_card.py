@@ -35,6 +35,7 @@ HELD_OUT_METRICS = {
     "eval_loss": "loss",
     "eval_perplexity": "perplexity",
     "eval_bits_per_byte": "bits per byte",
+    "eval_kl": "divergence from the teacher",
     "eval_rewards/accuracies": "reward accuracy",
     "eval_reward": "mean reward",
 }
@@ -146,7 +147,7 @@ def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalRes
             dataset_config=f"{data_name}, {facts.data_kind}",
             dataset_name=f"{data_name} (held-out {facts.data_kind})",
             metric_type=name.replace(" ", "_"),
-            metric_name=f"held-out {name} ({facts.loss_unit})" if key == "eval_loss" else f"held-out {name}",
+            metric_name=f"held-out {name} ({facts.loss_unit})" if key in ("eval_loss", "eval_kl") else f"held-out {name}",
             metric_value=round(metrics[key], 6),
         )
         for key, name in HELD_OUT_METRICS.items()

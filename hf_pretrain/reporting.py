@@ -178,6 +178,7 @@ def format_report(
     for key, name, unit in (
         ("eval_loss", "Held-out loss", f" {loss_unit}"),
         ("eval_bits_per_byte", "Bits per byte", ""),
+        ("eval_kl", "Divergence", " nats per token from the teacher"),
         ("eval_rewards/accuracies", "Reward accuracy", ""),
         ("eval_reward", "Held-out reward", ""),
     ):

@@ -9,14 +9,14 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from transformers.trainer_callback import ProgressCallback
 
 from .arguments import ChatArguments
-from .callbacks import ProfilerCallback, TrainingProgressCallback
+from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingProgressCallback
 from .data.conversations import mark_template
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .locking import release_output_dir, watch_launcher
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve, sample_answers
 from .resuming import checkpoint_to_resume, occupy_output_dir, on_main_process, remove_leftovers
-from .training_args import LMTrainingArguments
+from .training_args import MIN_EVAL_STEPS, LMTrainingArguments
 
 
 def begin_run(training_args: LMTrainingArguments, *, streaming: bool = False) -> str | None:
@@ -84,7 +84,7 @@ def load_conversations(
         train_rows, packing_report = data_args.prepare_rows(train_documents, tokenizer)
         eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
     if eval_rows is None:
-        training_args.eval_strategy, training_args.eval_on_start = "no", False
+        training_args.evaluate_never()
     report = [f"Training: {packing_report or 'streamed'}", f"Held out: {eval_report or 'nothing'}"]
     if training_args.process_index == 0:
         print("\n".join(report))
@@ -93,17 +93,34 @@ def load_conversations(
 
 
 def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict[str, float]:
-    """Trains, saves, evaluates where there are held-out rows, and writes the log. Returns the held-out metrics."""
+    """
+    Trains, saves, evaluates where there are held-out rows and the last step was not evaluated, and writes the log.
+    Returns the held-out metrics.
+    """
     if any(isinstance(callback, ProgressCallback) for callback in trainer.callback_handler.callbacks):
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(TrainingProgressCallback)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
+    if trainer.args.spaces_evaluations:
+        trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
-    metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    metrics = {}
+    if trainer.eval_dataset is not None:
+        metrics = _last_evaluation(trainer) or trainer.evaluate()
     trainer.save_state()
     return metrics
+
+
+def _last_evaluation(trainer: HubPushMixin) -> dict[str, float]:
+    """What was measured of the model as it is at the end; nothing if it was measured at other steps alone."""
+    state = trainer.state
+    if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
+        return {}
+    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+    evaluations = [entry for entry in entries if any(key.startswith("eval_") for key in entry)]
+    return {key: value for entry in evaluations[-1:] for key, value in entry.items() if key.startswith("eval_")}
 
 
 def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:

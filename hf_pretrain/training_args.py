@@ -22,6 +22,11 @@ from .weight_files import read_json
 
 logger = logging.get_logger(__name__)
 
+# Steps between evaluations that nobody asked for.
+MIN_EVAL_STEPS = 50
+# transformers takes every metric that does not end in "loss" for one of which more is better.
+LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "kl")
+
 
 @dataclass
 class LMTrainingArguments(TrainingArguments):
@@ -87,7 +92,10 @@ class LMTrainingArguments(TrainingArguments):
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second decay rate."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the rows."})
     eval_strategy: str = field(default="steps", metadata={"help": "no, steps or epoch."})
-    eval_steps: float | None = field(default=0.1, metadata={"help": "Steps, or below 1 the share of all steps."})
+    eval_steps: float | None = field(
+        default=None,
+        metadata={"help": f"Steps, or below 1 the share of all; by default a tenth, and at least {MIN_EVAL_STEPS}."},
+    )
     save_steps: float = field(default=0.1, metadata={"help": "Steps, or below 1 the share of all steps."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
     logging_steps: float = field(default=10, metadata={"help": "Steps, or below 1 the share of all steps."})
@@ -102,6 +110,11 @@ class LMTrainingArguments(TrainingArguments):
         if self.accelerator_config is None:
             # Every rank reads a stream itself; the trainer fills up its last batch.
             self.accelerator_config = {"dispatch_batches": False}
+        self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
+        if self.eval_steps is None:
+            self.eval_steps = 0.1
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
+            self.greater_is_better = False
         schedule = str(self.lr_scheduler_type)
         if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
@@ -156,6 +169,12 @@ class LMTrainingArguments(TrainingArguments):
                 "accelerate turns FSDP on CPU processes into DDP without a word. On CPU launch with torchrun and pass "
                 "--fsdp_size N, which shards through transformers itself."
             )
+
+    def evaluate_never(self) -> None:
+        """For a run of which nothing is held out."""
+        if self.load_best_model_at_end:
+            logger.warning("Nothing is held out, so --load_best_model_at_end cannot tell: the last model is kept.")
+        self.eval_strategy, self.eval_on_start, self.load_best_model_at_end = "no", False, False
 
     @property
     def distributed_config(self) -> DistributedConfig | None:

@@ -42,7 +42,7 @@ def main(
     if training_args.process_index == 0:
         print("\n".join(report))
     if len(eval_pairs) == 0:
-        training_args.eval_strategy, training_args.eval_on_start = "no", False
+        training_args.evaluate_never()
 
     _, trainer_class = ALGORITHMS[training_args.algorithm]
     model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)

@@ -55,7 +55,7 @@ def main(
         ),
     )
     if len(eval_tasks) == 0:
-        training_args.eval_strategy = "no"
+        training_args.evaluate_never()
 
     trainer = ALGORITHMS[training_args.algorithm](
         model,

@@ -45,7 +45,7 @@ def main(
     if training_args.process_index == 0 and packing_report is not None:
         print(packing_report)
     if eval_rows is None:
-        training_args.eval_strategy = "no"
+        training_args.evaluate_never()
 
     model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = MaskedLossTrainer(
