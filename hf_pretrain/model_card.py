@@ -147,7 +147,7 @@ def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalRes
             dataset_config=f"{data_name}, {facts.data_kind}",
             dataset_name=f"{data_name} (held-out {facts.data_kind})",
             metric_type=name.replace(" ", "_"),
-            metric_name=f"held-out {name} ({facts.loss_unit})" if key in ("eval_loss", "eval_kl") else f"held-out {name}",
+            metric_name=f"held-out {name}" + (f" ({facts.loss_unit})" if key in ("eval_loss", "eval_kl") else ""),
             metric_value=round(metrics[key], 6),
         )
         for key, name in HELD_OUT_METRICS.items()

@@ -130,11 +130,13 @@ class MiniMindKTOTrainer(_WholeBatchesMixin, RouterLossMixin, KTOTrainer):
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: KTOConfig, name: str) -> Dataset:
         # The KL needs an order that stays, so they are shuffled here, once.
-        dataset = dataset.shuffle(seed=args.seed).map(_unpair, batched=True, remove_columns=dataset.column_names)
+        # NOTE: `datasets` would take rows from its cache that an older version of these functions made.
+        fresh = {"batched": True, "load_from_cache_file": False}
+        dataset = dataset.shuffle(seed=args.seed).map(_unpair, remove_columns=dataset.column_names, **fresh)
         if not self.calculate_KL:
             return dataset
         # Answers to other prompts of the batch, from which the KL is estimated.
-        return dataset.map(_mismatch, batched=True, batch_size=args.per_device_train_batch_size)
+        return dataset.map(_mismatch, batch_size=args.per_device_train_batch_size, **fresh)
 
 
 def _unpair(batch: dict[str, list]) -> dict[str, list]:

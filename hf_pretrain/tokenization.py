@@ -7,6 +7,7 @@ text without an unknown token and gives it back unchanged. Its chat template is 
 """
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from datasets import Dataset, IterableDataset
 from huggingface_hub import hf_hub_download
@@ -85,6 +87,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
         response_template=json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8")),
         clean_up_tokenization_spaces=False,
     )
+
+
+# A tokenizer that an older version trained is not taken for one of this version.
+_TRAINING_CODE = inspect.getsource(train_tokenizer)
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
@@ -206,7 +212,7 @@ def load_or_train_tokenizer(
     texts = _sample_texts(documents, max_training_chars)
     digest = hashlib.blake2b(digest_size=16)
     templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
-    recipe = [vocab_size, SPECIAL_TOKENS, *templates]
+    recipe = [vocab_size, SPECIAL_TOKENS, *templates, _TRAINING_CODE, tokenizers.__version__]
     for part in (json.dumps(recipe), *texts):
         digest.update(part.encode() + b"\0")
     directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest.hexdigest()

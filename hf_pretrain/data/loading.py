@@ -26,7 +26,7 @@ from .formats import (
     read_json_lines,
     read_text,
 )
-from .parts import cut, digest, work_on
+from .parts import cache_key, cut, work_on
 from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file_state, find_sources
 
 
@@ -45,7 +45,6 @@ ROW_FEATURES = Features(
         "reason": Value("string"),
     }
 )
-READER_VERSION = 8  # part of the cache key; raise it when reading gives other rows
 MAX_WARNINGS = 20
 # Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
 VALIDATION_SCAN = 50_000
@@ -264,7 +263,7 @@ def _load_rows(
 def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
     """The rows of some pieces, read or from the cache."""
     contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
-    key = digest(READER_VERSION, how, contents)
+    key = cache_key(how, contents)
     try:
         return Dataset.from_generator(
             _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}, fingerprint=key
@@ -297,6 +296,7 @@ def _load_hub_rows(
     columns = records.column_names or list(next(iter(records)))
     if text_column is not None and text_column not in columns:
         raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
+    how = (name, schema, text_column)
     rows = records.map(
         _check_records,
         batched=True,
@@ -304,9 +304,9 @@ def _load_hub_rows(
         fn_kwargs={"name": name, "schema": schema, "text_column": text_column},
         features=ROW_FEATURES,
         remove_columns=columns,
-        **({} if streaming else {"num_proc": num_proc}),
+        **({} if streaming else {"num_proc": num_proc, "new_fingerprint": cache_key(records._fingerprint, *how)}),
     )
-    rows.info.description = str((name, schema, text_column))
+    rows.info.description = str(how)
     return rows
 
 
@@ -397,7 +397,7 @@ def _split(
 
 
 def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
-    key = digest(documents._fingerprint, key)
+    key = cache_key(documents._fingerprint, key)
     return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
 
 

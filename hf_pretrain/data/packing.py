@@ -19,15 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from ..tokenization import encode_documents
 from .conversations import ConversationEncoder
-from .parts import cut, digest, work_on
+from .parts import cache_key, cut, digest, work_on
 
 
 PACKINGS = ("bfd", "wrapped", "none")
 MIN_LENGTH = 8
 # Documents that are packed together: enough to fill rows, few enough to hold in memory.
 GROUP_SIZE = 10_000
-ENCODING_VERSION = 1  # part of the cache keys; raise them when the same arguments give other ids or rows
-PACKING_VERSION = 1
 
 TOKEN_FEATURES = {"input_ids": List(Value("int32"))}
 WEIGHTED_TOKEN_FEATURES = {**TOKEN_FEATURES, "loss_mask": List(Value("float32")), "num_tokens_cut": Value("int32")}
@@ -118,7 +116,7 @@ def prepare_rows(
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
     # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    key = digest(tokenizer.backend_tokenizer.to_str(), ends, ENCODING_VERSION)
+    key = digest(tokenizer.backend_tokenizer.to_str(), ends)
     if is_weighted:
         key = digest(key, encoder, tokenizer.chat_template, max_length)
     if isinstance(documents, IterableDataset):
@@ -128,7 +126,7 @@ def prepare_rows(
             remove_columns=["text"],
             **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
         )
-        rows.info.description = str((documents.info.description, key, how, PACKING_VERSION))
+        rows.info.description = str((documents.info.description, key, how))
         return rows, None
     if len(documents) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
@@ -150,7 +148,7 @@ def _prepare_part(
     documents: Dataset, key: str, encode: Callable[[dict[str, list]], dict[str, list]], features: Features, how: dict
 ) -> tuple[Dataset, PackingReport]:
     """Rows of one part, and what was counted; `key` stands for the tokenizer and the encoder."""
-    key = digest(documents._fingerprint, key)
+    key = cache_key(documents._fingerprint, key)
     tokens = documents.map(
         encode,
         batched=True,
@@ -162,7 +160,7 @@ def _prepare_part(
     if len(tokens) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(len(documents), 0, 0, 0.0, 0, num_dropped=len(documents))
-    key = digest(key, how, GROUP_SIZE, PACKING_VERSION)
+    key = cache_key(key, how, GROUP_SIZE)
     rows = tokens.with_format("arrow").map(
         _pack_batch,
         fn_kwargs=how,

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
@@ -25,8 +27,23 @@ T = TypeVar("T")
 
 
 def digest(*values: object) -> str:
-    """A key for the cache, of values that print all that they are."""
+    """A digest of values that print all that they are."""
     return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
+
+
+def describe_code(package: Path) -> str:
+    """A digest of the code that makes rows of data, and the versions of the libraries that it does so with."""
+    files = [*sorted((package / "data").glob("*.py")), package / "tokenization.py"]
+    versions = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
+    return digest([file.read_bytes() for file in files], versions)
+
+
+CODE = describe_code(Path(__file__).parent.parent)
+
+
+def cache_key(*values: object) -> str:
+    """A key for the cache, of values that print all that they are: other code gives other keys."""
+    return digest(CODE, *values)
 
 
 def cut(dataset: Dataset) -> list[Dataset]:
@@ -72,4 +89,4 @@ def _begin_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-__all__ = ["MAX_PROCESSES", "PART_SIZE", "cut", "digest", "work_on"]
+__all__ = ["MAX_PROCESSES", "PART_SIZE", "cache_key", "cut", "digest", "work_on"]

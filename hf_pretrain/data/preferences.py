@@ -6,11 +6,10 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
 from .conversations import encode_conversation
-from .parts import digest
+from .parts import cache_key
 
 
 PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
-ENCODING_VERSION = 2  # part of the cache key; raise it when the same arguments give other ids
 
 
 def prepare_pairs(
@@ -41,7 +40,7 @@ def prepare_pairs(
         remove_columns=["text"],
         features=PAIR_FEATURES,
         num_proc=num_proc,
-        new_fingerprint=digest(key, ENCODING_VERSION),
+        new_fingerprint=cache_key(key),
         desc="Tokenizing",
     )
     if len(documents) and len(pairs) == 0:

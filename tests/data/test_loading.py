@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from datasets import Dataset, Features, IterableDataset, Value
 
-from hf_pretrain.data import formats, loading, parts, sources
+from hf_pretrain.data import formats, loading, packing, parts, sources
 from hf_pretrain.data.conversations import ConversationEncoder
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
@@ -321,6 +321,39 @@ def test_cache_follows_the_content(tmp_path, monkeypatch):
     path.write_text('{"text": "a", "body": "b"}')
     assert texts_of(load_documents([str(path)], validation_fraction=0)[0]) == ["a"]
     assert texts_of(load_documents([str(path)], validation_fraction=0, text_column="body")[0]) == ["b"]
+
+
+def test_cache_of_other_code_is_not_taken(tmp_path, tokenizer, monkeypatch):
+    name = write_jsonl(tmp_path / "a.jsonl", ["a number"])
+
+    def prepare():
+        documents, _ = load_documents([name], validation_fraction=0)
+        return prepare_rows(documents, tokenizer, max_length=64)[0]["input_ids"][0]
+
+    def make_row(*args):
+        return {**_make_row(*args), "text": "of an older version"}
+
+    def encode(texts, tokenizer):
+        return [[*ids, 0] for ids in encode_documents(texts, tokenizer)]
+
+    _make_row, encode_documents = loading._make_row, packing.encode_documents
+    with monkeypatch.context() as older:
+        older.setattr(parts, "CODE", "older")
+        older.setattr(loading, "_make_row", make_row)
+        older.setattr(packing, "encode_documents", encode)
+        assert tokenizer.decode(prepare(), skip_special_tokens=True) == "of an older version"
+    assert prepare() == encode_documents(["a number"], tokenizer)[0]
+
+
+def test_code_is_known_by_its_content(tmp_path):
+    package = Path(parts.__file__).parent.parent
+    for name in ("tokenization.py", *(f"data/{file.name}" for file in (package / "data").glob("*.py"))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((package / name).read_bytes())
+    assert parts.describe_code(tmp_path) == parts.CODE
+    with (tmp_path / "data/packing.py").open("a") as file:
+        file.write("\n# another version\n")
+    assert parts.describe_code(tmp_path) != parts.CODE
 
 
 @pytest.mark.parametrize("streaming", [False, True])
