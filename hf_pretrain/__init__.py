@@ -1,21 +1,24 @@
 """
 hf_pretrain: pretrain and fine-tune MiniMind models with the Hugging Face stack.
 
-Importing the package registers MiniMind with transformers' Auto classes. The Trainer and its arguments are imported
-when they are first asked for.
+Importing the package registers MiniMind with transformers' Auto classes and with peft. The Trainer and its arguments
+are imported when they are first asked for.
 """
 
 from importlib import import_module
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from .adapters import register_peft_defaults
 from .configuration_minimind import PRESETS, MiniMindConfig
-from .modeling_minimind import MiniMindForCausalLM, MiniMindModel
+from .modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
 
 
 AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)
 AutoModel.register(MiniMindConfig, MiniMindModel, exist_ok=True)
 AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(MiniMindConfig, MiniMindForSequenceClassification, exist_ok=True)
+register_peft_defaults()
 
 _LAZY = {
     "MaskedLossTrainer": ".trainer",
@@ -32,4 +35,11 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["PRESETS", "MiniMindConfig", "MiniMindForCausalLM", "MiniMindModel", *_LAZY]
+__all__ = [
+    "PRESETS",
+    "MiniMindConfig",
+    "MiniMindForCausalLM",
+    "MiniMindForSequenceClassification",
+    "MiniMindModel",
+    *_LAZY,
+]

@@ -128,6 +128,17 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     return _finish(adapted)
 
 
+def register_peft_defaults() -> None:
+    """Gives peft's methods the default `target_modules` of Llama, whose layers have the names of ours."""
+    if not is_peft_available():
+        return
+    from peft.utils import constants
+
+    for name, mapping in vars(constants).items():
+        if name.endswith("_MODULES_MAPPING") and "llama" in mapping:
+            mapping.setdefault("minimind", mapping["llama"])
+
+
 def _finish(adapted: Any) -> Any:
     """What `MiniMindPreTrainedModel` asks of DDP, by the names that the parts have in peft's wrapper."""
     tables = {name for name, _ in adapted.named_buffers() if name.endswith("rotary_emb.pos_cis")}
@@ -254,4 +265,5 @@ __all__ = [
     "is_adapted",
     "load_adapter",
     "merge_adapter",
+    "register_peft_defaults",
 ]

@@ -11,6 +11,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
+
+if Version(transformers.__version__).release < (5, 23):
+    raise ImportError(
+        f"This MiniMind checkpoint needs transformers 5.23 or newer, and {transformers.__version__} is installed: "
+        "pip install -U transformers. For older versions, convert it to an architecture that they know, where "
+        "hf_pretrain is installed: python recipes/convert.py --from CHECKPOINT --to DIR --format llama (or qwen3, "
+        "qwen3_moe, ernie4_5_moe)."
+    )
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -22,6 +34,7 @@ AUTO_MAP = {
     "AutoConfig": "configuration_minimind.MiniMindConfig",
     "AutoModel": "modeling_minimind.MiniMindModel",
     "AutoModelForCausalLM": "modeling_minimind.MiniMindForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_minimind.MiniMindForSequenceClassification",
 }
 
 
@@ -53,7 +66,7 @@ class MiniMindConfig(PreTrainedConfig):
         num_shared_experts (`int`, defaults to 0): experts that every token passes through, without a gate.
         moe_intermediate_size (`int`, *optional*, defaults to `intermediate_size`): SwiGLU width of one expert.
         norm_topk_prob (`bool`, defaults to `True`): divide the top-k probabilities by their sum, at top-1 too.
-        router_aux_loss_coef (`float`, defaults to 0.01): weight of the router loss in `loss`.
+        router_aux_loss_coef (`float`, defaults to 0.01): weight of the router loss in `loss`; always 0 without experts.
         router_aux_loss_level (`str`, defaults to `"sequence"`): `"sequence"`, a router loss for each document,
             averaged; or `"batch"`, one over all tokens of a forward pass (depends on how rows are batched).
         upstream_generation (`str`, *optional*): `"v1"`, `"v2"` or `"v3"`, the MiniMind release that the weights came
@@ -144,6 +157,9 @@ class MiniMindConfig(PreTrainedConfig):
             self.intermediate_size = 64 * -(-int(8 * self.hidden_size / 3) // 64)
         if self.moe_intermediate_size is None:
             self.moe_intermediate_size = self.intermediate_size
+        if self.num_experts == 0:
+            # NOTE: by a coefficient other than 0, TRL's own trainers take a model for one with experts.
+            self.router_aux_loss_coef = 0.0
         super().__post_init__(**kwargs)
 
     def _check_sizes(self):

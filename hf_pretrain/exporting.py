@@ -23,7 +23,7 @@ from .conversion import V3_YARN, load_upstream
 from .forms import FORMS, describe_form, to_half_split
 from .gguf_format import check_gguf, check_gguf_fields, gguf_form, read_ernie_weights, write_gguf
 from .modeling_minimind import MiniMindForCausalLM
-from .tokenization import check_tokenizer
+from .tokenization import check_tokenizer, save_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -318,15 +318,34 @@ def export(
         (output_dir / "config.json").write_text(fields + "\n", encoding="utf-8")
         report = _compare(reference, load_upstream(output_dir, dtype=torch.float32), target, dtype)
     else:
-        (converted if form == "minimind" else to_stock_model(converted, form)).save_pretrained(output_dir)
+        if form == "minimind":
+            converted.save_pretrained(output_dir)
+        else:
+            to_stock_model(converted, form).save_pretrained(output_dir)
+            _add_older_names(output_dir / "config.json")
         written = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32)
         report = _compare(reference, written, target, dtype)
     if tokenizer is not None and form != "gguf":
-        tokenizer.save_pretrained(output_dir)
+        save_tokenizer(tokenizer, output_dir)
     difference = report.decisive_difference
     if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
         raise RuntimeError(f"{output_dir} was written but is not the same model: {report}. Please report this.")
     return report
+
+
+def _add_older_names(config_file: Path) -> None:
+    """
+    Says once more in a stock config.json, by the names of transformers 4, what transformers 5 renamed. Without them
+    transformers 4 (and who follows it) would rotate by the default of the architecture, without a word.
+    """
+    fields = json.loads(config_file.read_text(encoding="utf-8"))
+    scaling = dict(fields["rope_parameters"])
+    fields["rope_theta"] = scaling.pop("rope_theta")
+    if scaling["rope_type"] != "default":
+        fields["rope_scaling"] = scaling
+    if "num_local_experts" in fields:
+        fields["num_experts"] = fields["num_local_experts"]
+    config_file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:

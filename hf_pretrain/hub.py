@@ -38,6 +38,7 @@ from .configuration_minimind import CODE_FILES
 from .model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
 from .resuming import newest_checkpoint
 from .stopping import StoppingMixin
+from .tokenization import save_tokenizer
 from .training_args import LMTrainingArguments
 from .weight_files import read_json
 
@@ -290,7 +291,7 @@ class HubPushMixin(StoppingMixin):
             # peft leaves a card to be filled in.
             Path(output_dir, CARD_NAME).unlink()
         if self.args.should_save and self.processing_class is not None:
-            self.processing_class.save_pretrained(output_dir)
+            save_tokenizer(self.processing_class, output_dir)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Writes the card of what was measured so far to `output_dir`; Trainer's own where the arguments are plain."""

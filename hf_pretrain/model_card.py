@@ -300,19 +300,23 @@ def _usage(repo_id: str, config: MiniMindConfig, *, form: str = "minimind", has_
         load = f'from hf_pretrain.conversion import load_upstream\n\nmodel = load_upstream("{repo_id}")'
         load = f"## Load\n\nMiniMind's own scripts read `minimind.pth`; so does\n\n```python\n{load}\n```"
         return load if has_tokenizer else load + without
-    trust = ", trust_remote_code=True" if form == "minimind" else ""
+    # NOTE: AutoTokenizer resolves the model's config first, and would ask whether to run the code beside it.
+    trust, class_name = (
+        (", trust_remote_code=True", "PreTrainedTokenizerFast") if form == "minimind" else ("", "AutoTokenizer")
+    )
+    needs = "\n\nIts code travels with the weights and needs transformers 5.23 or newer." if trust else ""
     if not has_tokenizer:
         load = f'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})'
-        return f"## Load\n\n```python\n{load}\n```{without}"
+        return f"## Load\n\n```python\n{load}\n```{needs}{without}"
     load = f"""\
 ## Load
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, {class_name}
 
-tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+tokenizer = {class_name}.from_pretrained("{repo_id}")
 model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})
-```"""
+```{needs}"""
     if form != "minimind":
         return f"{load}\n\n## Serve\n\n```bash\nvllm serve {repo_id}\n```"
     stock = gguf_form(config)

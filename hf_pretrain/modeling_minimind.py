@@ -25,7 +25,7 @@ from transformers.generation import GenerationMixin
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward, use_experts_implementation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
@@ -892,4 +892,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         )
 
 
-__all__ = ["MiniMindForCausalLM", "MiniMindModel", "MiniMindPreTrainedModel"]
+class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
+    """MiniMind with a score for each sequence, as reward models have it; without a router loss."""
+
+
+__all__ = ["MiniMindForCausalLM", "MiniMindForSequenceClassification", "MiniMindModel", "MiniMindPreTrainedModel"]

@@ -86,11 +86,29 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
         chat_template=CHAT_TEMPLATE_PATH.read_text(encoding="utf-8"),
         response_template=json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8")),
         clean_up_tokenization_spaces=False,
+        padding_side="left",
     )
 
 
 # A tokenizer that an older version trained is not taken for one of this version.
 _TRAINING_CODE = inspect.getsource(train_tokenizer)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
+    """
+    Writes a tokenizer that transformers 4.57 reads as well, and that pads on the left: a decoder generates from the
+    right end of a row, so a padded batch gives the answers of its single prompts.
+    """
+    tokenizer.save_pretrained(directory)
+    path = Path(directory, "tokenizer_config.json")
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    # NOTE: transformers 4 knows neither the class TokenizersBackend nor a list of extra special tokens.
+    if fields["tokenizer_class"] == "TokenizersBackend":
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(fields.setdefault("extra_special_tokens", {}), list):
+        fields |= {"additional_special_tokens": fields["extra_special_tokens"], "extra_special_tokens": {}}
+    fields["padding_side"] = "left"
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
@@ -226,7 +244,7 @@ def load_or_train_tokenizer(
     # Written aside and renamed: another process never sees half of it, and whoever is second finds the same content.
     scratch = tempfile.mkdtemp(dir=directory.parent)
     try:
-        tokenizer.save_pretrained(scratch)
+        save_tokenizer(tokenizer, scratch)
         os.rename(scratch, directory)
     except OSError:
         if not directory.is_dir():

@@ -14,7 +14,7 @@ from hf_pretrain.arguments import parse_args
 from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.hub import create_repository, push_folder
-from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer
+from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer, save_tokenizer
 
 
 @dataclass
@@ -56,7 +56,7 @@ def main(args: TokenizerArguments) -> None:
     tokenizer = load_or_train_tokenizer(
         None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
     )
-    tokenizer.save_pretrained(output_dir)
+    save_tokenizer(tokenizer, output_dir)
     print(f"The tokenizer of {len(tokenizer)} entries is in {output_dir}")
 
     texts = list(validation["text"])

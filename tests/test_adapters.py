@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -340,3 +341,12 @@ def test_deepspeed_in_bf16_saves_the_float32_weights_of_its_optimizer(launch):
     assert len(run.weights) == 2 * 7 * 2
     for name, weight in run.weights.items():
         assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float()), name
+
+
+@pytest.mark.parametrize("method", ["LoraConfig", "IA3Config"])
+def test_peft_knows_which_modules_to_adapt(method, build_model):
+    adapted = peft.get_peft_model(build_model(), getattr(peft, method)(task_type="CAUSAL_LM"))
+    names = {
+        name.partition(".layers.0.")[2] for name, _ in adapted.named_modules() if name.endswith("_A") or "ia3" in name
+    }
+    assert any("v_proj" in name for name in names)

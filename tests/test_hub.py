@@ -395,7 +395,7 @@ def test_a_conversion_without_tokenizer_promises_none(form, build_model):
             has_tokenizer=has_tokenizer,
         )
 
-    promises = ("AutoTokenizer", "vllm serve", "llama-cli")
+    promises = ("Tokenizer.from_pretrained", "TokenizerFast.from_pretrained", "vllm serve", "llama-cli")
     assert any(promise in card(True) for promise in promises) == (form != "upstream")
     assert not any(promise in card(False) for promise in promises)
     assert ("No tokenizer is here" in card(False), "No tokenizer is here" in card(True)) == (True, False)

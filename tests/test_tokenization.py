@@ -6,6 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer
 
@@ -19,6 +20,7 @@ from hf_pretrain.tokenization import (
     guard_control_tokens,
     load_or_train_tokenizer,
     load_tokenizer,
+    save_tokenizer,
     token_byte_lengths,
     train_tokenizer,
 )
@@ -370,3 +372,14 @@ def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):
     assert len(load_tokenizer(tmp_path / "tokenizer")) == 340
     with pytest.raises(ValueError, match="is not empty"):
         runpy.run_path(recipe, run_name="__main__")
+
+
+def test_a_padded_batch_generates_what_its_prompts_do_alone(build_model, tmp_path):
+    save_tokenizer(train_tokenizer(["some words of a text"], vocab_size=300), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = build_model(vocab_size=300)
+    prompts = ["some words of a", "text"]
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    together = model.generate(**tokenizer(prompts, padding=True, return_tensors="pt"), **settings)[:, -8:]
+    alone = [model.generate(**tokenizer(prompt, return_tensors="pt"), **settings)[0, -8:] for prompt in prompts]
+    assert torch.equal(together, torch.stack(alone))
