@@ -7,9 +7,11 @@ is a copy of the policy at the start, and figures that mean what they say: evalu
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -35,6 +37,9 @@ try:
     from trl.trainer.utils import RepeatSampler, add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
     raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
+
+# Levels of brackets in a tool call; arguments have one or two.
+MAX_NESTING = 64
 
 
 @dataclass
@@ -198,6 +203,28 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
     return twin.to(model.device).eval()
 
 
+def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """
+    What `parse` makes of a completion. NOTE: TRL takes a completion for plain text where that raises a `ValueError`. But
+    1,000 brackets raise a `RecursionError`, fewer do so later, where a call is copied or rendered, and half a surrogate
+    pair cannot be tokenized.
+    """
+    try:
+        message = parse(*args, **kwargs)
+        json.dumps(message, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("The completion has too many brackets.") from error
+    if _is_deeper(message, MAX_NESTING):
+        raise ValueError(f"The completion has more than {MAX_NESTING} levels of brackets.")
+    return message
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and dictionaries lie in each other more than `depth` times."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
+
+
 class _EpochSampler(Sampler[int]):
     """The prompts as TRL's sampler repeats them, in an order that depends on seed and epoch alone."""
 
@@ -253,6 +280,7 @@ class _OnlineTrainer(RouterLossMixin):
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
             # Ours writes thoughts and tool calls as Qwen3's does. TRL recognises its own templates alone.
             tokenizer.response_template = qwen3_template
+        tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response)
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:
             args.beta, args.sync_ref_model = 0.0, False

@@ -26,13 +26,15 @@ PARTIAL_CREDIT = 0.2
 # ASCII: Chinese characters beside a number are no part of it.
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
+# Booleans are numbers in Python alone.
+_JSON_TYPES: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
 }
 
 Completion = str | list[dict[str, Any]]
@@ -122,7 +124,7 @@ def solution_reward(
     rewards: list[float | None] = []
     for completion, target in zip(completions, solution, strict=True):
         values = _values(target)
-        answer = _TOOL_CALL.sub("", answer_of(completion)).replace(",", "")
+        answer = _written_calls(answer_of(completion))[1].replace(",", "")
         numbers = [float(number) for number in _NUMBER.findall(answer)]
         found = [_holds(answer, numbers, value.strip().replace(",", "")) for value in values]
         rewards.append(sum(found) / len(values) if values else None)
@@ -163,7 +165,7 @@ def tool_call_reward(
         calls = _tool_calls(completion)
         if len(calls) != 1:
             rewards.append(0.0)
-        elif not _fits(calls[0], json.loads(tools[row])):
+        elif not _fits(calls[0], _read_schemas(tools[row])):
             rewards.append(0.25)
         elif tasks[row] is not None and calls[0] != json.loads(solutions[row][0]):
             rewards.append(0.5)
@@ -172,33 +174,73 @@ def tool_call_reward(
     return rewards
 
 
+def _written_calls(text: str) -> tuple[list[str], str]:
+    """What stands in the calls of a text, and the rest of the text."""
+    # Behind the last end no call is whole, and a search from each beginning there would take quadratic time.
+    end = text.rfind("</tool_call>") + len("</tool_call>") if "</tool_call>" in text else 0
+    return _TOOL_CALL.findall(text[:end]), _TOOL_CALL.sub("", text[:end]) + text[end:]
+
+
 def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
     """The calls of a completion's last assistant message, whether TRL parsed them or not; none where one is broken."""
     message = {} if isinstance(completion, str) else next((m for m in completion if m.get("tool_calls")), {})
     calls = [call.get("function", call) for call in message.get("tool_calls", [])]
     try:
-        calls += [json.loads(text) for text in _TOOL_CALL.findall(answer_of(completion))]
-    except json.JSONDecodeError:
+        calls += [json.loads(text) for text in _written_calls(answer_of(completion))[0]]
+    except (ValueError, RecursionError):
+        # No JSON, or numbers of too many digits, or too many brackets.
         return []
-    is_whole = all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls)
+    is_whole = all(
+        isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call for call in calls
+    )
     return [{"name": call["name"], "arguments": call["arguments"]} for call in calls] if is_whole else []
 
 
-def _fits(call: dict[str, Any], tools: list[dict[str, Any]]) -> bool:
+def _read_schemas(tools: str) -> dict[str, dict[str, Any]]:
+    """
+    The JSON schema of each tool's parameters, by the tool's name.
+
+    Raises:
+        `ValueError`: if the column `tools` of a task holds anything else.
+    """
+    try:
+        content = json.loads(tools)
+        if not isinstance(content, list):
+            raise ValueError("not a list")
+        functions = [tool.get("function", tool) for tool in content]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        for name, schema in schemas.items():
+            properties, required = schema.get("properties") or {}, schema.get("required") or []
+            words = [name, *required, *(kind for given in properties.values() for kind in _kinds(given))]
+            if not isinstance(required, list) or not all(isinstance(word, str) for word in words):
+                raise ValueError("a name, a type, or an entry of `required` is not text")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            "The column `tools` of a task must be JSON text: a list of tools, each with a name and a JSON schema of its "
+            f"parameters. This is not: {str(tools)[:200]} ({error!r})."
+        ) from error
+    return schemas
+
+
+def _kinds(schema: Any) -> list[str]:
+    """The names of the types that the schema of a parameter allows; of all where it names none."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    return list(_JSON_TYPES) if not kinds else [kinds] if isinstance(kinds, str) else kinds
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    return kind not in _JSON_TYPES or _JSON_TYPES[kind](value)
+
+
+def _fits(call: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> bool:
     """Whether a call names a tool and gives the arguments that its schema asks for, each of its type."""
-    schemas = {tool["name"]: tool.get("parameters", {}) for tool in (tool.get("function", tool) for tool in tools)}
-    arguments = call["arguments"]
-    if call["name"] not in schemas or not isinstance(arguments, dict):
+    name, arguments = call["name"], call["arguments"]
+    if name not in schemas or not isinstance(arguments, dict):
         return False
-    properties = schemas[call["name"]].get("properties", {})
-    required = schemas[call["name"]].get("required", [])
+    properties, required = schemas[name].get("properties") or {}, schemas[name].get("required") or []
     if not set(required) <= arguments.keys() <= properties.keys():
         return False
-    return all(
-        isinstance(value, _JSON_TYPES.get(properties[key].get("type"), object))
-        and not (isinstance(value, bool) and properties[key].get("type") in ("integer", "number"))
-        for key, value in arguments.items()
-    )
+    return all(any(_is_of_kind(value, kind) for kind in _kinds(properties[key])) for key, value in arguments.items())
 
 
 REWARDS: dict[str, Callable[..., list[float | None]]] = {
@@ -288,13 +330,10 @@ def _is_format(value: Any) -> bool:
 
 def _are_tools(value: Any) -> bool:
     try:
-        tools = json.loads(value)
-    except (TypeError, ValueError, RecursionError):
+        _read_schemas(value)
+    except ValueError:
         return False
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        return False
-    functions = [tool.get("function", tool) for tool in tools]
-    return all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions)
+    return True
 
 
 def _concern(rewards: list[Callable[..., list[float | None]]], tasks: Dataset) -> bool:

@@ -14,6 +14,7 @@ from transformers.utils import get_json_schema
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.adapters import AdapterArguments
 from hf_pretrain.arguments import ModelArguments
+from hf_pretrain.data.tasks import TOOLS
 from hf_pretrain.model_card import RunFacts
 from hf_pretrain.reinforcement import (
     ALGORITHMS,
@@ -21,7 +22,7 @@ from hf_pretrain.reinforcement import (
     MiniMindGRPOTrainer,
     TaskArguments,
 )
-from hf_pretrain.rewards import load_reward_functions
+from hf_pretrain.rewards import load_reward_functions, tool_call_reward
 from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.tools import MINIMIND_TOOLS, calculator, load_tools
 from tests.hub_server import HubServer
@@ -359,6 +360,43 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(t
     (entry,) = [entry for entry in trainer.state.log_history if "tools/call_frequency" in entry]
     assert (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (1.0, 0.0)
     assert means == "tools" or entry["rewards/Desk/mean"] == 1.0
+
+
+BRACKETS = "[" * 100_000
+CALL = '{"name": "get_current_weather", "arguments": {"location": %s}}'
+
+
+@pytest.mark.parametrize("tools", [None, MINIMIND_TOOLS])
+def test_a_run_survives_whatever_the_model_writes(tokenizer, tmp_path, tools):
+    """Of generation, the sampling alone is replaced: parsing, tools, rendering and rewards are real."""
+    calls = [
+        *(
+            '{"name": {}, "arguments": {}}',
+            '{"name": "x", "arguments": 3}',
+            '{"name": "\\ud83d", "arguments": {}}',
+            "3",
+        ),
+        *(BRACKETS, CALL % BRACKETS, CALL % ("[" * 90 + "]" * 90), CALL % ("[" * 500 + "]" * 500)),
+        *(CALL % ("9" * 5000), CALL % '"\\ud83d"', CALL % "NaN", CALL % "{}", CALL % '"Oslo", "x": null'),
+    ]
+    texts = [f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls]
+    written = [[tokenizer.encode(text, add_special_tokens=False) for text in texts]]
+    model = make_model(max_position_embeddings=4096)
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer={"tools": tools}, max_completion_length=200_000)
+    trainer._generate_single_turn = lambda prompt_ids, *_, **__: (
+        written.pop() if written else [[]] * len(prompt_ids),
+        None,
+    )
+    # As TRL sets them up before it generates.
+    trainer._sync_tool_dicts = [{tool.__name__: tool for tool in tools or []}] * len(texts)
+    trainer._async_tool_dicts = [{}] * len(texts)
+    prompts = [[{"role": "user", "content": "Weather?"}] for _ in texts]
+    completions = trainer._generate(prompts)[3]
+    rewards = tool_call_reward(completions, tools=[json.dumps(TOOLS)] * len(texts))
+    assert len(rewards) == len(texts) and max(rewards) <= 0.25
+    # Of what can be called, one was.
+    if tools:
+        assert [message["role"] for message in completions[-1]][:2] == ["assistant", "tool"]
 
 
 def test_the_calculator_calculates_and_nothing_else():

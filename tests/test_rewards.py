@@ -16,6 +16,7 @@ from hf_pretrain.rewards import (
     REWARDS,
     arithmetic_reward,
     check_rewards,
+    check_task,
     format_reward,
     idiom_reward,
     load_reward_functions,
@@ -110,6 +111,109 @@ def test_a_tool_call_parses_fits_and_is_right(answer, reward):
     columns = {"tools": [json.dumps(TOOLS)], "task": ["tool-call"]}
     solution = [[json.dumps({"name": "set_timer", "arguments": {"minutes": 5}})]]
     assert tool_call_reward(says(answer), solution=solution, **columns) == [reward]
+
+
+# What a model may write, and what a parser may make of it
+
+
+HOSTILE = {
+    "a name that is no text": '<tool_call>{"name": {}, "arguments": {}}</tool_call>',
+    "many brackets": f"<tool_call>{'[' * 100_000}</tool_call>",
+    "many brackets in a call": f'<tool_call>{{"name": "set_timer", "arguments": {"[" * 100_000}}}</tool_call>',
+    "a long number": f'<tool_call>{{"name": "set_timer", "arguments": {{"minutes": {"9" * 5000}}}}}</tool_call>',
+    "no object": "<tool_call>3</tool_call>",
+    "NaN": '<tool_call>{"name": NaN, "arguments": -Infinity}</tool_call>',
+}
+ALL_COLUMNS = {
+    **{"answer_format": ["reasoning"], "solution": [['{"name": "set_timer", "arguments": {"minutes": 5}}']]},
+    **{"tools": [json.dumps(TOOLS)], "task": ["tool-call"]},
+}
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "arguments", "minutes", "x"]), children, max_size=3)
+    ),
+    max_leaves=6,
+)
+words = (
+    st.sampled_from(
+        ["<tool_call>", "</tool_call>", "<think>", "</think>", "\n", "{", "]", "-", ".", "9" * 400, "1e999"]
+    )
+    | st.text(max_size=5)
+    | json_values.map(lambda value: f"<tool_call>{json.dumps(value)}</tool_call>")
+    | st.fixed_dictionaries({"name": st.just("set_timer") | json_values, "arguments": json_values}).map(
+        lambda call: f"<tool_call>{json.dumps(call)}</tool_call>"
+    )
+)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_no_call_is_worth_nothing(kind):
+    assert tool_call_reward(says(HOSTILE[kind]), **ALL_COLUMNS) == [0.0]
+    assert solution_reward(says(HOSTILE[kind]), solution=[["5"]]) == [0.0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(words, max_size=6).map("".join))
+def test_no_answer_raises_an_error(answer):
+    for reward in (format_reward, idiom_reward, solution_reward, tool_call_reward):
+        (value,) = reward(says(answer), **ALL_COLUMNS)
+        assert value is None or 0.0 <= value <= 1.0
+    assert arithmetic_reward(says(answer), solution=[["12"]])[0] in (0.0, 0.2, 1.0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("answer", ["<tool_call>" * 40_000, "<think>" + " a" * 60_000])
+def test_no_answer_takes_quadratic_time(answer):
+    """It takes a tenth of a second; in quadratic time, minutes."""
+    for reward in (format_reward, solution_reward, tool_call_reward):
+        reward(says(answer), **ALL_COLUMNS)
+
+
+def tools_with(parameters) -> str:
+    return json.dumps([{"type": "function", "function": {"name": "set_timer", "parameters": parameters}}])
+
+
+@pytest.mark.parametrize(
+    ("minutes", "accepted", "refused"),
+    [
+        ({"type": ["integer", "null"]}, [5, None], [True, "5", 1.5]),
+        ({"type": "null"}, [None], [0]),
+        ({"type": "number"}, [5, 0.5], [True, None]),
+        ({"description": "any"}, [5, None, [1]], []),
+        (None, [5, "5"], []),
+        (True, [5], []),
+        ({"type": "minutes"}, [5, "5"], []),
+    ],
+)
+def test_a_schema_may_allow_several_types_or_all(minutes, accepted, refused):
+    tools = tools_with({"properties": {"minutes": minutes}, "required": ["minutes"]})
+    values = [*accepted, *refused]
+    rewards = tool_call_reward(says(*(call("set_timer", minutes=v) for v in values)), tools=[tools] * len(values))
+    assert rewards == [1.0] * len(accepted) + [0.25] * len(refused)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": None, "required": None}])
+def test_a_tool_may_have_no_parameters(parameters):
+    answers = says(call("set_timer"), call("set_timer", minutes=5))
+    assert tool_call_reward(answers, tools=[tools_with(parameters)] * 2) == [1.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        *("{", "3", "{}", "[1]", "[{}]", '[{"name": {}}]', "[" * 100_000),
+        *(tools_with(["x"]), tools_with({"properties": ["x"]}), tools_with({"required": [{}]})),
+        *(tools_with({"properties": {"x": {"type": 3}}}), tools_with({"properties": {"x": {"type": [3]}}})),
+    ],
+)
+def test_a_faulty_schema_is_refused_before_training(tools):
+    with pytest.raises(BadRecord, match="--rewards tool_call cannot use its 'tools'"):
+        check_task([tool_call_reward], {"prompt": "A?", "tools": tools})
+    # Where nobody checks the tasks, it says at least what is wrong.
+    with pytest.raises(ValueError, match="The column `tools` of a task must be JSON text: .* This is not: "):
+        tool_call_reward(says(call("set_timer")), tools=[tools])
 
 
 def test_a_parsed_tool_call_counts_as_a_written_one():

@@ -63,7 +63,7 @@ ANSWER_FORMATS = {
     "number": AnswerFormat("Answer with a number and nothing else.", (r"-?\d+(\.\d+)?",)),
     "reasoning": AnswerFormat(
         "Think first, between <think> and </think>, then answer.",
-        (r"(?s)<think>.*", r"(?s).*\S.*</think>.*", r"(?s).*</think>\s*\S.*", r"(?s)(?!.*</think>.*</think>).*"),
+        (r"(?s)<think>.*", r"(?s)\s*\S.*</think>.*", r"(?s).*</think>\s*\S.*", r"(?s)(?!.*</think>.*</think>).*"),
         with_thought=True,
     ),
 }
