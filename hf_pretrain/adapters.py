@@ -23,6 +23,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from .conversion import load_upstream
 from .modeling_minimind import MiniMindExperts, MiniMindForCausalLM
+from .weight_files import may_be_checkpoint
 
 
 logger = logging.get_logger(__name__)
@@ -218,7 +219,7 @@ def adapter_base(path: str | Path | None) -> str | None:
     Raises:
         `ValueError`: if there is one that does not say what its base is.
     """
-    if path is None or Path(path).is_file() or find_adapter_config_file(str(path)) is None:
+    if path is None or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
         return None
     _check_peft(f"{path} is an adapter, which")
     from peft import PeftConfig

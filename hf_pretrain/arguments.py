@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from .adapters import adapter_base, load_adapter
 from .command_line import RecipeParser
+from .config_fields import check_fields
 from .configuration_minimind import PRESETS, MiniMindConfig
 from .conversion import is_ours, load_ours, load_upstream
 from .data.conversations import CONVERSATION_KEYS, ConversationEncoder, parse_span_weights
@@ -53,7 +54,7 @@ _FieldLoader.add_implicit_resolver(
 def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> dict[str, Any]:
     """
     Config fields as they are typed: `name=value, name={key: value}`, the values in YAML. Raises `ValueError`, naming
-    `flag`, for what is not of that form, or neither a field of the config nor `also_known`.
+    `flag`, for what is not of that form, or neither a field of the config nor `also_known`; and for values of a wrong type.
     """
     try:
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
@@ -65,6 +66,7 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
             raise ValueError(f"{flag}: {name!r} is not of the form name=value.")
         if name not in known and name not in also_known:
             raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig.")
+    check_fields(fields)
     return fields
 
 

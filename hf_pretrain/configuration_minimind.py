@@ -24,6 +24,7 @@ if Version(transformers.__version__).release < (5, 23):
     )
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 
@@ -184,6 +185,10 @@ class MiniMindConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and num_experts={self.num_experts}."
             )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation that transformers knows.")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout={self.dropout} must lie between 0 and 1.")
         if self.router_aux_loss_level not in ("sequence", "batch"):
             raise ValueError(
                 f'router_aux_loss_level="{self.router_aux_loss_level}" is unknown; use "sequence" or "batch".'

@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils import logging
 
+from .config_fields import check_fields
 from .configuration_minimind import MiniMindConfig
 from .forms import FORMS, describe_form
 from .modeling_minimind import MiniMindForCausalLM
-from .weight_files import check_shards, read_json, read_tensors, resolve
+from .weight_files import check_content, check_shards, may_be_checkpoint, read_json, read_tensors, resolve
 
 
 logger = logging.get_logger(__name__)
@@ -47,7 +48,7 @@ V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast"
 
 def is_ours(path: str | Path) -> bool:
     """Whether `path` is a directory or a Hub id with a checkpoint that this package wrote."""
-    if Path(path).is_file():
+    if not may_be_checkpoint(path):
         return False
     try:
         return "format_version" in MiniMindConfig.get_config_dict(path)[0]
@@ -63,7 +64,7 @@ def load_upstream(
 
     Args:
         path (`str` or `Path`): a `.pth` file; a directory with `config.json` and `model.safetensors` (or shards),
-            `pytorch_model.bin` or exactly one `.pth`; or a Hub id. Of the generations v1, v2 and v3, of `llama`,
+            `pytorch_model.bin` or exactly one `.pth`; a Hub id, or one file in it (`owner/name:full_sft_512.pth`). Of the generations v1, v2 and v3, of `llama`,
             `qwen3`, `qwen3_moe` and `ernie4_5_moe`, or of this package.
         config (`dict` or path of a JSON file, *optional*): fields of that form's own config.json, by its own names or
             ours, that add to those in the directory or beside the file and win over them.
@@ -119,6 +120,8 @@ def load_ours(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
             outside the directory.
     """
     check_shards(path)
+    for file in Path(path).glob("*.safetensors"):
+        check_content(file)
     try:
         model, info = MiniMindForCausalLM.from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **loading
@@ -172,10 +175,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config, `given` above those of the file; with transformers' defaults for its architectures."""
     fields = {**raw, **given}
+    check_fields(fields)
     if fields.get("model_type") in FORMS:
         # transformers writes into what it is given.
         fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
-        fields = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
+        try:
+            fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
+        except Exception as error:
+            # It checks some of the fields, and computes with the others.
+            raise ValueError(f"The config is not one of {model_type}: {error}") from error
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -323,14 +331,20 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
         name = FORMS[form].name(name)
         if name not in tensors:
             raise ValueError(f"The weights lack {name}, which every MiniMind {form} has.")
+        if tensors[name].dim() != 2 or tensors[name].numel() == 0:
+            raise ValueError(f"{name} is {tuple(tensors[name].shape)} and should be a matrix.")
         return tensors[name].shape
 
     attention = "model.layers.0.self_attn."
-    layers = {int(match[1]) for match in (re.search(r"\blayers\.(\d+)\.", name) for name in tensors) if match}
+    layers = {int(match[1]) for match in (re.search(r"\blayers\.(\d{1,9})\.", name) for name in tensors) if match}
+    # A model of as many layers as one name says would be built below.
+    gap = next(number for number in range(len(layers) + 1) if number not in layers)
+    if gap < len(layers):
+        raise ValueError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
     q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
     if f"{attention}q_norm.weight" in tensors:
-        head_dim = tensors[f"{attention}q_norm.weight"].shape[0]
+        head_dim = tensors[f"{attention}q_norm.weight"].numel()
     elif "head_dim" in given:
         head_dim = given["head_dim"]
     elif "num_attention_heads" in given:
@@ -340,6 +354,8 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
             "The number of heads cannot be seen in the weights: give the config.json, or num_attention_heads "
             "(MiniMind2 has 8, MiniMind-V1 of 2024 has 16)."
         )
+    if head_dim == 0:
+        raise ValueError(f"{attention}q_proj.weight has {q_rows} rows: too few for that many heads.")
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -356,7 +372,9 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
     if experts:
         width = shape(f"{mlp}experts.0.gate_proj.weight")[0]
         shared = [
-            t.shape[0] for n, t in tensors.items() if re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", n)
+            len(t)
+            for n, t in tensors.items()
+            if t.dim() and re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", n)
         ]
         sizes |= {
             "num_experts": len(experts),

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.trainer_utils import EvalLoopOutput
@@ -140,7 +141,7 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
     try:
         with _whole_weights():
             teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32)
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):

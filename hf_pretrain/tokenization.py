@@ -28,6 +28,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from .weight_files import may_be_checkpoint, split_hub_name
+
 
 logger = logging.get_logger(__name__)
 
@@ -119,6 +121,12 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         `ValueError`: if there is none under that name.
     """
+    name_or_path, _ = split_hub_name(str(name_or_path))
+    if not may_be_checkpoint(name_or_path):
+        raise ValueError(
+            f"There is no directory {name_or_path} to load a tokenizer from. Check --tokenizer_name_or_path and "
+            "--model_name_or_path."
+        )
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
         raise ValueError(
@@ -141,12 +149,14 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
 
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer beside weights: in their directory, in that of a file of them, or on the Hub; `None` without one."""
-    directory = Path(path).parent if Path(path).is_file() else Path(path)
+    path, _ = split_hub_name(str(path))
+    local = Path(path)
+    directory = local.parent if local.is_file() else local
     if directory.is_dir():
         return load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     try:
         # NOTE: without this file AutoTokenizer makes an empty tokenizer from the config's model_type.
-        hf_hub_download(str(path), "tokenizer.json")
+        hf_hub_download(path, "tokenizer.json")
     except (OSError, ValueError):
         return None
     return load_tokenizer(path)

@@ -4,6 +4,7 @@ merged into its base model first.
 
     python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer path/of/v2 --to out/mine
     python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
+    python recipes/convert.py --from owner/name:full_sft_512.pth --config num_attention_heads=8 --to out/mine
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --dtype bfloat16
     python recipes/convert.py --from out/adapter --to out/merged
     python recipes/convert.py --from out/pretrain --to out/gguf --format gguf --dtype q8_0
@@ -57,7 +58,10 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--from", dest="source", required=True, help="a .pth, a checkpoint or adapter directory, or a Hub id"
+        "--from",
+        dest="source",
+        required=True,
+        help="a .pth, a checkpoint or adapter directory, a Hub id, or a file of one: owner/name:x.pth",
     )
     parser.add_argument("--to", required=True, help="a new or empty directory")
     parser.add_argument("--format", choices=EXPORT_FORMS, default="minimind", help="minimind by default")

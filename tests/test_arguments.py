@@ -179,7 +179,11 @@ def test_overrides_may_be_nested(tokenizer):
         ("width=3", "'width' is not a field"),
         ("num_hidden_layers", "not of the form"),
         ("vocab_size=100", "vocab"),
-        ("hidden_size=wide", "hidden_size=wide: .*hidden_size"),
+        ("hidden_size=wide", "hidden_size='wide'; it must be a whole number of at least 1"),
+        ("hidden_act=foo", "hidden_act='foo' is not an activation"),
+        ("rope_parameters={rope_theta: big}", "rope_theta='big'; it must be a number above 0"),
+        ("dropout=2", "dropout=2; it must be a number from 0 to 1"),
+        ("qk_norm=maybe", "qk_norm=maybe: .*qk_norm"),
     ],
 )
 def test_load_model_refuses(tokenizer, overrides, message):

@@ -7,6 +7,7 @@ import pickle
 import runpy
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from transformers import (
 )
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.adapters import adapter_base
 from hf_pretrain.arguments import ModelArguments
-from hf_pretrain.conversion import load_ours, load_upstream
+from hf_pretrain.command_line import is_mistake
+from hf_pretrain.conversion import is_ours, load_ours, load_upstream
 from hf_pretrain.forms import to_half_split, to_interleaved
 from hf_pretrain.tokenization import load_tokenizer
 from tests.invariants.launching import ROOT
@@ -299,8 +302,12 @@ EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weigh
         (drop("model.layers.0.mlp.experts.3.up_proj.weight"), "1 missing: model.layers.0.mlp.experts.3.up_proj.weight"),
         (drop("model.layers.0.self_attn.q_proj.weight"), "lack model.layers.0.self_attn.q_proj.weight"),
         (put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)), "1 unexpected: model.layers.1.self_attn.q_proj.bias"),
-        (put("model.layers.1.mlp.lora.A.weight", torch.zeros(2, 32)), "1 unexpected: model.layers.1.mlp.lora.A.weight"),
-        (put("model.layers.3.input_layernorm.weight", torch.ones(32)), "num_hidden_layers=2, the weights say 4"),
+        (put("model.layers.1.mlp.lora.A.weight", torch.zeros(2, 32)), "a LoRA adapter of MiniMind .model.layers.1.mlp.lora.A"),
+        (put("model.layers.2.input_layernorm.weight", torch.ones(32)), "num_hidden_layers=2, the weights say 3"),
+        (put("model.layers.3.input_layernorm.weight", torch.ones(32)), "have a layer 3, but none of layer 2"),
+        (put(EMBED, torch.zeros(160)), r"model.embed_tokens.weight is \(160,\) and should be a matrix"),
+        (put("model.layers.0.self_attn.q_norm.weight", torch.tensor(1.0)), "num_attention_heads=4, the weights say 32"),
+        (put("module." + NORM, torch.ones(32)), "holds model.layers.1.input_layernorm.weight twice"),
         (put(NORM, torch.ones(16)), r"input_layernorm.weight is \(16,\) and should be \(32,\)"),
         (put(NORM, torch.full((32,), math.inf)), "not finite"),
         (put(NORM, torch.ones(32, dtype=torch.int8)), "torch.int8"),
@@ -342,11 +349,110 @@ def test_directories_and_paths_that_say_too_little(tmp_path):
         load_upstream(tmp_path)
     for name in ("a.pth", "b.pth"):
         torch.save({}, tmp_path / name)
-    with pytest.raises(ValueError, match="several .pth files .a.pth, b.pth.: name one"):
+    with pytest.raises(ValueError, match=r"several files of weights \(a.pth, b.pth\): name one, such as .*/a.pth"):
         load_upstream(tmp_path)
+    (tmp_path / "b.pth").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor in sight")
+    with pytest.raises(ValueError, match=r"several files of weights \(model.safetensors, a.pth\)"):
+        load_upstream(tmp_path)
+    (tmp_path / "a.pth").rename(tmp_path / "rng_state.pth")
     with pytest.raises(ValueError, match="damaged"):
         load_upstream(tmp_path)
+
+
+def test_weights_of_two_kinds_are_said(tmp_path, caplog):
+    shutil.copy(GOLDEN / "C_dense/config.json", tmp_path)
+    save_file(weights_of("C_dense"), tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").touch()
+    load_upstream(tmp_path)
+    assert "taking model.safetensors, leaving pytorch_model.bin aside" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["./out/x.pth", "nope.pth", "~/x", "/x/y", "out/sft/x", "owner/name.safetensors"])
+def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
+    # Whoever asks the Hub fails here.
+    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_url", None)
+    monkeypatch.setattr("hf_pretrain.weight_files.snapshot_download", None)
+    assert adapter_base(name) is None and not is_ours(name)
+    with pytest.raises(ValueError, match=f"{name}: no such file or directory"):
+        load_upstream(name)
+    with pytest.raises(ValueError, match=f"There is no directory {name}"):
+        load_tokenizer(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "is a Git LFS pointer.*`git lfs pull`"),
+        (b"\n<!DOCTYPE html><html></html>", "is a web page"),
+        (b"GGUF\x03\x00\x00\x00", "is a GGUF file"),
+        (b"", "is empty"),
+        (b"PK\x03\x04", "is damaged"),
+        (b"just some text", "is not a file of weights, or is damaged"),
+    ],
+)  # fmt: skip
+def test_a_file_of_something_else_is_named(content, message, build_model, tmp_path):
+    (tmp_path / "x.pth").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_upstream(tmp_path)
+    assert "weights_only" not in str(refusal.value)
+    if "pointer" in message:
+        build_model().config.save_pretrained(tmp_path)
+        (tmp_path / "x.pth").rename(tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_ours(tmp_path)
+
+
+def test_a_flipped_byte_of_a_pth_is_noticed(tmp_path):
+    content = bytearray((GOLDEN / "C_dense/weights.pth").read_bytes())
+    # In the middle of the embedding: what is read is finite, of the right shape, and wrong.
+    content[10_000] ^= 1
+    (tmp_path / "x.pth").write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: the checksum of .* is wrong"):
+        load_upstream(tmp_path / "x.pth")
+
+
+def test_one_tensor_in_two_shards_is_refused(tmp_path):
+    shutil.copy(GOLDEN / "C_dense/config.json", tmp_path)
+    save_shards(weights_of("C_dense"), tmp_path, suffix="safetensors")
+    shard = load_file(tmp_path / "part-1.safetensors")
+    save_file(shard | {EMBED: torch.zeros(160, 32)}, tmp_path / "part-1.safetensors")
+    with pytest.raises(ValueError, match=f"{EMBED} stands in part-2.safetensors and in a shard before it"):
+        load_upstream(tmp_path)
+
+
+def test_a_layer_far_away_is_refused_at_once(tmp_path):
+    weights = weights_of("C_dense") | {"model.layers.30000.input_layernorm.weight": torch.ones(32)}
+    torch.save(weights, tmp_path / "x.pth")
+    start = time.process_time()
+    with pytest.raises(ValueError, match="have a layer 30000, but none of layer 2"):
+        load_upstream(tmp_path / "x.pth")
+    # It took 80 s.
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("B_dense", {"hidden_act": "foo"}, "hidden_act='foo' is not an activation"),
+        ("B_dense", {"num_attention_heads": 0}, "num_attention_heads=0; it must be a whole number of at least 1"),
+        ("B_dense", {"num_attention_heads": "4"}, "num_attention_heads='4'; it must be a whole number"),
+        ("B_dense", {"num_attention_heads": 64}, "too few for that many heads"),
+        ("B_dense", {"dropout": 3.0}, "dropout=3.0; it must be a number from 0 to 1"),
+        ("B_dense", {"model_type": {}}, "model_type={}; it must be a text"),
+        ("B_dense", {"rope_theta": [1]}, r"rope_theta=\[1\]; it must be a number above 0"),
+        ("B_dense", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan; it must be a number above 0"),
+        ("C_dense", {"rope_parameters": 2}, "rope_parameters=2; it must be an object"),
+        ("C_dense", {"inference_rope_scaling": True, "rope_scaling": {"factor": "x"}}, "factor='x'; it must be a num"),
+        ("C_moe", {"num_experts_per_tok": "4"}, "num_experts_per_tok='4'; it must be a whole number"),
+        ("C_moe", {"router_aux_loss_coef": {}}, "router_aux_loss_coef={}; it must be a number"),
+        ("C_dense", {"model_type": "qwen3", "layer_types": 3}, "The config is not one of qwen3"),
+    ],
+)
+def test_a_malformed_config_is_named(name, config, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_upstream(GOLDEN / name, config=config)
+    assert is_mistake(refusal.value)
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "gone.safetensors"])
@@ -522,7 +628,7 @@ def test_a_cast_that_overflows_is_refused(build_model, tmp_path):
             load_upstream(path, dtype=torch.float16)
 
 
-def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatch):
+def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatch, capsys):
     shutil.copy(GOLDEN / "A_dense/weights.pth", tmp_path / "x.pth")
 
     def convert(config: str, target: str):
@@ -533,8 +639,9 @@ def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatc
     convert("num_attention_heads=4,rope_theta=1e6,rms_norm_eps=1e-05", "out")
     config = load_upstream(tmp_path / "out").config
     assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (1e6, 1e-5)
-    with pytest.raises(ValueError, match="x.pth: a field of the config is of the wrong type.*rms_norm_eps"):
+    with pytest.raises(SystemExit):
         convert("num_attention_heads=4,rope_theta=1e6,rms_norm_eps=small", "other")
+    assert "error: The config says rms_norm_eps='small'; it must be a number" in capsys.readouterr().err
 
 
 def test_nine_ids_of_the_published_tokenizers_mean_the_same():

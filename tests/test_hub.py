@@ -78,9 +78,10 @@ def publish(server, monkeypatch, tmp_path) -> Callable[..., LMTrainingArguments]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
-    def publish_files(name: str, files: dict[str, str], **arguments) -> LMTrainingArguments:
+    def publish_files(name: str, files: dict[str, str | bytes], **arguments) -> LMTrainingArguments:
         server.repos[f"user/{name}"] = Repo(private=False)
-        server.repos[f"user/{name}"].commit("all", {path: content.encode() for path, content in files.items()})
+        encoded = {path: text.encode() if isinstance(text, str) else text for path, text in files.items()}
+        server.repos[f"user/{name}"].commit("all", encoded)
         output_dir = str(tmp_path / "runs" / name / "run")
         return LMTrainingArguments(
             output_dir=output_dir, resume_from_hub=f"user/{name}", use_cpu=True, bf16=False, **arguments
@@ -372,6 +373,42 @@ def test_a_conversion_downloads_no_checkpoints_beside_the_model(publish):
     checkpoints = {f"checkpoint-{step}/{name}": f"{step}" for step in (1, 2) for name in (*model, "rng_state.pth")}
     publish("all", model | checkpoints)
     assert {path.name for path in resolve("user/all").iterdir()} == set(model)
+
+
+def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, server, input_ids):
+    golden = GOLDEN / "C_dense"
+    content = (golden / "weights.pth").read_bytes()
+    files = {"config.json": (golden / "config.json").read_bytes(), "full_sft_32.pth": content, "pretrain_32.pth": b"x"}
+    publish("several", files | {"out/full_sft_32.pth": content, "dataset.json": "{}"})
+    with pytest.raises(ValueError, match=r"several files of weights.*such as user/several:full_sft_32.pth\."):
+        load_upstream("user/several")
+    assert not [request.path for request in server.requests if request.path.endswith(".pth")]
+
+    expected = load_upstream(golden)(input_ids).logits
+    assert torch.equal(load_upstream("user/several:full_sft_32.pth")(input_ids).logits, expected)
+    assert {path.name for path in resolve("user/several:full_sft_32.pth").parent.iterdir()} == {
+        "config.json",
+        "full_sft_32.pth",
+    }
+    assert resolve("user/several:out/full_sft_32.pth").read_bytes() == content
+    with pytest.raises(ValueError, match="user/several holds no file nope.pth"):
+        resolve("user/several:nope.pth")
+    with pytest.raises(
+        ValueError, match="user/nope is neither a file or directory here nor a model that the Hub gives"
+    ):
+        resolve("user/nope")
+
+
+def test_of_several_formats_one_is_downloaded(publish, server):
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    shards = {
+        "model.safetensors.index.json": json.dumps(index),
+        "model-1.safetensors": "a",
+        "model-2.safetensors": "b",
+    }
+    others = {"pytorch_model.bin": "c", "optimizer.bin": "d", "model-3.safetensors": "e"}
+    publish("formats", {"config.json": "{}"} | shards | others)
+    assert {path.name for path in resolve("user/formats").iterdir()} == {"config.json", *shards}
 
 
 def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):

@@ -1,0 +1,64 @@
+"""
+Types of the fields that other programs' configs hold, checked before anything is computed with them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def _is_number(value: Any) -> bool:
+    # Neither infinite, nor NaN, nor an integer that tensors cannot hold.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_count(value: Any, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+
+
+# What a field must be, how to see it, and the fields by all names that MiniMind and transformers have for them.
+_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "a whole number of at least 1",
+        _is_count,
+        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
+        "moe_intermediate_size max_position_embeddings num_experts_per_tok moe_k dim n_layers n_heads n_kv_heads "
+        "hidden_dim max_seq_len original_max_position_embeddings",
+    ),
+    (
+        "a whole number of at least 0",
+        lambda value: _is_count(value, least=0),
+        "num_experts num_local_experts n_routed_experts moe_num_experts",
+    ),
+    (
+        "a number above 0",
+        lambda value: _is_number(value) and value > 0,
+        "rms_norm_eps norm_eps rope_theta factor beta_fast beta_slow",
+    ),
+    (
+        "a number",
+        _is_number,
+        "router_aux_loss_coef aux_loss_alpha initializer_range moe_norm_min attention_factor partial_rotary_factor",
+    ),
+    ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, "dropout"),
+    (
+        "true or false",
+        lambda value: value in (0, 1),
+        "use_moe seq_aux norm_topk_prob tie_word_embeddings inference_rope_scaling use_sliding_window",
+    ),
+    ("a text", lambda value: isinstance(value, str), "model_type hidden_act scoring_func rope_type"),
+    ("an object", lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling"),
+)
+_BY_FIELD = {name: (what, is_right) for what, is_right, names in _KINDS for name in names.split()}
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for the first field of a config that is not what it must be; `None` leaves a field out."""
+    for name, value in fields.items():
+        what, is_right = _BY_FIELD.get(name, ("", lambda value: True))
+        if value is not None and not is_right(value):
+            raise ValueError(f"The config says {name}={value!r}; it must be {what}.")
+        if isinstance(value, Mapping):
+            check_fields(value)
+
+
+__all__ = ["check_fields"]
