@@ -11,6 +11,7 @@ from transformers.trainer_callback import ProgressCallback
 from .arguments import ChatArguments
 from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingProgressCallback
 from .data.conversations import mark_template
+from .devices import describe_search
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
 from .locking import release_output_dir, watch_launcher
 from .model_card import CURVE_NAME
@@ -42,7 +43,7 @@ def begin_run(training_args: LMTrainingArguments, *, streaming: bool = False) ->
     def clear() -> None:
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
-        print(training_args.launch_description)
+        print(f"{training_args.launch_description}; {describe_search()}")
 
     on_main_process(training_args, clear)
     return checkpoint

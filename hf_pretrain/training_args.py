@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging, strtobool
 
-from .devices import default_device_type, has_bfloat16_units
+from .devices import default_device_type, has_bfloat16_units, installed_plug_ins
 from .optimizers import OPTIM_PRESETS
 from .weight_files import read_json
 
@@ -118,10 +118,15 @@ class LMTrainingArguments(TrainingArguments):
         schedule = str(self.lr_scheduler_type)
         if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
-        # Trainer refuses bf16 on a machine without an accelerator unless it is told that this is meant.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self._choose_device()
+        has_units = has_bfloat16_units(default_device_type(use_cpu=self.use_cpu))
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and has_bfloat16_units(default_device_type(use_cpu=self.use_cpu))
+            self.bf16 = not self.fp16 and has_units
+        elif self.bf16 and self.use_cpu and not has_units:
+            logger.warning_once(
+                "--bf16: this CPU has no bfloat16 units and emulates them, so that a step takes several times as long as in "
+                "float32. Pass --bf16 false unless you want just that."
+            )
         # Trainer would compile the model as a whole, once for each length of a batch and each mode.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
         self.compile_options = {name: value for name, value in given.items() if value is not None}
@@ -221,6 +226,19 @@ class LMTrainingArguments(TrainingArguments):
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
+
+    def _choose_device(self):
+        """The CPU where it is asked for or nothing else is found, which Trainer has to be told."""
+        if self.use_cpu or torch.accelerator.is_available():
+            return
+        plug_ins = installed_plug_ins()
+        if plug_ins and not strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")):
+            raise ValueError(
+                f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, and the "
+                "run would train on the CPU. Trained with it nobody has yet: pass --use_cpu, or look at what "
+                "`torch.accelerator.current_accelerator()` says."
+            )
+        self.use_cpu = True
 
     def _check_launch(self):
         """Meets mistakes in the launch command before any process group is set up."""

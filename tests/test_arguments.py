@@ -4,8 +4,9 @@ import pytest
 import torch
 import yaml
 
+from hf_pretrain import training_args
 from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
-from hf_pretrain.devices import has_bfloat16_units
+from hf_pretrain.devices import describe_search, has_bfloat16_units
 from hf_pretrain.tokenization import train_tokenizer
 from hf_pretrain.training_args import LMTrainingArguments
 
@@ -108,6 +109,25 @@ def test_layers_are_compiled_unasked_on_cuda_without_deepspeed(tmp_path, monkeyp
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     args = parse(tmp_path)[2]
     assert args.compiles_layers is expected and args.bf16 is (kind is None and has_bfloat16_units("cpu"))
+
+
+def test_a_plug_in_that_is_not_used_is_refused_unless_the_cpu_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('no driver')")
+    with pytest.raises(ValueError, match="torch_npu is installed for an accelerator, but torch .* finds none"):
+        parse(tmp_path)
+    assert parse(tmp_path, "--use_cpu")[2].use_cpu
+    assert describe_search().endswith("found torch_npu")
+
+
+def test_bf16_without_units_is_warned_about(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    for words in ([], ["--bf16", "false"]):
+        parse(tmp_path, "--use_cpu", *words)
+    assert "bfloat16 units" not in caplog.text
+    training_args.logger.warning_once.cache_clear()
+    parse(tmp_path, "--use_cpu", "--bf16")
+    assert "this CPU has no bfloat16 units" in caplog.text
 
 
 def test_yaml_values_are_typed(tmp_path):

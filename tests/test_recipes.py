@@ -102,7 +102,8 @@ def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     (final,) = [entry for entry in history if "eval_loss" in entry][-1:]
     for words in (
-        "1 process(es) on CPU, float32",
+        "1 process(es) on CPU, float32; torch ",
+        "looked for cuda, mps, xpu, torch_xla",
         "0 tokens lost",
         f"Held-out loss      {final['eval_loss']:.4f}",
         "a unigram model:",
