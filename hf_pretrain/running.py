@@ -17,6 +17,7 @@ from .locking import release_output_dir, watch_launcher
 from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve, sample_answers
 from .resuming import checkpoint_to_resume, occupy_output_dir, on_main_process, remove_leftovers
+from .run_log import LOG_NAME, begin_log, end_log
 from .training_args import MIN_EVAL_STEPS, LMTrainingArguments
 
 
@@ -36,6 +37,8 @@ def begin_run(training_args: LMTrainingArguments, *, streaming: bool = False) ->
         )
     watch_launcher(training_args.launcher)
     on_main_process(training_args, partial(occupy_output_dir, training_args))
+    is_main = training_args.process_index == 0
+    begin_log(Path(training_args.output_dir, LOG_NAME) if is_main else None)
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
@@ -146,6 +149,7 @@ def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[t
                 push_report=trainer.push_report,
             )
         )
+    end_log()
     release_output_dir(training_args.output_dir)
 
 

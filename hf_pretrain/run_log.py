@@ -1,0 +1,98 @@
+"""
+What a run prints, kept in `train.log` of its `output_dir`. Neither a reader that goes away (`| head`) nor a terminal that
+closes nor a full disk below a redirected output ends the run.
+"""
+
+import errno
+import logging
+import os
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+
+LOG_NAME = "train.log"
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# By their names in `sys`.
+_streams: dict[str, "_LoggedStream"] = {}
+
+
+class _LoggedStream:
+    """A text stream whose lines go into a log too, in the last state of each, as a progress bar left it."""
+
+    def __init__(self, stream: TextIO, log: TextIO | None):
+        self.stream, self.log, self._line = stream, log, ""
+
+    def write(self, text: str) -> int:
+        self._survive(lambda: self.stream.write(text))
+        if self.log is not None:
+            *lines, line = (self._line + text).split("\n")
+            self._line = line[max(0, line.rfind("\r")) :]
+            for line in lines:
+                self._keep(line)
+        return len(text)
+
+    def flush(self) -> None:
+        self._survive(self.stream.flush)
+
+    def _keep(self, line: str) -> None:
+        kept = _ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
+        if kept or not line:
+            try:
+                self.log.write(f"{kept}\n")
+            except OSError:
+                # A full disk. Saving tells of it.
+                self.log = None
+
+    def _survive(self, action: Any) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                # Also for those who write to the descriptor, and for what is still in the buffer.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.stream.fileno())
+                os.close(nowhere)
+        except ValueError:
+            if not self.stream.closed:
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def begin_log(path: Path | None) -> None:
+    """Adds what this process prints from here on to a file, if one is given."""
+    end_log()
+    log = None
+    if path is not None:
+        log = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        log.write(f"--- {datetime.now().isoformat(sep=' ', timespec='seconds')} ---\n")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # A daemon may have none.
+        if stream is not None:
+            _streams[name] = _LoggedStream(stream, log)
+            _replace(name, stream, _streams[name])
+
+
+def end_log() -> None:
+    for name, stream in _streams.items():
+        stream.log = None
+        _replace(name, stream, stream.stream)
+    _streams.clear()
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """Puts one stream in the place of another, also for loggers that hold it."""
+    if getattr(sys, name) is old:
+        setattr(sys, name, new)
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+                handler.setStream(new)
+
+
+__all__ = ["LOG_NAME", "begin_log", "end_log"]
