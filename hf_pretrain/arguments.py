@@ -228,6 +228,11 @@ class DataArguments(SourceArguments):
     packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), none, or of text also wrapped."})
 
     @property
+    def row_length(self) -> int | None:
+        """Tokens of every packed row: one width, so one compiled graph. `None` where a row is one document."""
+        return None if self.packing == "none" else self.max_length
+
+    @property
     def schema(self) -> str:
         """What a record is, for [`~data.loading.load_documents`]."""
         return "text"

@@ -274,6 +274,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_V3,
         "num_experts": 4,
         "num_experts_per_tok": 1,
+        # A top-1 weight divided by itself is 1, whatever the router says: the cross-entropy would not train the router.
+        "norm_topk_prob": False,
         "router_aux_loss_coef": 5e-4,
     },
     "minimind-large": {"hidden_size": 1024, "num_hidden_layers": 32, **_V2},

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -134,6 +136,7 @@ class PackedDocuments:
     Args:
         cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`): where in the flattened batch each document
             begins, and its end.
+        max_length (`int`): tokens of the longest document, or more.
         in_groups (`bool`): whether what follows is there.
         groups (`list` of `(num_documents, length)`): documents of similar lengths, padded to one.
         gather (`torch.LongTensor` of shape `(num_slots,)`): the token in each slot of all groups; padding repeats one.
@@ -142,25 +145,42 @@ class PackedDocuments:
     """
 
     cu_seq_lens: torch.Tensor
+    max_length: int
     in_groups: bool = False
     groups: list[tuple[int, int]] | None = None
     gather: torch.Tensor | None = None
     scatter: torch.Tensor | None = None
 
 
-def find_packed_documents(position_ids: torch.Tensor, *, in_groups: bool) -> PackedDocuments:
+def find_packed_documents(
+    position_ids: torch.Tensor,
+    *,
+    in_groups: bool,
+    cu_seq_lens: torch.Tensor | None = None,
+    max_length: int | None = None,
+) -> PackedDocuments:
     """
     The documents of rows whose `position_ids (batch_size, seq_len)` do not go on by one where one begins, `in_groups` or
-    for `varlen_attn`.
+    for `varlen_attn`. A collator that passes `cu_seq_lens` and `max_length` spares a GPU the wait for their number.
+
+    Raises:
+        `ValueError`: if `cu_seq_lens` do not end with the batch (on a CPU, where looking is free).
     """
-    is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
-    starts = is_start.flatten().nonzero().flatten()
-    cu_seq_lens = F.pad(starts, (0, 1), value=position_ids.numel())
+    if cu_seq_lens is None:
+        is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
+        cu_seq_lens = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=position_ids.numel())
+    elif cu_seq_lens.device.type == "cpu" and cu_seq_lens[-1] != position_ids.numel():
+        raise ValueError(
+            f"cu_seq_lens_q end at {int(cu_seq_lens[-1])}, the batch has {position_ids.numel()} tokens: they are of "
+            "another batch. Pass those of this batch, or position_ids alone."
+        )
+    max_length = max_length or position_ids.shape[1]
     if not in_groups:
-        return PackedDocuments(cu_seq_lens.int())
+        return PackedDocuments(cu_seq_lens.int(), max_length)
+    starts = cu_seq_lens[:-1].long()
     if len(starts) == len(position_ids):
-        return PackedDocuments(cu_seq_lens.int(), True, [tuple(position_ids.shape)])
-    lengths, order = cu_seq_lens.diff().sort(descending=True, stable=True)
+        return PackedDocuments(cu_seq_lens.int(), max_length, True, [tuple(position_ids.shape)])
+    lengths, order = cu_seq_lens.long().diff().sort(descending=True, stable=True)
     groups: list[tuple[int, int]] = []
     for length in lengths.tolist():
         # A new group where more than a third would be padding.
@@ -174,8 +194,8 @@ def find_packed_documents(position_ids: torch.Tensor, *, in_groups: bool) -> Pac
     is_token = place < lengths.repeat_interleave(padded)
     gather = starts[order].repeat_interleave(padded) + place * is_token
     filled = is_token.nonzero().flatten()
-    scatter = torch.empty_like(is_start, dtype=torch.int64).flatten().index_copy_(0, gather[filled], filled)
-    return PackedDocuments(cu_seq_lens.int(), True, groups, gather, scatter)
+    scatter = torch.empty_like(position_ids).flatten().index_copy_(0, gather[filled], filled)
+    return PackedDocuments(cu_seq_lens.int(), max_length, True, groups, gather, scatter)
 
 
 class _ToGroups(torch.autograd.Function):
@@ -233,7 +253,7 @@ def packed_attention_forward(
         output = _attend_in_groups(query, key, value, packed_documents, scaling, dropout)
     else:
         cu_seq_lens = packed_documents.cu_seq_lens
-        lengths = (cu_seq_lens, cu_seq_lens, seq_len, seq_len)
+        lengths = (cu_seq_lens, cu_seq_lens, packed_documents.max_length, packed_documents.max_length)
         is_grouped_query = module.num_key_value_groups > 1
         output = varlen_attn(
             query, key, value, *lengths, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped_query
@@ -298,6 +318,67 @@ AttentionInterface.register("packed", packed_attention_forward)
 AttentionMaskInterface.register("packed", sdpa_mask)
 
 
+def compute_dtype(states: torch.Tensor) -> torch.dtype:
+    """The dtype that matrix products of `states` have: that of autocast where it is on."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+# Implementations that were found right in this process, with what they were tried on.
+_CHECKED_ATTENTION: set[tuple] = set()
+
+
+@torch.no_grad()
+def check_attention(model: "MiniMindModel", device: torch.device, dtype: torch.dtype) -> None:
+    """
+    Compare the model's attention implementation with the reference on a small random packed batch, once for each kind
+    of device, dtype and shape of heads.
+
+    Raises:
+        `ValueError`: where they differ, or for FlexAttention on a CPU.
+    """
+    config = model.config
+    name = config._attn_implementation
+    key = (name, device.type, dtype, config.head_dim, config.num_attention_heads, config.num_key_value_heads)
+    if key in _CHECKED_ATTENTION:
+        return
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    instead = 'Use attn_implementation="packed", "sdpa" or "eager".'
+    if name == "flex_attention" and device.type == "cpu":
+        # NOTE: torch 2.13 compiles it to wrong values on CPUs without AVX-512, and for some shapes only.
+        raise ValueError(
+            f"flex_attention does not run on a CPU: torch compiles it to wrong values on some of them, and it has no "
+            f"backward pass there ({versions}). {instead}"
+        )
+    with torch.device("meta"):
+        attention = MiniMindAttention(config, 0).eval()
+    generator = torch.Generator().manual_seed(0)
+    position_ids = torch.cat([torch.arange(length) for length in (11, 6, 7)]).repeat(2, 1).to(device)
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    # (batch_size, num_heads, seq_len, head_dim)
+    states = [torch.randn(2, n, 24, config.head_dim, generator=generator).to(device, dtype) for n in heads]
+    embeds = torch.zeros(2, 24, config.hidden_size, device=device, dtype=dtype)
+    mask, packed_documents = model._find_visible(embeds, None, position_ids, None)
+    document = (position_ids == 0).cumsum(1)
+    # (batch_size, 1, seq_len, seq_len): minus infinity for keys of other documents and of later tokens
+    is_other = (document[:, None, :, None] != document[:, None, None, :]) | position_ids.new_ones(24, 24).triu(
+        1
+    ).bool()
+    bias = torch.zeros(is_other.shape, device=device).masked_fill(is_other, -torch.inf)
+    with torch.autocast(device.type, enabled=False):
+        scaling, attend = attention.scaling, ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        output, _ = attend(attention, *states, mask, dropout=0.0, scaling=scaling, packed_documents=packed_documents)
+        expected, _ = eager_attention_forward(attention, *(part.float() for part in states), bias, scaling)
+    difference = ((output.float() - expected).norm() / expected.norm()).item()
+    # Half precision rounds to 0.4 %; what was seen wrong was off by 17 % and more.
+    if not difference < 0.03:
+        raise ValueError(
+            f'attn_implementation="{name}" is {difference:.0%} off the reference on {device.type} in {dtype} '
+            f"(head_dim {config.head_dim}, {versions}). {instead}"
+        )
+    _CHECKED_ATTENTION.add(key)
+
+
 class MiniMindRMSNorm(nn.Module):
     """`weight * x / sqrt(mean(x ** 2) + eps)`, computed in float32 (https://huggingface.co/papers/1910.07467)."""
 
@@ -309,8 +390,7 @@ class MiniMindRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
         # Once, instead of once for each projection that takes it.
-        device = hidden_states.device.type
-        return normed.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else normed
+        return normed.to(compute_dtype(normed))
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -455,11 +535,10 @@ def grouped_mm_in_autocast(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """transformers' grouped products of experts, in the dtype of autocast where that is on."""
-    device = hidden_states.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(hidden_states.device.type):
         # NOTE: autocast has no rule for grouped products, and transformers casts the tokens to the dtype of the weights:
         # float32, for which a compiled graph falls back to a loop that waits for the device.
-        module = _CastExperts(module, torch.get_autocast_dtype(device))
+        module = _CastExperts(module, compute_dtype(hidden_states))
     return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
 
 
@@ -660,21 +739,43 @@ class MiniMindModel(MiniMindPreTrainedModel):
             "Packed rows take attention_mask=None and count their padding as a last document."
         )
 
-    def _find_packed_documents(self, position_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> PackedDocuments:
-        """For the kernel that can take them: torch's needs a GPU since Ampere and half precision, and knows no dropout."""
+    def _find_visible(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        past_key_values: Cache | None,
+        cu_seq_lens: torch.Tensor | None = None,
+        max_length: int | None = None,
+    ) -> tuple[torch.Tensor | None, PackedDocuments | None]:
+        """
+        What each token sees: a mask as the attention implementation takes it, or the documents for "packed", whose kernel
+        `varlen_attn` needs a GPU since Ampere and half precision, and knows no dropout.
+        """
         device = inputs_embeds.device
-        is_autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if is_autocast else self.layers[0].self_attn.v_proj.weight.dtype
+        if self.config._attn_implementation != "packed" or attention_mask is not None or past_key_values is not None:
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+            return mask, None
         in_groups = (
             device.type != "cuda"
             or not HAS_VARLEN_ATTN
-            or dtype not in (torch.bfloat16, torch.float16)
+            or compute_dtype(inputs_embeds) not in (torch.bfloat16, torch.float16)
             or self.config.head_dim % 8 > 0
             or self.config.head_dim > 256
             or (self.config.dropout > 0 and self.training)
             or torch.cuda.get_device_capability(device) < (8, 0)
         )
-        return find_packed_documents(position_ids.expand(inputs_embeds.shape[:2]), in_groups=in_groups)
+        position_ids = position_ids.expand(inputs_embeds.shape[:2])
+        documents = find_packed_documents(
+            position_ids, in_groups=in_groups, cu_seq_lens=cu_seq_lens, max_length=max_length
+        )
+        return None, documents
 
     @merge_with_config_defaults
     @capture_outputs
@@ -696,6 +797,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 document, which sees nothing of the one before.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, seq_len, hidden_size)`, *optional*): instead of
                 `input_ids`.
+            cu_seq_lens_q (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): where in the flattened batch each
+                document of packed rows begins, and its end; `max_length_q` is the length of the longest.
 
         Raises:
             `ValueError`: both or neither of `input_ids` and `inputs_embeds`; a position past the rotary table; packed
@@ -715,18 +818,15 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
         self._check_positions(position_ids, seq_len)
 
+        if not (torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)):
+            check_attention(self, inputs_embeds.device, compute_dtype(inputs_embeds))
         # NOTE: made before the cache is: beside one, even an empty one, transformers does not look for packed rows.
-        causal_mask = None
-        if self.config._attn_implementation == "packed" and attention_mask is None and past_key_values is None:
-            kwargs["packed_documents"] = self._find_packed_documents(position_ids, inputs_embeds)
-        else:
-            causal_mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
+        documents = (kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None))
+        causal_mask, packed_documents = self._find_visible(
+            inputs_embeds, attention_mask, position_ids, past_key_values, *documents
+        )
+        if packed_documents is not None:
+            kwargs["packed_documents"] = packed_documents
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 

@@ -98,6 +98,15 @@ class MaskedLossTrainer(HubPushMixin):
                 "supported. Use data parallelism, ZeRO or --fsdp_size."
             )
 
+    def create_accelerator_and_postprocess(self):
+        if self.args.accelerator_config.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches would cut the batches of one process into pieces, and their lists of documents with "
+                "them. Leave it out of --accelerator_config: each process reads the data itself."
+            )
+        self.args.accelerator_config.dispatch_batches = False
+        super().create_accelerator_and_postprocess()
+
     @property
     def data_parallel_size(self) -> int:
         """Ranks that see different rows."""

@@ -46,7 +46,7 @@ def main(
         teacher=teacher,
         distillation_args=distillation_args,
         args=training_args,
-        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
         train_dataset=rows.train,
         eval_dataset=rows.eval,
         processing_class=tokenizer,

@@ -51,7 +51,7 @@ def main(
     trainer = MaskedLossTrainer(
         model=model,
         args=training_args,
-        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,

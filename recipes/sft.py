@@ -43,7 +43,7 @@ def main(
     trainer = MaskedLossTrainer(
         model=add_adapter(model, adapter_args),
         args=training_args,
-        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
         train_dataset=rows.train,
         eval_dataset=rows.eval,
         processing_class=tokenizer,

@@ -32,6 +32,18 @@ def test_preset_parameter_count(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
+@pytest.mark.parametrize("name", [name for name, fields in PRESETS.items() if "num_experts" in fields])
+def test_cross_entropy_trains_the_router_of_every_preset(build_model, input_ids, name):
+    routing = {
+        key: value for key, value in PRESETS[name].items() if "expert" in key or key in ("norm_topk_prob", "qk_norm")
+    }
+    model = build_model(**routing)
+    model(input_ids, labels=input_ids).ce_loss.backward()
+    for layer in model.model.layers:
+        # Rounding leaves 1e-8 where the routing weight is constant.
+        assert layer.mlp.gate.weight.grad.abs().max() > 1e-4
+
+
 def test_large_preset_is_the_published_shape():
     config = MiniMindConfig(**PRESETS["minimind-large"])
     shape = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)

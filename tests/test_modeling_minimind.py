@@ -10,6 +10,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
@@ -19,8 +20,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
-from hf_pretrain import MiniMindForCausalLM, MiniMindModel
+from hf_pretrain import MiniMindForCausalLM, MiniMindModel, modeling_minimind
 from hf_pretrain.modeling_minimind import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
 from tests.invariants.launching import ROOT, cpu_environment
 
@@ -94,7 +97,7 @@ def packed_positions(num_rows: int = 1) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in LENGTHS]).expand(num_rows, -1)
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention", "packed"])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "packed"])
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"use_cache": False}, {"use_cache": True}, {"attention_mask": torch.ones(1, 24)}],
@@ -149,7 +152,7 @@ def left_padded(input_ids: torch.Tensor, num_pads: int = 6) -> tuple[torch.Tenso
     return torch.cat([F.pad(input_ids[:1, :-num_pads], (num_pads, 0)), input_ids[1:]]), mask
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention", "packed"])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "packed"])
 @pytest.mark.parametrize("padding_position", [0, 1])
 @torch.no_grad()
 def test_left_padded_is_unpadded(model, input_ids, attn_implementation, padding_position):
@@ -162,7 +165,7 @@ def test_left_padded_is_unpadded(model, input_ids, attn_implementation, padding_
     assert_near(logits[1:], whole)
 
 
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "flex_attention", "packed"])
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "packed"])
 @torch.no_grad()
 def test_implementations_agree_with_eager(model, input_ids, attn_implementation):
     model.set_attn_implementation("eager")
@@ -363,6 +366,149 @@ def test_experts_are_a_loop_over_experts(build_model, implementation, top_k, nor
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         # The router of a normalised top-1 gets no gradient but rounding noise.
         assert (grad - expected_grad).norm() <= 1e-5 * expected_grad.norm() + 1e-4
+
+
+def test_flex_attention_is_refused_on_a_cpu(build_model, input_ids):
+    model = build_model()
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match=r"wrong values.*torch 2.*packed"):
+        model(input_ids)
+
+
+def attention_without_causality(module, query, key, value, attention_mask, scaling, packed_documents=None, **kwargs):
+    return F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """No implementation has been compared with the reference yet."""
+    monkeypatch.setattr(modeling_minimind, "_CHECKED_ATTENTION", set())
+
+
+@pytest.mark.parametrize("name", ["not_causal", "no_mask_function"])
+def test_attention_that_is_not_the_reference_is_an_error(model, input_ids, unchecked, name):
+    # transformers gives no mask at all to a name that AttentionMaskInterface does not know.
+    implementation = attention_without_causality if name == "not_causal" else sdpa_attention_forward
+    AttentionInterface.register(name, implementation)
+    model.set_attn_implementation(name)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f'"{name}" is .*% off the reference on cpu.*float32.*torch 2.*packed'):
+            model(input_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "packed"])
+def test_right_attention_is_checked_once_and_draws_nothing(
+    model, input_ids, unchecked, monkeypatch, attn_implementation, dtype
+):
+    model.to(dtype).set_attn_implementation(attn_implementation)
+    state = torch.get_rng_state()
+    model(input_ids)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(modeling_minimind._CHECKED_ATTENTION) == 1
+    # The reference is not asked again.
+    monkeypatch.setattr(modeling_minimind, "precompute_pos_cis", None)
+    monkeypatch.setattr(modeling_minimind, "_CHECKED_ATTENTION", frozenset(modeling_minimind._CHECKED_ATTENTION))
+    model(input_ids)
+
+
+def weights_by_document(query, key, cu_seq_lens, window_size, scale):
+    """Slices of the documents with their scores and attention weights `(num_heads, length, length)`, written out."""
+    left, right = (size if size >= 0 else len(query) for size in window_size or (-1, -1))
+    for start, stop in cu_seq_lens.unfold(0, 2, 1).tolist():
+        part = slice(start, stop)
+        scores = torch.einsum("qhd,khd->hqk", query[part], key[part]) * scale
+        places = torch.arange(stop - start)
+        offset = places[None, :] - places[:, None]
+        scores = scores.masked_fill((offset > right) | (offset < -left), -torch.inf)
+        yield part, scores, scores.softmax(-1)
+
+
+@pytest.fixture
+def varlen_kernel(monkeypatch):
+    """A kernel for CPUs behind torch's own `varlen_attn`, forward and backward; gives the lengths that it was called with."""
+    calls = []
+
+    def repeat(states, query):
+        return states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
+
+    def forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window_size, *rest):
+        calls.append((cu_q.tolist(), max_q, max_k))
+        key, value = repeat(key, query), repeat(value, query)
+        output, normaliser = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+        for part, scores, weights in weights_by_document(query, key, cu_q, window_size, scale):
+            output[part] = torch.einsum("hqk,khd->qhd", weights, value[part])
+            normaliser[:, part] = scores.logsumexp(-1)
+        return output, normaliser, torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng, scale, window_size):
+        num_heads, (keys, values) = key.shape[1], (repeat(key, query), repeat(value, query))
+        of_query, of_key, of_value = (torch.empty_like(query) for _ in range(3))
+        for part, _, weights in weights_by_document(query, keys, cu_q, window_size, scale):
+            of_value[part] = torch.einsum("hqk,qhd->khd", weights, gradient[part])
+            of_weights = torch.einsum("qhd,khd->hqk", gradient[part], values[part])
+            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+            of_query[part] = torch.einsum("hqk,khd->qhd", of_scores, keys[part])
+            of_key[part] = torch.einsum("hqk,qhd->khd", of_scores, query[part])
+        # Query heads that share a key head add up.
+        shared = (states.unflatten(1, (num_heads, -1)).sum(2) for states in (of_key, of_value))
+        return of_query, *shared
+
+    varlen._varlen_attn.register_kernel("cpu")(forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    find = modeling_minimind.find_packed_documents
+    monkeypatch.setattr(
+        modeling_minimind, "find_packed_documents", lambda *args, in_groups, **kw: find(*args, in_groups=False, **kw)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["collator", "positions"])
+def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
+    """The branch for GPUs in half precision, with a written-out kernel in place of FlashAttention's."""
+    arguments = {"position_ids": packed_positions(2), "labels": input_ids, "use_cache": False}
+    model.set_attn_implementation("eager")
+    expected = model(input_ids, **arguments)
+    expected.loss.backward()
+    expected_gradients = gradients(model)
+
+    model.zero_grad()
+    model.set_attn_implementation("packed")
+    starts = (packed_positions(2).flatten() == 0).nonzero().flatten()
+    cu_seq_lens = torch.cat([starts, torch.tensor([48])])
+    longest = int(cu_seq_lens.diff().max())
+    if counted:
+        arguments |= {"cu_seq_lens_q": cu_seq_lens.int(), "max_length_q": longest}
+    # The first pass compares the kernel with the reference.
+    model(input_ids, **arguments)
+    with Operators() as operators:
+        output = model(input_ids, **arguments)
+    output.loss.backward()
+    assert_near(output.logits, expected.logits)
+    assert_near(gradients(model), expected_gradients, 1e-4)
+    assert longest < 24
+    assert varlen_kernel[-1] == (cu_seq_lens.tolist(), *[longest if counted else 24] * 2)
+    # On a GPU, `nonzero` waits for all that was asked of it before.
+    assert ("aten.nonzero.default" in operators.names) is not counted
+
+
+def test_lengths_of_another_batch_are_refused(build_model, input_ids):
+    model = build_model()
+    model.set_attn_implementation("packed")
+    with pytest.raises(ValueError, match="end at 24, the batch has 48"):
+        model(input_ids, position_ids=packed_positions(2), use_cache=False, cu_seq_lens_q=torch.tensor([0, 10, 24]))
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of all operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **kwargs or {})
 
 
 class GroupedProducts(TorchDispatchMode):

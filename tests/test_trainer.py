@@ -519,3 +519,28 @@ def test_tokens_and_held_out_losses_are_added_up_beyond_the_digits_of_float32(tm
     assert trainer.state.num_input_tokens_seen == 2**24 + 31
     large, small = torch.tensor([2.0**24, 1.0]), torch.tensor([1.0, 2.0**-30])
     assert trainer._add_up([large, small]) == [2.0**24 + 1, 1 + 2.0**-30]
+
+
+def test_rows_of_a_batch_are_read_at_once(tmp_path):
+    rows = Dataset.from_list(make_documents())
+    read = []
+
+    class Counted(Dataset):
+        def __getitems__(self, keys):
+            read.append(list(keys))
+            return super().__getitems__(keys)
+
+    counted = Counted(rows.data, rows.info)
+    (batch,) = list(make_trainer(tmp_path, counted, batch=16).get_train_dataloader())
+    assert [len(keys) for keys in read] == [16]
+    # Thirteen rows in the sampler's order, then three fillers without labels.
+    numbers = batch["row_number"].tolist()
+    assert sorted(numbers[:13]) == list(range(13)) and numbers[13:] == [-1] * 3
+    for ids, labels, number in zip(batch["input_ids"], batch["labels"], numbers, strict=True):
+        expected = rows[number]["input_ids"] if number >= 0 else rows[0]["input_ids"]
+        assert ids[: len(expected)].tolist() == expected and (labels > 0).any() == (number >= 0)
+
+
+def test_dispatched_batches_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="dispatch_batches would cut"):
+        make_trainer(tmp_path, make_documents(), arguments={"accelerator_config": {"dispatch_batches": True}})

@@ -28,7 +28,7 @@ class DataCollatorForPackedRows:
     pad_token_id: int
     max_length: int | None = None
 
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         """
         Args:
             features (`list[dict]`): rows with `input_ids`, and optionally `seq_lengths` (lengths of the documents in
@@ -37,8 +37,10 @@ class DataCollatorForPackedRows:
 
         Returns:
             `dict`: `input_ids`, `labels` and `position_ids`, `torch.int64` of shape `(batch_size, seq_len)`. Labels
-            are -100 at the first token of each document, in the padding, where the weight is 0 and where they were. With `loss_mask`
-            in the rows, also `loss_mask`, `torch.float32` of the same shape, 0 where labels are -100.
+            are -100 at the first token of each document, in the padding, where the weight is 0 and where they were.
+            With `loss_mask` in the rows, also `loss_mask`, `torch.float32` of the same shape, 0 where labels are -100.
+            `cu_seq_lens_q`, `torch.int32` of shape `(num_documents + 1,)`: where in the flattened batch each document
+            begins (padding is one), and its end. `max_length_q`: the longest document's length, rounded up to 128.
 
         Raises:
             `ValueError`: if a row is longer than `max_length`, its documents' lengths do not sum to its own, or its
@@ -69,10 +71,16 @@ class DataCollatorForPackedRows:
             loss_mask[row, :length] = feature.get("loss_mask", 1.0)
         labels[loss_mask == 0] = -100
         loss_mask[labels == -100] = 0
-        batch: dict[str, np.ndarray] = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        arrays: dict[str, np.ndarray] = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         if "loss_mask" in features[0]:
-            batch["loss_mask"] = loss_mask
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+            arrays["loss_mask"] = loss_mask
+        # Counted here, since asking a GPU for it would stall each forward pass.
+        starts = np.flatnonzero(position_ids == 0)
+        cu_seq_lens = np.append(starts, position_ids.size).astype(np.int32)
+        arrays["cu_seq_lens_q"] = cu_seq_lens
+        batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        # A kernel's blocks have 128 queries; a few round numbers keep compiled graphs from being compiled again.
+        return batch | {"max_length_q": int(-(-np.diff(cu_seq_lens).max() // 128) * 128)}
 
 
 def _without_padding(feature: dict[str, Any]) -> dict[str, Any]:

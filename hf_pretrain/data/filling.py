@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import datasets
 import torch
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -37,10 +38,19 @@ class FilledDataset(Dataset):
             self.sampler.set_epoch(epoch)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index < len(self.dataset):
-            row = self.dataset[index]
-            return {**row, ROW_COLUMN: index} if self.is_numbered else row
-        return {**self.dataset[0], FILLER_COLUMN: True}
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        """The rows of a batch, which torch's loader asks for at once: `datasets` then reads them in one go."""
+        places = [index if index < len(self.dataset) else 0 for index in indices]
+        reads_batches = isinstance(self.dataset, datasets.Dataset)
+        rows = self.dataset.__getitems__(places) if reads_batches else [self.dataset[place] for place in places]
+        return [self._mark(row, index) for row, index in zip(rows, indices, strict=True)]
+
+    def _mark(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        if index >= len(self.dataset):
+            return {**row, FILLER_COLUMN: True}
+        return {**row, ROW_COLUMN: index} if self.is_numbered else row
 
 
 class FilledSampler(Sampler[int]):

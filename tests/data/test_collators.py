@@ -12,6 +12,9 @@ ROWS = [
 
 def test_batch_is_what_one_would_write_by_hand():
     batch = DataCollatorForPackedRows(pad_token_id=0)(ROWS)
+    # The documents, padding being one; a round number that no document is longer than.
+    assert batch.pop("cu_seq_lens_q").tolist() == [0, 4, 7, 10, 14]
+    assert batch.pop("max_length_q") == 128
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[1, 5, 6, 2, 1, 7, 2], [1, 8, 2, 0, 0, 0, 0]],
         "labels": [[-100, 5, 6, 2, -100, 7, 2], [-100, 8, 2, -100, -100, -100, -100]],
@@ -54,7 +57,9 @@ def test_rows_of_other_programs():
         {"input_ids": [1, 8, 2, 9, 9], "attention_mask": [1, 1, 1, 0, 0]},
         {"input_ids": [9, 1, 5, 6, 2], "attention_mask": [0, 1, 1, 1, 1], "labels": [-100, 1, 5, 6, 2]},
     ]
-    assert all(torch.equal(plain[name], tensor) for name, tensor in collate(padded).items())
+    again = collate(padded)
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(torch.as_tensor(plain[name]), torch.as_tensor(again[name])) for name in plain)
     chosen = collate([{"input_ids": [1, 8, 2], "labels": [1, -100, 2]}])
     assert chosen["labels"].tolist() == [[-100, -100, 2]]
     with pytest.raises(ValueError, match=r"lists of equal length.*'labels': \(2,\)"):
