@@ -62,6 +62,10 @@ class DistillationArguments:
         },
     )
 
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run code that comes with the teacher: whatever its author put there."}
+    )
+
     def __post_init__(self):
         if not self.teacher_name_or_path:
             raise ValueError("Distillation needs a teacher: --teacher_name_or_path DIRECTORY or Hub id.")
@@ -124,23 +128,33 @@ def _whole_weights() -> Iterator[None]:
             deepspeed_integration.set_hf_deepspeed_config(config)
 
 
-def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool = True) -> PreTrainedModel:
+def load_teacher(
+    name_or_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_packed: bool = True,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
     """
     Loads the teacher, whole on every rank, frozen, in float32 and in eval mode.
 
     Args:
         tokenizer ([`PreTrainedTokenizerBase`]): the student's.
         is_packed (`bool`): whether it will be given rows of several documents, told apart by `position_ids` alone.
+        trust_remote_code (`bool`): whether code that comes with it may run.
 
     Raises:
         `ValueError`: if it cannot be loaded, or a shard lies outside its directory; if its tokenizer is missing or another one; if it sees across documents
             in packed rows.
     """
     check_shards(name_or_path)
-    check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
+    check_same_vocabulary(tokenizer, load_tokenizer(name_or_path, trust_remote_code=trust_remote_code))
     try:
         with _whole_weights():
-            teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32)
+            # NOTE: without a value, transformers asks on stdin whether to run the code.
+            teacher = AutoModelForCausalLM.from_pretrained(
+                name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
     teacher.eval().requires_grad_(False)

@@ -113,10 +113,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
     """
     Loads a tokenizer from a directory or from the Hub. One that has our control tokens and no response template, as
-    MiniMind-3's, gets ours.
+    MiniMind-3's, gets ours. Code that comes with it runs with `trust_remote_code` alone.
 
     Raises:
         `ValueError`: if there is none under that name.
@@ -134,7 +134,10 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
             "recipes/tokenizer.py or `save_pretrained` wrote, or leave it out to train a tokenizer on the data."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), use_fast=True)
+        # NOTE: without a value, transformers asks on stdin.
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(name_or_path), use_fast=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
         where = "the directory" if is_path else "neither a directory here nor a tokenizer on the Hub:"
         raise ValueError(

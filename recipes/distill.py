@@ -35,8 +35,14 @@ def main(
     checkpoint = begin_run(training_args, streaming=data_args.streaming)
     # A student from scratch takes the teacher's tokenizer.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
-    tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path)
-    teacher = load_teacher(distillation_args.teacher_name_or_path, tokenizer, is_packed=data_args.packing != "none")
+    trust = distillation_args.trust_remote_code
+    tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path, trust_remote_code=trust)
+    teacher = load_teacher(
+        distillation_args.teacher_name_or_path,
+        tokenizer,
+        is_packed=data_args.packing != "none",
+        trust_remote_code=trust,
+    )
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_conversations(data_args, training_args, tokenizer)
 

@@ -2,16 +2,20 @@
 
 import json
 import runpy
+import shutil
 import sys
 import time
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig, command_line, running
 from hf_pretrain.arguments import ModelArguments, parse_args
 from hf_pretrain.command_line import is_mistake, one_line_errors
+from hf_pretrain.distillation import load_teacher
 from hf_pretrain.forms import FORMS
+from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
 from hf_pretrain.tools import load_tools
 from hf_pretrain.training_args import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -135,3 +139,57 @@ def test_a_mistake_of_another_rank_alone_is_printed(monkeypatch, capsys):
     with pytest.raises(SystemExit), one_line_errors():
         load_tools(["nope"])
     assert capsys.readouterr().err.startswith("error: ") and pauses == [command_line._LAUNCHER_SECONDS]
+
+
+HOSTILE = """
+from pathlib import Path
+Path({proof!r}).touch()
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A model whose code leaves a file `ran`; of a kind that transformers does not know."""
+    directory = tmp_path / "hostile"
+    train_tokenizer(["some words to learn from"] * 50, vocab_size=320).save_pretrained(directory)
+    (directory / "code.py").write_text(HOSTILE.format(proof=str(tmp_path / "ran")))
+    config = {"model_type": "hostile", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+RECIPES = {
+    "chat": ["--model_name_or_path"],
+    "serve": ["--model_name_or_path"],
+    "convert": ["--to", "converted", "--from"],
+    "evaluate": ["--use_cpu", "--model_name_or_path"],
+    "pretrain": [*RUN, "--dataset_name", "text.jsonl", "--tokenizer_name_or_path"],
+    "sft": [*RUN, "--model_name_or_path"],
+    "dpo": [*RUN, "--model_name_or_path"],
+    "distill": [*RUN, "--teacher_name_or_path"],
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nobody_can_answer_yes_to_code_of_others(run, hostile, monkeypatch, tmp_path, recipe):
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or "y")
+    (tmp_path / "text.jsonl").write_text(30 * '{"text": "some words to learn from"}\n')
+    status, output = run(recipe, *RECIPES[recipe], str(hostile))
+    assert status == 2 and not questions and not (tmp_path / "ran").exists(), output
+
+
+def test_code_of_a_teacher_runs_where_it_is_asked_for(hostile, tmp_path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(**json.loads((hostile / "config.json").read_text()) | {"model_type": "llama"})
+    ).save_pretrained(tmp_path / "llama")
+    shutil.copy(tmp_path / "llama/model.safetensors", hostile)
+    load_teacher(str(hostile), load_tokenizer(hostile, trust_remote_code=True), trust_remote_code=True)
+    assert (tmp_path / "ran").exists()
