@@ -13,19 +13,17 @@ and then, from any OpenAI client,
 
 The model's name is the one that it was started with. Reasoning comes as `reasoning_content` and tool calls as
 `tool_calls`, where the tokenizer carries a response template, as ours do; `chat_template_kwargs` of a request go to the
-chat template, `{"enable_thinking": false}` among them. There is no authentication.
+chat template, `{"enable_thinking": false}` among them. There is no authentication. Requests for other models, from web
+pages of other origins, or longer than the model's positions are refused.
 """
 
 import argparse
-import time
 
-import transformers
 from transformers.cli.serve import ReasoningMode, Serve
-from transformers.cli.serving.model_manager import ModelManager
 
-from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.resuming import find_newest_run
+from hf_pretrain.serving import adapt_server
 from hf_pretrain.tokenization import load_tokenizer
 
 
@@ -33,11 +31,7 @@ def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
     # A name that leads nowhere is met here, not in the server.
     load_tokenizer(name)
-    # NOTE: the server looks up the class that config.json names in transformers itself (cli/serving/model_manager.py).
-    transformers.MiniMindForCausalLM = MiniMindForCausalLM
-    # NOTE: it lists what is in the Hub's cache, and fails where there is none; clients ask what they can talk to.
-    served = {"id": name, "object": "model", "owned_by": "hf_pretrain", "created": int(time.time())}
-    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [served])
+    adapt_server(name)
     print(f"Serving {name} at http://{args.host}:{args.port}/v1", flush=True)
     Serve(
         name,

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import requests
 
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.talking import SUM, TOOL, WEATHER
@@ -105,3 +106,124 @@ def test_a_system_message_and_history(server):
     messages = [{"role": "system", "content": "Answer in capitals."}, {"role": "user", "content": "hello"}]
     messages += [{"role": "assistant", "content": "HELLO YOU"}, {"role": "user", "content": "again"}]
     assert ask(server, messages).choices[0].message.content == "HELLO AGAIN"
+
+
+# What it refuses
+
+
+def post(server, path: str, body, **options):
+    """A request as any program may make it; `body` as JSON, or as the bytes that they are."""
+    url = str(server[0].base_url).removesuffix("/v1/") + path
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.post(url, data=content, headers=headers, timeout=120)
+
+
+def chat(**fields) -> dict:
+    return {"model": "out/run", "messages": SUM[:1], "temperature": 0, **fields}
+
+
+@pytest.mark.parametrize("path", ["/load_model", "/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("model", ["owner/other", "/etc", "out/run@other", ["out/run"]])
+def test_no_other_model_is_loaded(server, path, model):
+    """Nor is the Hub asked for it."""
+    answer = post(server, path, chat(model=model))
+    assert answer.status_code == 400 and "one model, out/run" in answer.json()["detail"]
+    assert "owner/other" not in server[1].read_text()
+
+
+def test_its_own_model_may_be_loaded(server):
+    answer = post(server, "/load_model", {"model": "out/run"})
+    assert answer.status_code == 200 and '"status": "ready"' in answer.text and '"cached": true' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://example.org"}, 403),
+        ({"Origin": "null"}, 403),
+        # What a page may send without asking.
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": ""}, 415),
+    ],
+)
+@pytest.mark.parametrize("path", ["/reset", "/v1/chat/completions"])
+def test_pages_of_other_origins_have_no_say(server, path, headers, status):
+    assert post(server, path, chat(), headers=headers).status_code == status
+    assert '"cached": true' in post(server, "/load_model", {"model": "out/run"}).text
+
+
+def test_a_page_of_its_own_origin_has(server):
+    origin = str(server[0].base_url).removesuffix("/v1/")
+    answer = post(server, "/v1/chat/completions", chat(), headers={"Origin": origin})
+    assert answer.json()["choices"][0]["message"]["content"] == "It is four."
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"chat_template": "{% for a in range(10**9) %}{% endfor %}"}, "not chat_template"),
+        ({"tools": [], "conversation": []}, "not conversation, tools"),
+        ({"max_length": 10**9}, "not max_length"),
+        ("chat_template", "must be an object"),
+    ],
+)
+def test_a_request_brings_no_template(server, kwargs, words):
+    answer = post(server, "/v1/chat/completions", chat(chat_template_kwargs=kwargs))
+    assert answer.status_code == 400 and words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("stop", [[str(number) for number in range(1000)], ["x" * 1000], [3], {"a": 1}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_are_bounded(server, stop, stream):
+    for fields in ({"stop": stop}, {"generation_config": json.dumps({"stop_strings": stop})}):
+        answer = post(server, "/v1/chat/completions", chat(stream=stream, **fields))
+        assert answer.status_code == 400 and "stop" in answer.json()["detail"]
+
+
+def test_a_few_stop_strings_work(server):
+    assert ask(server, SUM[:1], stop=["four", "five"]).choices[0].message.content.endswith("It is four")
+
+
+@pytest.mark.parametrize("size", [10_000_000, 300_000])
+def test_a_body_beyond_the_positions_is_refused_unread(server, size):
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * size}]}),
+        ("/v1/completions", {"prompt": "x" * size}),
+        ("/v1/responses", {"input": "x" * size}),
+        ("/reset", {"x": "x" * size}),
+    ):
+        answer = post(server, path, {"model": "out/run"} | fields)
+        assert answer.status_code == 400 and "more than the model has positions for" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_positions_is_refused_before_any_work(server, stream):
+    """The toy model has 1,024."""
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x y" * 1000}]}),
+        ("/v1/completions", {"prompt": "x y" * 1000}),
+        ("/v1/responses", {"input": "x y" * 1000}),
+    ):
+        answer = post(server, path, {"model": "out/run", "stream": stream} | fields)
+        assert answer.status_code == 400 and "tokens, and the model 1,024 positions" in answer.json()["detail"]
+
+
+def test_an_answer_ends_where_the_positions_do(server):
+    """It would go on past the table of positions, and end in an error."""
+    endless = json.dumps({"min_new_tokens": 1000, "max_new_tokens": 5000, "do_sample": False})
+    body = {"model": "out/run", "prompt": "x y" * 300, "generation_config": endless}
+    answer = post(server, "/v1/completions", body).json()
+    assert answer["usage"]["total_tokens"] == 1024 and answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 20_000, b"[1]", b"3", b"\xff", b'{"a": ' + b"9" * 5000 + b"}"])
+def test_a_body_that_is_no_object_is_refused(server, body):
+    assert post(server, "/v1/chat/completions", body).status_code == 400
+
+
+def test_it_serves_on_after_all_that(server):
+    assert ask(server, SUM[:1]).choices[0].message.content == "It is four."
