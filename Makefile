@@ -8,6 +8,7 @@
 # make chat | serve | evaluate                             talk to the newest model, serve it, measure it
 # make bench                                               ours and others, side by side
 # make tokenizer | test | faults | quality
+# make clean                                               remove .venv, caches and build files; never out/
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,8 +28,11 @@ PRESET ?= $(if $(filter cuda,$(DEVICE)),minimind2-small,tiny)
 CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test faults quality clean
-.DEFAULT_GOAL := pretrain
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test faults quality clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 # One launcher line each. On CPU, DeepSpeed counts devices by LOCAL_SIZE, and each process gets its share of the cores.
 # glibc gives large blocks back to the system after every step; keeping them makes a step about 1.3 times as fast.
@@ -121,5 +125,7 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora,plots,$*]"
 	touch $@ $(VENV)/.installed
 
+# Not $(VENV), which may be somebody's own environment.
 clean:
-	rm -rf $(VENV) out
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find hf_pretrain recipes benchmarks tests -name __pycache__ -prune -exec rm -rf {} +

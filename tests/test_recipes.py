@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -208,6 +209,23 @@ def test_make_refuses_more_gpus_than_there_are():
     command = ["make", "-n", "pretrain", "DEVICE=cuda", "GPUS=3", "CUDA_VISIBLE_DEVICES=0,1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode != 0 and "GPUS=3, but this machine has 2 to offer: 0 1" in result.stderr
+
+
+def test_bare_make_prints_help():
+    output = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output.startswith("make pretrain   ") and "\nmake clean   " in output and "PYTHON" not in output
+
+
+def test_make_clean_leaves_models_and_other_environments(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    mine = ["out/sft-tiny/model.safetensors", "faults.json", "env/bin/python", "recipes/my/pretrain.yaml"]
+    built = ["build/lib/a.o", "dist/a.whl", "a.egg-info/PKG-INFO", ".pytest_cache/a", "tests/__pycache__/a.pyc"]
+    for name in [*mine, *built, "hf_pretrain/a.py", "benchmarks/a.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    subprocess.run(["make", "clean", "VENV=env"], cwd=tmp_path, check=True)
+    assert all((tmp_path / name).is_file() for name in [*mine, "hf_pretrain/a.py"])
+    assert not any((tmp_path / name).exists() for name in built)
 
 
 def test_make_refuses_an_unknown_launcher():
