@@ -63,7 +63,7 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 # What has to be the same
 
 
-def _describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
+def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
     """The number of rows and a digest of some of them, evenly spaced; of a stream, a digest of how it describes itself."""
     if isinstance(dataset, datasets.IterableDataset):
         return {"digest": _digest(dataset.info.description)}
@@ -119,7 +119,7 @@ class CheckpointMixin(ShardedCheckpointMixin):
 
     @cached_property
     def _data_description(self) -> dict[str, Any]:
-        return _describe_data(self.train_dataset)
+        return describe_data(self.train_dataset)
 
     @cached_property
     def _config_digest(self) -> str:
@@ -374,4 +374,4 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-__all__ = ["DATA_POSITION_NAME", "CheckpointMixin"]
+__all__ = ["DATA_POSITION_NAME", "CheckpointMixin", "describe_data"]

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from .locking import LOCK_NAME, hold_output_dir
 from .manifest import MANIFEST_NAME, find_damage, read_manifest
 from .run_log import LOG_NAME
+from .run_record import RECORD_NAME
 from .training_args import LMTrainingArguments
 from .weight_files import check_shards
 
@@ -33,7 +34,7 @@ SAVING = ".saving"
 # A run that goes on waits so long for the one before it: its ranks may still be saving when their launcher is gone.
 _PATIENCE_SECONDS = 30.0
 # Files of a run that came to nothing, and may be tried again.
-_NO_RUN = {"rejected.jsonl", LOCK_NAME, LOG_NAME}
+_NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME}
 T = TypeVar("T")
 
 

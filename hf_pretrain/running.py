@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, set_seed
@@ -10,6 +11,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from .arguments import ChatArguments
 from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingProgressCallback
+from .checkpointing import describe_data
 from .data.conversations import mark_template
 from .devices import describe_search
 from .hub import HubPushMixin, pull_checkpoint, remove_staging
@@ -18,13 +20,14 @@ from .model_card import CURVE_NAME
 from .reporting import format_report, plot_loss_curve, sample_answers
 from .resuming import checkpoint_to_resume, occupy_output_dir, on_main_process, remove_leftovers
 from .run_log import LOG_NAME, begin_log, end_log
+from .run_record import add_to_record, begin_record, end_record
 from .training_args import MIN_EVAL_STEPS, LMTrainingArguments
 
 
-def begin_run(training_args: LMTrainingArguments, *, streaming: bool = False) -> str | None:
+def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
     """
-    The checkpoint that a run goes on from, if any, fetched from the Hub where that is asked for. Seeds everything and
-    says on what the run trains.
+    The checkpoint that a run goes on from, if any, fetched from the Hub where that is asked for. Seeds everything,
+    says on what the run trains, and records it with all arguments, those of the `others` included (`run_record.py`).
 
     Raises:
         `ValueError`: for a run on a stream without an end, if another run writes into `output_dir`, and as
@@ -46,6 +49,7 @@ def begin_run(training_args: LMTrainingArguments, *, streaming: bool = False) ->
     def clear() -> None:
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
+        begin_record(training_args, others, checkpoint=checkpoint)
         print(f"{training_args.launch_description}; {describe_search()}")
 
     on_main_process(training_args, clear)
@@ -108,9 +112,13 @@ def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if trainer.args.spaces_evaluations:
         trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
+    if trainer.args.process_index == 0:
+        facts, held_out = trainer.run_facts, trainer.eval_dataset
+        data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(held_out)}
+        add_to_record(trainer.args, data={"names": facts.datasets, "counts": facts.data, **data})
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
-    metrics = {}
+    metrics: dict[str, float] = {}
     if trainer.eval_dataset is not None:
         metrics = _last_evaluation(trainer) or trainer.evaluate()
     trainer.save_state()
@@ -138,17 +146,17 @@ def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[t
     if training_args.push_to_hub:
         trainer.push_to_hub()
     if is_main:
-        print(
-            format_report(
-                training_args,
-                metrics=metrics,
-                unigram=facts.unigram_loss,
-                samples=samples or [],
-                start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
-                loss_unit=facts.loss_unit,
-                push_report=trainer.push_report,
-            )
+        report = format_report(
+            training_args,
+            metrics=metrics,
+            unigram=facts.unigram_loss,
+            samples=samples or [],
+            start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
+            loss_unit=facts.loss_unit,
+            push_report=trainer.push_report,
         )
+        print(report)
+        end_record(training_args, steps=trainer.state.global_step, metrics=metrics, report=report.strip().splitlines())
     end_log()
     release_output_dir(training_args.output_dir)
 

@@ -32,7 +32,9 @@ def main(
     data_args: ChatArguments,
     training_args: SFTTrainingArguments,
 ):
-    checkpoint = begin_run(training_args, streaming=data_args.streaming)
+    checkpoint = begin_run(
+        training_args, model_args, adapter_args, distillation_args, data_args, streaming=data_args.streaming
+    )
     # A student from scratch takes the teacher's tokenizer.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
     trust = distillation_args.trust_remote_code

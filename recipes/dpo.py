@@ -28,7 +28,7 @@ def main(
     data_args: SourceArguments,
     training_args: PreferenceTrainingArguments,
 ):
-    checkpoint = begin_run(training_args)
+    checkpoint = begin_run(training_args, model_args, adapter_args, data_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
     mark_template(tokenizer)
 

@@ -32,7 +32,7 @@ def main(
 ):
     rewards = load_reward_functions(task_args.rewards)
     tools, environment = load_tools(task_args.tools), task_args.load_environment()
-    checkpoint = begin_run(training_args)
+    checkpoint = begin_run(training_args, model_args, adapter_args, task_args)
     is_main = training_args.process_index == 0
 
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)

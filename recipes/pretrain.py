@@ -29,7 +29,7 @@ def main(
     data_args: DataArguments,
     training_args: LMTrainingArguments,
 ):
-    checkpoint = begin_run(training_args, streaming=data_args.streaming)
+    checkpoint = begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
 
     # Text to rows. The main process does the work, the others read its cache.
     with training_args.main_process_first(desc="preparing the data"):

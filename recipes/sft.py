@@ -30,7 +30,11 @@ def main(
     data_args: ChatArguments,
     training_args: SFTTrainingArguments,
 ):
-    checkpoint = None if data_args.preview else begin_run(training_args, streaming=data_args.streaming)
+    checkpoint = (
+        None
+        if data_args.preview
+        else begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
+    )
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
     rows = load_conversations(data_args, training_args, tokenizer)
     if data_args.preview:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpointing import _describe_data
+from hf_pretrain.checkpointing import describe_data
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.manifest import MANIFEST_NAME, read_manifest, write_manifest
@@ -86,7 +86,7 @@ def test_another_stream_is_known_by_the_size_of_its_files(tmp_path):
         documents, _ = load_documents([name, name], streaming=True, validation_fraction=held_out, **mixture)
         tokenizer = train_tokenizer(["one two"], vocab_size=300)
         rows, _ = prepare_rows(documents.shuffle(seed=1, buffer_size=10), tokenizer, max_length=max_length)
-        return _describe_data(rows)
+        return describe_data(rows)
 
     first = description("one", "two")
     assert description("one", "two") == first and description("one", "two", "three") != first

@@ -113,6 +113,11 @@ def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
     ):
         assert words in output
     assert output.count("Sample ") == 3
+    (entry,) = json.loads((run / "run.json").read_text())
+    assert entry["arguments"]["max_length"] == 32 and "--max_steps 2" in entry["command"] and entry["steps"] == 2
+    assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["train"]["rows"] > 0
+    assert entry["data"]["train"]["digest"] != entry["data"]["held_out"]["digest"]
+    assert entry["metrics"]["eval_loss"] == final["eval_loss"] and "\n".join(entry["report"]) in output
     # The command that continues, as printed.
     command = next(line.split(maxsplit=3)[3] for line in output.splitlines() if line.startswith("To go on"))
     assert "Held-out loss" in start(command.split()).stdout
@@ -142,6 +147,9 @@ def test_a_checkpoint_is_resumed(workspace):
     assert second.returncode == 0, second.stdout[-3000:]
     history = json.loads((workspace / "resumed/trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4]
+    record = json.loads((workspace / "resumed/run.json").read_text())
+    assert [(entry["steps"], entry["resumed_from"] is not None) for entry in record] == [(3, False), (4, True)]
+    assert record[0]["data"] == record[1]["data"]
 
 
 def test_the_command_of_the_readme_for_own_text(workspace, tmp_path):

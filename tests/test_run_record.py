@@ -1,0 +1,97 @@
+"""`run.json`: what it says of a run, and what it keeps to itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_pretrain import __file__ as package
+from hf_pretrain import run_record
+from hf_pretrain.arguments import DataArguments
+from hf_pretrain.resuming import checkpoint_to_resume
+from hf_pretrain.run_record import add_to_record, begin_record, end_record
+from hf_pretrain.training_args import LMTrainingArguments
+from tests.invariants.launching import ROOT
+
+
+TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"
+
+
+@pytest.fixture
+def make_arguments(tmp_path, monkeypatch):
+    """Those of a run in `tmp_path`, with a token on the command line and another one in the environment."""
+
+    def make(**fields) -> LMTrainingArguments:
+        words = ["recipes/pretrain.py", "--hub_token", TOKEN, f"--run_name={TOKEN}", "--max_steps", "3"]
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "hub_token": TOKEN} | fields
+        return LMTrainingArguments(**fields)
+
+    return make
+
+
+def read(path: Path) -> list[dict]:
+    return json.loads((path / "run.json").read_text())
+
+
+def test_a_run_is_recorded(make_arguments, tmp_path):
+    args = make_arguments(max_steps=3)
+    begin_record(args, (DataArguments(dataset_name=["mine.jsonl"]),), checkpoint=None)
+    (entry,) = read(tmp_path)
+    assert "recipes/pretrain.py --hub_token '<token>'" in entry["command"] and "--max_steps 3" in entry["command"]
+    # Flags that nobody gave are there, too.
+    assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
+    assert entry["versions"]["torch"] == torch.__version__ and entry["launcher"] == "python"
+    assert "ended" not in entry
+    add_to_record(args, data={"names": ["mine.jsonl"]})
+    end_record(args, metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])
+    (entry,) = read(tmp_path)
+    assert entry["data"]["names"] == ["mine.jsonl"] and entry["metrics"] == {"eval_loss": 2.5}
+    assert entry["ended"] >= entry["started"]
+
+
+def test_no_token_is_recorded(make_arguments, tmp_path):
+    args = make_arguments(run_name=f"of {TOKEN}")
+    begin_record(args, (), checkpoint=None)
+    end_record(args, report=[f"pushed with {TOKEN}"])
+    text = (tmp_path / "run.json").read_text()
+    assert TOKEN not in text and "of <token>" in text and "pushed with <token>" in text
+
+
+def test_a_run_that_goes_on_adds_an_entry(make_arguments, tmp_path):
+    args = make_arguments()
+    for checkpoint in (None, "out/checkpoint-2"):
+        begin_record(args, (), checkpoint=checkpoint)
+        end_record(args)
+    assert [entry["resumed_from"] for entry in read(tmp_path)] == [None, "out/checkpoint-2"]
+
+
+def test_a_record_that_cannot_be_read_is_kept(make_arguments, tmp_path):
+    (tmp_path / "run.json").write_text('[{"started": ')
+    begin_record(make_arguments(), (), checkpoint=None)
+    assert len(read(tmp_path)) == 1 and (tmp_path / "unreadable-run.json").read_text() == '[{"started": '
+
+
+def test_a_full_disk_does_not_matter(make_arguments, tmp_path):
+    args = make_arguments()
+    (tmp_path / ".run.json").mkdir()
+    begin_record(args, (), checkpoint=None)
+    end_record(args)
+
+
+def test_a_run_that_did_not_start_may_be_tried_again(make_arguments):
+    args = make_arguments()
+    begin_record(args, (), checkpoint=None)
+    assert checkpoint_to_resume(args) is None
+
+
+def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert run_record._commit() in (head, f"{head}-dirty") if head else run_record._commit() is None
+    # Installed, the package has none, whatever repository lies around it.
+    monkeypatch.setattr(run_record, "__file__", str(tmp_path / "hf_pretrain" / Path(package).name))
+    assert run_record._commit() is None
