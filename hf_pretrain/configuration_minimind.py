@@ -72,6 +72,8 @@ class MiniMindConfig(PreTrainedConfig):
             averaged; or `"batch"`, one over all tokens of a forward pass (depends on how rows are batched).
         upstream_generation (`str`, *optional*): `"v1"`, `"v2"` or `"v3"`, the MiniMind release that the weights came
             from. They can be written in its form again.
+        upstream_max_seq_len (`int`, *optional*): `max_seq_len` of the v1 config that the weights came from. It is not the
+            number of positions: v1's code allocates a mask of its square in each layer.
         format_version (`int`): layout of the checkpoint. A config file without it was not written by this package.
     """
 
@@ -143,6 +145,7 @@ class MiniMindConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     upstream_generation: str | None = None
+    upstream_max_seq_len: int | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any):

@@ -257,6 +257,8 @@ def _read_fields(raw: dict[str, Any], form: str, *, has_experts: bool) -> dict[s
     given["max_position_embeddings"] = 32768 if form == "v1" else raw.get("max_position_embeddings", 32768)
     if FORMS[form].is_generation:
         given["upstream_generation"] = form
+    if form == "v1":
+        given["upstream_max_seq_len"] = raw.get("max_position_embeddings")
     if has_experts:
         given |= _read_router_fields(raw, form)
     return given

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .forms import FORMS, describe_form, to_half_split
 from .gguf_format import check_gguf, check_gguf_fields, gguf_form, read_ernie_weights, write_gguf
 from .modeling_minimind import MiniMindForCausalLM
 from .tokenization import check_tokenizer, save_tokenizer
+from .writing import check_writable, written_whole
 
 
 logger = logging.get_logger(__name__)
@@ -31,6 +33,11 @@ logger = logging.get_logger(__name__)
 EXPORT_FORMS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+# What MiniMind's scripts call the stages, in the names of their files.
+UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
+# The default of v1's max_seq_len.
+V1_LENGTH = 8192
+CARD_NAME = "README.md"
 ROWS, ROW_TOKENS = 8, 64
 
 
@@ -198,6 +205,10 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
     }
     if generation == "v1":
         fields["n_shared_experts"] = True if config.num_shared_experts else None
+        # Its code allocates a mask of this size squared in each layer, and turns by 32,768 positions whatever it is.
+        fields["max_position_embeddings"] = config.upstream_max_seq_len or min(
+            config.max_position_embeddings, V1_LENGTH
+        )
         theirs = {ours: name for name, ours in MiniMindConfig.attribute_map.items()}
         fields = {theirs.get(name, name): value for name, value in fields.items()}
     return fields
@@ -248,18 +259,26 @@ def export(
     tokenizer: PreTrainedTokenizerFast | None = None,
     dtype: str | None = None,
     generation: str | None = None,
+    model_name: str = "MiniMind",
+    stage: str = "full_sft",
+    card: Callable[[str], str] | None = None,
+    overwrite: bool = False,
 ) -> ExportReport:
     """
     Writes `model` in another form, reads it back, and compares the logits.
 
     Args:
-        output_dir (`str` or `Path`): must not exist, or be empty.
+        output_dir (`str` or `Path`): must not exist, or be empty. After an error nothing is in it.
         form (`str`): one of `EXPORT_FORMS`.
         tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside (GGUF: into) the weights; its special
             tokens become those of the config.
         dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0` for GGUF; by default the model's.
         generation (`str`, *optional*): for `upstream`: `v1`, `v2` or `v3`; by default the one that the weights came
             from, or the newest that fits.
+        model_name (`str`, *optional*): what a GGUF file calls the model.
+        stage (`str`, *optional*): for `upstream`: what its scripts call the training stage, in the name of the file.
+        card (`Callable`, *optional*): makes the model card from the report in words.
+        overwrite (`bool`, *optional*): replace the model in `output_dir`.
 
     Raises:
         `ValueError`: if the form cannot hold the model, naming the part that does not fit and the forms that would;
@@ -275,8 +294,7 @@ def export(
     known = GGUF_TYPES if form == "gguf" else DTYPES
     if dtype not in known:
         raise ValueError(f"--dtype {dtype} is not one that {form} is written in; use {', '.join(known)}.")
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"{output_dir} exists and is not an empty directory; choose another, or delete it.")
+    check_writable(output_dir, overwrite=overwrite)
     generation = generation or default_generation(model.config)
     target = {"upstream": generation, "gguf": gguf_form(model.config)}.get(form, form)
     if form == "gguf":
@@ -308,29 +326,47 @@ def export(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(converted.config, name, getattr(tokenizer, name))
             setattr(converted.generation_config, name, getattr(tokenizer, name))
-    output_dir.mkdir(parents=True, exist_ok=True)
-    if form == "gguf":
-        path = write_gguf(converted, output_dir, tokenizer=tokenizer, tensor_type=GGUF_TYPES[dtype])
-        report = _compare_gguf(reference, path, dtype)
-    elif form == "upstream":
-        torch.save(to_state_dict(converted, generation), output_dir / "minimind.pth")
-        fields = json.dumps(to_upstream_fields(converted.config, generation), indent=2)
-        (output_dir / "config.json").write_text(fields + "\n", encoding="utf-8")
-        report = _compare(reference, load_upstream(output_dir, dtype=torch.float32), target, dtype)
-    else:
-        if form == "minimind":
-            converted.save_pretrained(output_dir)
+    with written_whole(output_dir, overwrite=overwrite) as aside:
+        if form == "gguf":
+            path = write_gguf(
+                converted, aside, model_name=model_name, tokenizer=tokenizer, tensor_type=GGUF_TYPES[dtype]
+            )
+            report = _compare_gguf(reference, path, dtype)
+        elif form == "upstream":
+            torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
+            fields = json.dumps(to_upstream_fields(converted.config, generation), indent=2)
+            (aside / "config.json").write_text(fields + "\n", encoding="utf-8")
+            report = _compare(reference, load_upstream(aside, dtype=torch.float32), target, dtype)
         else:
-            to_stock_model(converted, form).save_pretrained(output_dir)
-            _add_older_names(output_dir / "config.json")
-        written = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32)
-        report = _compare(reference, written, target, dtype)
-    if tokenizer is not None and form != "gguf":
-        save_tokenizer(tokenizer, output_dir)
-    difference = report.decisive_difference
-    if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
-        raise RuntimeError(f"{output_dir} was written but is not the same model: {report}. Please report this.")
+            if form == "minimind":
+                converted.save_pretrained(aside)
+            else:
+                to_stock_model(converted, form).save_pretrained(aside)
+                _add_older_names(aside / "config.json")
+            written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
+            report = _compare(reference, written, target, dtype)
+        difference = report.decisive_difference
+        if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
+            raise RuntimeError(
+                f"What was written for {output_dir} is not the same model: {report}. Please report this."
+            )
+        if tokenizer is not None and form != "gguf":
+            save_tokenizer(tokenizer, aside)
+        if card is not None:
+            (aside / CARD_NAME).write_text(card(str(report)), encoding="utf-8")
     return report
+
+
+def upstream_file_name(config: MiniMindConfig, stage: str) -> str:
+    """The file that MiniMind's own scripts look for, such as `full_sft_512.pth` or `pretrain_640_moe.pth`."""
+    return f"{stage}_{config.hidden_size}{'_moe' if config.num_experts else ''}.pth"
+
+
+def upstream_stage(source: str | Path) -> str:
+    """What MiniMind's scripts call the stage of `source`, by its name: `full_sft` of `out/sft-tiny`, and by default."""
+    name = Path(source).name
+    match = re.fullmatch(r"(\w+?)_\d+(_moe)?\.pth", name)
+    return match[1] if match else UPSTREAM_STAGES.get(name.partition("-")[0], "full_sft")
 
 
 def _add_older_names(config_file: Path) -> None:
@@ -409,4 +445,6 @@ __all__ = [
     "to_state_dict",
     "to_stock_model",
     "to_upstream_fields",
+    "upstream_file_name",
+    "upstream_stage",
 ]

@@ -129,6 +129,7 @@ def write_gguf(
     model: MiniMindForCausalLM,
     output_dir: Path,
     *,
+    model_name: str,
     tokenizer: PreTrainedTokenizerFast | None,
     tensor_type: str,
 ) -> Path:
@@ -136,6 +137,7 @@ def write_gguf(
     Writes `model.gguf`.
 
     Args:
+        model_name (`str`): what programs show.
         tensor_type (`str`): `F32`, `F16`, `BF16` or `Q8_0`, for matrices. Norms and routers stay float32, as in
             llama.cpp; rows that Q8_0's blocks of 32 do not divide are F16.
     """
@@ -143,6 +145,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_form(model.config)])
     is_float = tensor_type == "F32"
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if is_float else f"MOSTLY_{tensor_type}"])
+    writer.add_name(model_name)
     _add_config(writer, model.config)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
@@ -166,7 +169,6 @@ def write_gguf(
 
 
 def _add_config(writer: Any, config: MiniMindConfig):
-    writer.add_name("MiniMind")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -22,13 +22,12 @@ from transformers.trainer_pt_utils import get_model_param_count
 from .adapters import is_adapted
 from .configuration_minimind import MiniMindConfig
 from .data.corpora import LANGUAGES
-from .exporting import misfit
+from .exporting import CARD_NAME, misfit
 from .gguf_format import FILE_NAME, gguf_form
 from .optimizers import optimizer_name
 from .training_args import LMTrainingArguments
 
 
-CARD_NAME = "README.md"
 CURVE_NAME = "loss_curve.png"
 TAGS = ["minimind", "hf_pretrain"]
 HELD_OUT_METRICS = {
@@ -164,11 +163,11 @@ def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) 
 
 def format_conversion_card(
     model: PreTrainedModel,
+    report: str,
     *,
     repo_id: str,
     source: str,
     form: str,
-    report: str,
     license: str | None,
     has_tokenizer: bool,
 ) -> str:
@@ -298,7 +297,7 @@ def _usage(repo_id: str, config: MiniMindConfig, *, form: str = "minimind", has_
         return f"## Serve\n\n```bash\nllama-cli -hf {repo_id}\n```"
     if form == "upstream":
         load = f'from hf_pretrain.conversion import load_upstream\n\nmodel = load_upstream("{repo_id}")'
-        load = f"## Load\n\nMiniMind's own scripts read `minimind.pth`; so does\n\n```python\n{load}\n```"
+        load = f"## Load\n\nMiniMind's own scripts read the `.pth` file; so does\n\n```python\n{load}\n```"
         return load if has_tokenizer else load + without
     # NOTE: AutoTokenizer resolves the model's config first, and would ask whether to run the code beside it.
     trust, class_name = (

@@ -16,41 +16,52 @@ is printed and stands in the model card.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from hf_pretrain.adapters import adapter_base, merge_adapter
 from hf_pretrain.arguments import parse_fields
 from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.conversion import UPSTREAM_FIELDS, load_upstream
-from hf_pretrain.exporting import EXPORT_FORMS, GGUF_TYPES, export
+from hf_pretrain.exporting import EXPORT_FORMS, GGUF_TYPES, export, upstream_stage
 from hf_pretrain.hub import create_repository, push_folder
-from hf_pretrain.model_card import CARD_NAME, format_conversion_card
+from hf_pretrain.model_card import format_conversion_card
 from hf_pretrain.tokenization import find_tokenizer, load_tokenizer
+from hf_pretrain.writing import check_writable
 
 
 def main(args: argparse.Namespace) -> None:
+    check_writable(Path(args.to), overwrite=args.overwrite)
     config = args.config
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
     is_adapter = adapter_base(args.source) is not None
     model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.source)
-    report = export(model, args.to, args.format, tokenizer=tokenizer, dtype=args.dtype, generation=args.generation)
-    print(f"{args.to}: {report}")
-
     repo_id = args.hub_model_id or Path(args.to).name
     if args.push:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
-    card = format_conversion_card(
+    report = export(
         model,
-        repo_id=repo_id,
-        source=args.source,
-        form=args.format,
-        report=str(report),
-        license=args.hub_license,
-        has_tokenizer=tokenizer is not None,
+        args.to,
+        args.format,
+        tokenizer=tokenizer,
+        dtype=args.dtype,
+        generation=args.generation,
+        model_name=Path(args.hub_model_id or args.source).name.removesuffix(".pth"),
+        stage=args.stage or upstream_stage(args.source),
+        card=partial(
+            format_conversion_card,
+            model,
+            repo_id=repo_id,
+            source=args.source,
+            form=args.format,
+            license=args.hub_license,
+            has_tokenizer=tokenizer is not None,
+        ),
+        overwrite=args.overwrite,
     )
-    (Path(args.to) / CARD_NAME).write_text(card, encoding="utf-8")
+    print(f"{args.to}: {report}")
     if args.push:
         print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=('*.gguf', '*.pth'))}")
 
@@ -63,7 +74,7 @@ if __name__ == "__main__":
         required=True,
         help="a .pth, a checkpoint or adapter directory, a Hub id, or a file of one: owner/name:x.pth",
     )
-    parser.add_argument("--to", required=True, help="a new or empty directory")
+    parser.add_argument("--to", required=True, help="a new or empty directory, see --overwrite")
     parser.add_argument("--format", choices=EXPORT_FORMS, default="minimind", help="minimind by default")
     parser.add_argument("--config", help="a JSON file, or name=value,..., for what the source does not say of itself")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the one beside the weights, if any")
@@ -71,6 +82,10 @@ if __name__ == "__main__":
     parser.add_argument(
         "--generation", choices=("v1", "v2", "v3"), help="for upstream; by default where they came from"
     )
+    parser.add_argument(
+        "--stage", help="for upstream: begins the file's name; by default that of the source, or full_sft"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the model that is in --to")
     parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
     parser.add_argument("--hub_model_id", help="by default the name of the directory, in your own namespace")
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="if it has to be created")

@@ -1,6 +1,8 @@
 """Every form, read back by the program that it is for; what does not fit is refused by name."""
 
 import json
+import resource
+import shutil
 
 import gguf
 import numpy as np
@@ -12,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, exporting, gguf_format
 from hf_pretrain.conversion import load_upstream
-from hf_pretrain.exporting import DTYPES, EXPORT_FORMS, check_fits, export, misfit, to_stock_model
+from hf_pretrain.exporting import DTYPES, EXPORT_FORMS, check_fits, export, misfit, to_stock_model, upstream_stage
 from hf_pretrain.forms import FORMS
 from hf_pretrain.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
 from hf_pretrain.loss import find_documents, router_loss
@@ -63,7 +65,7 @@ def test_every_form_of_every_generation(name, form, tmp_path):
         generated = written.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
         assert torch.equal(generated, expected["greedy"])
     if form == "upstream":
-        back = torch.load(tmp_path / "out/minimind.pth", weights_only=True)
+        back = torch.load(tmp_path / f"out/full_sft_32{'_moe' if 'moe' in name else ''}.pth", weights_only=True)
         weights = weights_of(name)
         assert back.keys() == weights.keys()
         assert all(torch.equal(back[key], weights[key]) for key in weights)
@@ -84,7 +86,8 @@ def test_v1_and_v2_are_each_other_s_permutation(name, generation, tmp_path):
     expected = recorded(name)
     assert_near(other(expected["input_ids"]).logits, expected["logits"])
     export(other, tmp_path / "back", "upstream", generation=model.config.upstream_generation)
-    back, weights = torch.load(tmp_path / "back/minimind.pth", weights_only=True), weights_of(name)
+    (file,) = (tmp_path / "back").glob("*.pth")
+    back, weights = torch.load(file, weights_only=True), weights_of(name)
     assert all(torch.equal(back[key], weights[key]) for key in weights)
 
 
@@ -343,6 +346,78 @@ def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("form", ["minimind", "llama", "gguf", "upstream"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_full_disk_leaves_nothing_and_the_retry_works(form, is_there, build_model, tmp_path):
+    """And what was in the directory, where it was to be replaced, stays."""
+    out, model = tmp_path / "out", build_model()
+    if is_there:
+        export(model, out, form)
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        # torch.save has an error of its own.
+        with pytest.raises(RuntimeError if form == "upstream" else OSError):
+            export(model, out, form, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert out.exists() == is_there
+    export(model, out, form, overwrite=is_there)
+    assert not list(out.glob(".*"))
+
+
+def test_what_cannot_be_written_leaves_nothing(build_model, tmp_path):
+    with pytest.raises(ValueError, match="too large for float16"):
+        export(build_model(intermediate_size=72, initializer_range=1e5), tmp_path / "a", "gguf", dtype="q8_0")
+    model = build_model()
+    model.model.norm.weight.data.fill_(1e38)
+    with pytest.raises(RuntimeError, match="not the same model: .* nan"):
+        export(model, tmp_path / "b/c", "llama")
+    assert [path.name for path in tmp_path.rglob("*")] == ["b"]
+
+
+def test_only_a_model_is_replaced(build_model, tmp_path):
+    export(build_model(), tmp_path / "out", "gguf")
+    export(build_model(qk_norm=True), tmp_path / "out", "qwen3", overwrite=True)
+    assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "qwen3"
+    assert not (tmp_path / "out" / FILE_NAME).exists()
+    (tmp_path / "out/checkpoint-4").mkdir()
+    with pytest.raises(ValueError, match="replaces the files of a model, and .* holds the directory checkpoint-4"):
+        export(build_model(), tmp_path / "out", "llama", overwrite=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/thesis.tex").touch()
+    with pytest.raises(ValueError, match="holds no model, but thesis.tex"):
+        export(build_model(), tmp_path / "notes", "llama", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "source, overrides, expected",
+    [
+        ("out/sft-tiny", {}, "full_sft_32.pth"),
+        ("out/pretrain", {"num_experts": 4}, "pretrain_32_moe.pth"),
+        ("weights/reason_768.pth", {}, "reason_32.pth"),
+        ("owner/distill-x", {}, "full_dist_32.pth"),
+        ("jingyaogong/MiniMind2", {}, "full_sft_32.pth"),
+    ],
+)
+def test_upstream_files_have_the_names_that_its_scripts_look_for(source, overrides, expected, build_model, tmp_path):
+    export(build_model(**overrides), tmp_path / "out", "upstream", stage=upstream_stage(source))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {expected, "config.json"}
+
+
+@pytest.mark.parametrize("value, expected", [(128, 128), (None, 8192)])
+def test_v1_keeps_the_length_of_its_mask(value, expected, tmp_path):
+    shutil.copytree(GOLDEN / "A_dense", tmp_path / "in")
+    fields = json.loads((tmp_path / "in/config.json").read_text())
+    fields["max_seq_len"] = value
+    (tmp_path / "in/config.json").write_text(json.dumps(fields))
+    export(load_upstream(tmp_path / "in"), tmp_path / "ours", "minimind")
+    export(load_upstream(tmp_path / "ours"), tmp_path / "out", "upstream")
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_seq_len"] == expected
+
+
 TEXT = "The river 河流 walks, 12345 steps <|im_start|>user\n你好  world<|im_end|><think>'s"
 
 
@@ -367,12 +442,13 @@ def test_gguf_carries_the_tokenizer(tokenizer_name, with_vocabulary, tmp_path):
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
     else:
         tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name)
-    export(with_vocabulary(), tmp_path / "out", "gguf", tokenizer=tokenizer)
+    export(with_vocabulary(), tmp_path / "out", "gguf", tokenizer=tokenizer, model_name="sft-tiny")
     read = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file=FILE_NAME)
     assert read(TEXT, add_special_tokens=False).input_ids == tokenizer(TEXT).input_ids
     chat = [{"role": "user", "content": "hello"}]
     assert read.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
     reader = gguf.GGUFReader(tmp_path / "out" / FILE_NAME)
+    assert reader.fields["general.name"].contents() == "sft-tiny"
     assert reader.fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == 6400
     ids = [reader.fields[f"tokenizer.ggml.{kind}_token_id"].contents() for kind in ("bos", "eos", "padding")]

@@ -585,7 +585,7 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     back = ["--from", "user/toy", "--to", str(tmp_path / "back"), "--format", "upstream"]
     result = start([*command[:2], *back], **environment)
     assert result.returncode == 0, result.stdout[-4000:]
-    weights = torch.load(tmp_path / "back/minimind.pth")
+    weights = torch.load(tmp_path / "back/full_sft_32.pth")
     expected = torch.load(GOLDEN / "C_dense/weights.pth")
     assert all(torch.equal(weights[name], tensor.half()) for name, tensor in expected.items())
 
@@ -603,7 +603,7 @@ def test_the_commands_of_the_readme(workspace, server, environment, tmp_path):  
     assert len(commands) == 6
     shutil.copytree(workspace / "toy", tmp_path / "out/pretrain-tiny")
     export(load_upstream(workspace / "toy"), tmp_path / "upstream", "upstream")
-    shutil.move(tmp_path / "upstream/minimind.pth", tmp_path / "full_sft_512.pth")
+    shutil.move(tmp_path / "upstream/full_sft_32.pth", tmp_path / "full_sft_512.pth")
     shutil.copytree(workspace / "toy", tmp_path / "minimind/model")
     for command in commands:
         words = shlex.split(command.replace("recipes/", f"{ROOT}/recipes/"))

@@ -1,0 +1,72 @@
+"""Directories that hold all that was to be written into them, or nothing of it."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.utils import CONFIG_NAME
+
+
+# Where what is not complete yet lies, in checkpoint directories as well.
+ASIDE = ".saving"
+
+
+def check_writable(directory: Path, *, overwrite: bool = False) -> None:
+    """
+    Raises `ValueError` for a directory that is not empty; with `overwrite`, for one that holds anything besides the files
+    of a model.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file, not a directory; choose another name.")
+    entries = [path for path in directory.iterdir() if path.name != ASIDE] if directory.exists() else []
+    if not entries:
+        return
+    if not overwrite:
+        raise ValueError(
+            f"{directory} exists and is not an empty directory; choose another, or replace it with --overwrite."
+        )
+    others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
+    if others or not any(path.name == CONFIG_NAME or path.suffix == ".gguf" for path in entries):
+        raise ValueError(
+            f"--overwrite replaces the files of a model, and {directory} holds "
+            f"{f'the directory {others[0]}' if others else f'no model, but {entries[0].name}'}; choose another, or delete it."
+        )
+
+
+@contextmanager
+def written_whole(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """
+    Gives a directory to write into. When the block ends, its files get their place in `directory`, config.json last, and
+    those that were there go. When it fails, it is deleted, and `directory` is as it was before.
+
+    Raises:
+        `ValueError`: as [`check_writable`] does, before anything is written.
+        `OSError`: where writing failed, saying so.
+    """
+    check_writable(directory, overwrite=overwrite)
+    is_new = not directory.exists()
+    aside = directory / ASIDE
+    # What a killed process left.
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for path in directory.iterdir():
+            if path != aside:
+                path.unlink()
+        for path in sorted(aside.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name)):
+            os.replace(path, directory / path.name)
+        aside.rmdir()
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_new:
+            directory.rmdir()
+        if isinstance(error, (OSError, SafetensorError)):
+            raise OSError(f"{directory} could not be written, and nothing was kept: {error}") from error
+        raise
+
+
+__all__ = ["ASIDE", "check_writable", "written_whole"]
