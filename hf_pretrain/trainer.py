@@ -116,6 +116,7 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
         """Trainer's loader over rows that are filled up to whole global batches."""
+        batch_size = self._fit_batch(dataset, batch_size, is_training)
         multiple = batch_size * self.data_parallel_size
         if is_training:
             multiple *= self.args.gradient_accumulation_steps
@@ -129,11 +130,34 @@ class MaskedLossTrainer(HubPushMixin):
         finally:
             self.data_collator = collator
 
+    def _fit_batch(self, dataset, batch_size: int, is_training: bool) -> int:
+        """
+        At most as many rows for each device as there are, since the rest would be fillers; `ValueError` if
+        accumulation would add micro-batches of fillers alone.
+        """
+        if isinstance(dataset, (IterableDataset, datasets.IterableDataset)) or self.args.dataloader_drop_last:
+            return batch_size
+        fitting = max(1, min(batch_size, math.ceil(len(dataset) / self.data_parallel_size)))
+        num_batches = math.ceil(len(dataset) / (fitting * self.data_parallel_size))
+        accumulation = self.args.gradient_accumulation_steps
+        if is_training and num_batches < accumulation and len(dataset):
+            raise ValueError(
+                f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
+                f"{batch_size:,} a device, so that a step would be larger than the data. Lower it to at most "
+                f"{num_batches:,}."
+            )
+        if is_training and fitting < batch_size:
+            logger.warning(
+                f"--per_device_train_batch_size {batch_size:,} is more than the {len(dataset):,} rows of the data give "
+                f"{self.data_parallel_size} device(s): each step takes all rows, {fitting:,} a device."
+            )
+        return fitting
+
     def _fill(self, dataset, sampler_fn, *, multiple: int, is_training: bool):
         if isinstance(dataset, (IterableDataset, datasets.IterableDataset)):
             # One process evaluates a stream as it is: nothing would take the fillers from its predictions.
             if is_training or self.data_parallel_size > 1:
-                dataset = FilledStream(dataset, multiple=multiple)
+                dataset = FilledStream(dataset, multiple=multiple, is_training=is_training)
             return dataset, None
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
@@ -79,17 +79,27 @@ class FilledSampler(Sampler[int]):
 
 
 class FilledStream(IterableDataset):
-    """The same for a stream: after its last row come fillers, up to a multiple of `multiple`."""
+    """
+    The same for a stream: after its last row come fillers, up to a multiple of `multiple`; `ValueError` if training
+    would see more of them than of rows.
+    """
 
-    def __init__(self, dataset: Any, *, multiple: int):
+    def __init__(self, dataset: Any, *, multiple: int, is_training: bool = True):
         self.dataset = dataset
         self.multiple = multiple
+        self.is_training = is_training
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         num_rows, row = 0, {}
         for row in self.dataset:
             yield {**row, ROW_COLUMN: num_rows}
             num_rows += 1
+        worker = get_worker_info()
+        if self.is_training and 2 * num_rows * (worker.num_workers if worker else 1) < self.multiple:
+            raise ValueError(
+                f"The stream ended after {num_rows:,} rows, and a step takes {self.multiple:,}. Lower "
+                "--per_device_train_batch_size or --gradient_accumulation_steps, or add data."
+            )
         for _ in range(-num_rows % self.multiple):
             yield {**row, FILLER_COLUMN: True}
 
