@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -364,11 +364,16 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
     position = 0
     for match in [*control.finditer(text), None]:
         end = match.start() if match else len(text)
-        # Of two guards the first is the text's own.
-        kept = [found.start() for found in _UNGUARDED.finditer(text, position, end)]
-        encoding = _plain_backend(tokenizer).encode("".join(text[i] for i in kept), add_special_tokens=False)
-        ids += encoding.ids
-        offsets += [(kept[first], kept[last - 1] + 1) for first, last in encoding.offsets]
+        plain = text[position:end]
+        kept: Sequence[int] = range(position, end)
+        if _GUARD in plain:
+            # Of two guards the first is the text's own.
+            kept = [found.start() for found in _UNGUARDED.finditer(text, position, end)]
+            plain = "".join(text[i] for i in kept)
+        if plain:
+            encoding = _plain_backend(tokenizer).encode(plain, add_special_tokens=False)
+            ids += encoding.ids
+            offsets += [(kept[first], kept[last - 1] + 1) for first, last in encoding.offsets]
         if match:
             ids.append(tokenizer.convert_tokens_to_ids(match[0]))
             offsets.append(match.span())

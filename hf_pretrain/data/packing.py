@@ -7,7 +7,7 @@ documents are, so that none of them sees another.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from ..tokenization import encode_documents
 from .conversations import ConversationEncoder
-from .parts import cache_key, cut, digest, work_on
+from .parts import GROUP_SIZE, cache_key, cut, digest, work_on
 
 
 PACKINGS = ("bfd", "wrapped", "none")
 MIN_LENGTH = 8
-# Documents that are packed together: enough to fill rows, few enough to hold in memory.
-GROUP_SIZE = 10_000
 
 TOKEN_FEATURES = {"input_ids": List(Value("int32"))}
 WEIGHTED_TOKEN_FEATURES = {**TOKEN_FEATURES, "loss_mask": List(Value("float32")), "num_tokens_cut": Value("int32")}
@@ -43,9 +41,10 @@ class PackingReport:
         num_tokens (`int`): tokens in the rows, each document's bos and eos included.
         num_rows (`int`): rows that came out.
         fill_ratio (`float`): tokens over positions, `num_tokens / (num_rows * max_length)`.
-        num_tokens_lost (`int`): tokens of the documents that are in no row.
+        num_tokens_lost (`int`): tokens of the documents that are in no row, since they are cut at `max_length`.
         num_tokens_trained (`int`, *optional*): of tokens with weights, those whose weight is not 0.
         num_dropped (`int`): conversations that hold nothing to train on within a row.
+        max_length (`int`): the most tokens a row takes.
         note (`str`): what is said of the documents besides, such as the copies that were left out.
     """
 
@@ -56,12 +55,13 @@ class PackingReport:
     num_tokens_lost: int
     num_tokens_trained: int | None = None
     num_dropped: int = 0
+    max_length: int = field(default=0, compare=False)
     note: str = ""
 
     def __str__(self) -> str:
         text = (
             f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_rows:,} rows, "
-            f"{self.fill_ratio:.2%} filled, {self.num_tokens_lost:,} tokens lost"
+            f"{self.fill_ratio:.2%} filled, {self.num_tokens_lost:,} tokens cut at --max_length {self.max_length}"
         )
         if self.num_tokens_trained is not None:
             text += f"; {self.num_tokens_trained:,} tokens are trained on"
@@ -89,8 +89,8 @@ def prepare_rows(
             splits documents longer than a row; `wrapped` cuts the stream of documents into rows, where a document
             that is cut goes on as another one; `none` gives each document a row and drops what is over `max_length`.
             Documents are packed 10,000 at a time.
-        num_proc (`int`, *optional*): processes that work on parts of 100,000 documents; by default one a core, up to
-            8. It does not change the rows.
+        num_proc (`int`, *optional*): processes that work on parts of 10,000 to 100,000 documents; by default one a
+            core, up to 8. It does not change the rows.
         encoder ([`~data.conversations.ConversationEncoder`], *optional*): for documents that are conversations. They
             are never split: what is over `max_length` is cut off, and one without anything to train on before is
             dropped.
@@ -135,7 +135,8 @@ def prepare_rows(
     prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
     prepared = work_on(cut(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
     rows = concatenate_datasets([part for part, _ in prepared])
-    report = replace(_add_reports([report for _, report in prepared], max_length), note=documents.info.description)
+    report = _add_reports([report for _, report in prepared], max_length)
+    report = replace(report, max_length=max_length, note=documents.info.description)
     if report.num_rows == 0:
         raise ValueError(
             f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "

@@ -4,6 +4,7 @@ done, and memory does not grow with the data, whose pages stay mapped only as lo
 """
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -19,7 +20,9 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 
-# A multiple of what is packed together, so that rows of text do not depend on it.
+# Documents that are packed together: enough to fill rows, few enough to hold in memory. Parts are multiples of it, so
+# that rows do not depend on them.
+GROUP_SIZE = 10_000
 PART_SIZE = 100_000
 MAX_PROCESSES = 8
 
@@ -47,9 +50,14 @@ def cache_key(*values: object) -> str:
 
 
 def cut(dataset: Dataset) -> list[Dataset]:
-    """The parts of a dataset, of `PART_SIZE` rows each but for the last one; a single one if it is empty."""
-    starts = range(0, max(len(dataset), 1), PART_SIZE)
-    return [dataset.select(range(start, min(start + PART_SIZE, len(dataset)))) for start in starts]
+    """
+    The parts of a dataset: as many as are worked on at once, of whole groups and at most `PART_SIZE` rows each; a single
+    one if it is empty.
+    """
+    num_groups = math.ceil(len(dataset) / GROUP_SIZE)
+    size = min(PART_SIZE, max(1, math.ceil(num_groups / MAX_PROCESSES)) * GROUP_SIZE)
+    starts = range(0, max(len(dataset), 1), size)
+    return [dataset.select(range(start, min(start + size, len(dataset)))) for start in starts]
 
 
 def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | None, desc: str) -> list[T]:
@@ -89,4 +97,4 @@ def _begin_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-__all__ = ["MAX_PROCESSES", "PART_SIZE", "cache_key", "cut", "digest", "work_on"]
+__all__ = ["GROUP_SIZE", "MAX_PROCESSES", "PART_SIZE", "cache_key", "cut", "digest", "work_on"]
