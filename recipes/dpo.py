@@ -8,7 +8,8 @@ Tunes a MiniMind on preferences, by TRL's DPO, KTO, ORPO or SimPO.
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 
 A record has `chosen` and `rejected`, as lists of messages or text, with the `prompt` apart or at the beginning of both.
-Every flag of `TrainingArguments` and of TRL's config for the algorithm works (`--loss_type ipo`); `--help` lists all.
+The flags of `TrainingArguments`, but for those that the README names, and of TRL's config for the algorithm work
+(`--loss_type ipo`); `--help` lists all.
 """
 
 from hf_pretrain.adapters import AdapterArguments, add_adapter, is_adapted
