@@ -54,6 +54,9 @@ def find_sources(name: str) -> list[str] | None:
         wanted = f"The directory {name} holds no file that ends in"
     elif path.is_file():
         paths = [path]
+    elif path.exists():
+        # A FIFO or a device: it could not be read again for the next epoch, or by the next rank.
+        raise ValueError(f"{name} is neither a file nor a directory. Write what comes out of it to a file first.")
     elif any(character in name for character in "*?["):
         paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
         wanted = f"No file matches the glob {name}; wanted are"
