@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+import datasets
 import torch
 import torch.distributed as dist
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .checkpointing import CheckpointMixin
@@ -43,6 +46,13 @@ _SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
 MAX_SKIPPED_STEPS = 10
 _ROLL_CALL_SECONDS = 5.0
+
+
+class _EvaluationStopped(Exception):
+    """A signal came during an evaluation."""
+
+    def __init__(self, number: int):
+        self.number = number
 
 
 class StoppingMixin(CheckpointMixin):
@@ -64,7 +74,11 @@ class StoppingMixin(CheckpointMixin):
     def train(self, *args: Any, **kwargs: Any):
         watch_launcher(launcher())
         with self._listening(), self._naming_missing_ranks():
-            return super().train(*args, **kwargs)
+            try:
+                return super().train(*args, **kwargs)
+            except _EvaluationStopped as stopped:
+                # Before the first step.
+                self._stop(stopped.number, "Nothing was trained since the run was started.")
 
     # Signals
 
@@ -122,24 +136,35 @@ class StoppingMixin(CheckpointMixin):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         number = self._any_rank(self._signal)
         if not number:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-            return
+            try:
+                super()._maybe_log_save_evaluate(*args, **kwargs)
+                return
+            except _EvaluationStopped as stopped:
+                number = stopped.number
+                self.control.should_log, self.control.should_evaluate = False, True
         self._evaluation_is_due = self.control.should_evaluate
         self.control.should_save, self.control.should_evaluate = True, False
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self._stop(number, self._where_to_go_on())
+
+    def _where_to_go_on(self) -> str:
+        go_on = (
+            "It has no optimizer: start a new run from it with --model_name_or_path."
+            if self.args.save_only_model
+            else "Go on with the same command and `--resume_from_checkpoint auto`."
+        )
+        return f"Its checkpoint is in {self.args.output_dir}. {go_on}"
+
+    def prediction_step(self, *args: Any, **kwargs: Any):
+        if self.is_in_train and (number := self._any_rank(self._signal)):
+            raise _EvaluationStopped(number)
+        return super().prediction_step(*args, **kwargs)
+
+    def _stop(self, number: int, go_on: str) -> NoReturn:
         if self.is_world_process_zero():
-            go_on = (
-                "It has no optimizer: start a new run from it with --model_name_or_path."
-                if self.args.save_only_model
-                else "Go on with the same command and `--resume_from_checkpoint auto`."
-            )
-            print(
-                f"Stopped by {signal.Signals(number).name} after step {self.state.global_step}, whose checkpoint is in "
-                f"{self.args.output_dir}. {go_on}",
-                file=sys.stderr,
-                flush=True,
-            )
+            name = signal.Signals(number).name
+            print(f"Stopped by {name} after step {self.state.global_step}. {go_on}", file=sys.stderr, flush=True)
         self._end(128 + number)
 
     def _end(self, status: int) -> NoReturn:
@@ -213,9 +238,33 @@ class StoppingMixin(CheckpointMixin):
         self._tr_loss.copy_(self._loss_before_step)
         self._globalstep_last_logged += 1
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any):
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         self._loss_before_step = self._tr_loss.clone()
-        return super().get_batch_samples(*args, **kwargs)
+        is_stream = isinstance(self.train_dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset))
+        if self.args.world_size > 1 and not is_stream:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        # A file may change while it is streamed, and a worker of the loader may be killed.
+        batches, error = [], None
+        try:
+            for batch in islice(epoch_iterator, num_batches):
+                batches.append(batch)
+        except Exception as raised:
+            error = raised
+        if self._any_rank(int(error is not None)):
+            self._save_before_failing()
+            raise error or RuntimeError("Another rank could not read its data: see its output.")
+        return super().get_batch_samples(iter(batches), num_batches, device)
+
+    def _save_before_failing(self) -> None:
+        """Saves what was trained until data could not be read. All ranks call it."""
+        step = self.state.global_step
+        path = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        if step > 0 and not on_main_process(self.args, path.is_dir):
+            self._save_checkpoint(self.model, trial=None)
+        if step > 0 and self.is_world_process_zero():
+            print(
+                f"The data could not be read after step {step}. {self._where_to_go_on()}", file=sys.stderr, flush=True
+            )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self._num_skipped_steps:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +22,9 @@ from .weight_files import read_json
 
 
 logger = logging.get_logger(__name__)
+
+_SHARED_MEMORY = "/dev/shm"
+_MIN_SHARED_BYTES = 4 * 2**20
 
 # Steps between evaluations that nobody asked for.
 MIN_EVAL_STEPS = 50
@@ -256,6 +260,10 @@ class LMTrainingArguments(TrainingArguments):
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
             read_json(Path(self.deepspeed))
 
+        is_deepspeed_on_cpu = self.use_cpu and (self.deepspeed or self.launcher == "deepspeed")
+        if self.dataloader_num_workers > 0 or is_deepspeed_on_cpu:
+            _check_shared_memory()
+
     def _check_layout(self, world_size: int):
         """Meets sizes that do not fit together, or that Trainer cannot train with."""
         num_ranks = self.fsdp_size * self.tp_size * self.dp_replicate_size
@@ -291,6 +299,21 @@ class SFTTrainingArguments(LMTrainingArguments):
     output_dir: str | None = field(default="out/sft", metadata={"help": "Where the run goes."})
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
+
+
+def _check_shared_memory() -> None:
+    """Raises `ValueError` where processes cannot share memory; they would crash or wait for each other."""
+    if sys.platform != "linux":
+        return
+    try:
+        with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
+            os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
+    except OSError as error:
+        raise ValueError(
+            f"{_SHARED_MEMORY} cannot be used: {error}. Workers of the loader and DeepSpeed's CPU ranks pass data "
+            "through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and use "
+            "torchrun."
+        ) from error
 
 
 def _start_gloo(timeout: timedelta):

@@ -1,13 +1,21 @@
-"""Signals to a training process, in this one."""
+"""Signals to a training process, and what else may end it, in this one."""
 
+import json
 import os
+import shutil
 import signal
+import sys
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
+from hf_pretrain import training_args
 from hf_pretrain.manifest import find_damage
+from hf_pretrain.training_args import LMTrainingArguments
 from tests.test_trainer import make_documents, make_trainer
+from tests.toys import toy_model
 
 
 class AtStep(TrainerCallback):
@@ -44,3 +52,91 @@ def test_under_nohup_it_does_not(tmp_path, restored):
     trainer.train()
     assert trainer.state.global_step == 6
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_signal_ends_an_evaluation(tmp_path, restored, capfd):
+    """Which the run that goes on makes up for, in the bits of one that was not stopped."""
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 6}
+
+    class InEvaluation(TrainerCallback):
+        num_batches = 0
+
+        def on_prediction_step(self, args, state, control, **kwargs):
+            InEvaluation.num_batches += 1
+            if InEvaluation.num_batches == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def trainer(name: str, **kwargs):
+        model = toy_model(vocab_size=64, dropout=0.1)
+        return make_trainer(tmp_path / name, make_documents(), model=model, arguments=arguments, **kwargs)
+
+    with pytest.raises(SystemExit) as status:
+        trainer("run", callbacks=[InEvaluation()]).train()
+    assert status.value.code == 143 and "Stopped by SIGTERM after step 2." in capfd.readouterr().err
+    # Four batches have the thirteen rows.
+    assert InEvaluation.num_batches == 2
+    (resumed := trainer("run")).train(resume_from_checkpoint=True)
+    (whole := trainer("whole")).train()
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, resumed.model.get_parameter(name))
+    evaluated = [[entry["step"] for entry in t.state.log_history if "eval_loss" in entry] for t in (resumed, whole)]
+    assert evaluated[0] == evaluated[1] == [2, 4, 6]
+
+
+def test_a_signal_ends_the_evaluation_before_the_first_step(tmp_path, restored, capfd):
+    class AtOnce(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    with pytest.raises(SystemExit) as status:
+        make_trainer(tmp_path, make_documents(), arguments=arguments, callbacks=[AtOnce()]).train()
+    assert status.value.code == 143 and "Nothing was trained" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_was_trained_is_saved_when_data_cannot_be_read(tmp_path, capfd, num_workers):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from 4 * make_documents()[:4]
+            raise ValueError("a.jsonl changed")
+
+    arguments = {"dataloader_num_workers": num_workers, "max_steps": 9}
+    with pytest.raises(ValueError, match="a.jsonl changed"):
+        make_trainer(tmp_path, Stream(), batch=4, accumulation=2, arguments=arguments).train()
+    assert "The data could not be read after step 1. Its checkpoint is in" in capfd.readouterr().err
+    # The loader reads one batch ahead.
+    assert find_damage(tmp_path / "checkpoint-1") == []
+    assert json.loads((tmp_path / "checkpoint-1/data_position.json").read_text())["num_rows"] == 8
+
+
+@pytest.mark.parametrize("change", ["renamed", "deleted"])
+def test_an_output_directory_that_goes_away(tmp_path, change, caplog):
+    output_dir = tmp_path / "run"
+
+    def act():
+        output_dir.rename(tmp_path / "elsewhere") if change == "renamed" else shutil.rmtree(output_dir)
+
+    arguments = {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(output_dir, make_documents(), arguments=arguments, callbacks=[AtStep(3, act)])
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    assert "run was renamed or deleted" in caplog.text
+    assert {path.name for path in output_dir.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
+    assert (output_dir / "config.json").is_file()
+    if change == "renamed":
+        assert {path.name for path in (tmp_path / "elsewhere").glob("c*")} == {"checkpoint-1", "checkpoint-2"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
+def test_shared_memory_that_cannot_be_used_is_met_at_once(tmp_path, monkeypatch):
+    def arguments(**flags):
+        return LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, **flags)
+
+    arguments(dataloader_num_workers=1)
+    monkeypatch.setattr(training_args, "_SHARED_MEMORY", str(tmp_path / "none"))
+    arguments()
+    for flags in ({"dataloader_num_workers": 1}, {"deepspeed": "ds_configs/zero2.json"}):
+        with pytest.raises(ValueError, match="none cannot be used: .*--shm-size"):
+            arguments(**flags)
