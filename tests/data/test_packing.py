@@ -190,7 +190,9 @@ def test_embedded_corpora_fill_rows_of_512(tmp_path):
     assert report.num_tokens == sum(len(ids) for ids in encode_documents(list(documents["text"]), tokenizer))
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(0, 0), (9_000, 9_000), (40_957, 10_000), (90_000, 20_000), (10**6, 10**5)])
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(0, 0), (9_000, 9_000), (40_957, 10_000), (90_000, 20_000), (10**6, 10**5)]
+)
 def test_parts_are_whole_groups_for_all_cores(num_rows, size):
     sizes = [len(part) for part in parts.cut(Dataset.from_dict({"number": range(num_rows)}))]
     assert sum(sizes) == num_rows and sizes[0] == size and set(sizes[:-1]) <= {size}

@@ -1,0 +1,47 @@
+"""A long run takes no more memory, descriptors or threads than a short one."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import TrainerCallback
+
+from tests.test_trainer import make_documents, make_trainer
+
+
+class Watch(TrainerCallback):
+    """What the process holds, every hundred steps."""
+
+    def __init__(self):
+        self.rows: list[tuple[int, int, int, int]] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % 100 == 0:
+            process = psutil.Process()
+            shared = sum(path.stat().st_uid == os.getuid() for path in Path("/dev/shm").glob("torch_*"))
+            self.rows.append((process.num_fds(), process.num_threads(), shared, process.memory_info().rss))
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_thousand_steps_with_evaluation_and_saving(tmp_path, record):
+    arguments = {
+        **{"max_steps": 2000, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+        **{"eval_strategy": "steps", "eval_steps": 50, "save_strategy": "steps", "save_steps": 50},
+        **{"save_total_limit": 2, "logging_steps": 10, "learning_rate": 0.01},
+    }
+    watch = Watch()
+    make_trainer(tmp_path, 10 * make_documents(), arguments=arguments, callbacks=[watch]).train()
+    # Caches and pools fill up in the first steps.
+    early, late = watch.rows[4:10], watch.rows[-6:]
+    descriptors, threads, shared, memory = (
+        (max(row[column] for row in early), max(row[column] for row in late)) for column in range(4)
+    )
+    growth = (memory[1] - memory[0]) / 2**20
+    survived = descriptors[1] <= descriptors[0] and threads[1] <= threads[0] and shared[1] <= shared[0]
+    survived &= growth < 16
+    record("2,000 steps: nothing leaks", survived)
+    assert survived, (descriptors, threads, shared, growth, watch.rows)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1950", "checkpoint-2000"}
