@@ -159,7 +159,7 @@ class RequestGuard:
                 parts.append(part)
         if size > self.max_bytes:
             raise HTTPException(
-                400, f"The request has {size:,} bytes; {self.max_bytes:,} are more than the model has positions for."
+                400, f"The request has {size:,} bytes. The model's positions have room for {self.max_bytes:,} at most."
             )
         return b"".join(parts)
 

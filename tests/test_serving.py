@@ -197,7 +197,7 @@ def test_a_body_beyond_the_positions_is_refused_unread(server, size):
         ("/reset", {"x": "x" * size}),
     ):
         answer = post(server, path, {"model": "out/run"} | fields)
-        assert answer.status_code == 400 and "more than the model has positions for" in answer.json()["detail"]
+        assert answer.status_code == 400 and "positions have room for" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
