@@ -818,7 +818,11 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
         self._check_positions(position_ids, seq_len)
 
-        if not (torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)):
+        is_computed = not (
+            torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)
+        )
+        # NOTE: while continuous batching runs, with a paged cache, transformers makes no masks, which the check needs.
+        if is_computed and kwargs.get("cache") is None:
             check_attention(self, inputs_embeds.device, compute_dtype(inputs_embeds))
         # NOTE: made before the cache is: beside one, even an empty one, transformers does not look for packed rows.
         documents = (kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None))

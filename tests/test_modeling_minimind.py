@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -410,6 +412,20 @@ def test_right_attention_is_checked_once_and_draws_nothing(
     monkeypatch.setattr(modeling_minimind, "precompute_pos_cis", None)
     monkeypatch.setattr(modeling_minimind, "_CHECKED_ATTENTION", frozenset(modeling_minimind._CHECKED_ATTENTION))
     model(input_ids)
+
+
+def test_continuous_batching_is_not_compared_with_packed_rows(build_model, unchecked):
+    """It brings a paged cache and masks of its own, and may be the first that a process does with a model."""
+    model, prompts = build_model(), [[1, 20, 30, 40], [50, 60, 70]]
+    model.set_attn_implementation("sdpa")
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    results = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(use_cache=False, **greedy),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
+    )
+    alone = [model.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist() for prompt in prompts]
+    assert [result.generated_tokens for result in results.values()] == alone
 
 
 def weights_by_document(query, key, cu_seq_lens, window_size, scale):
