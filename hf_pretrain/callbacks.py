@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
-from transformers.trainer_callback import ProgressCallback, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 
 HELD_OUT = {
@@ -14,6 +14,10 @@ HELD_OUT = {
     "eval_rewards/accuracies": "reward accuracy",
     "eval_reward": "held-out reward",
 }
+
+
+def _held_out_figures(logs: dict[str, float]) -> str:
+    return ", ".join(f"{name} {logs[key]:.4f}" for key, name in HELD_OUT.items() if key in logs)
 
 
 class TrainingProgressCallback(ProgressCallback):
@@ -29,9 +33,26 @@ class TrainingProgressCallback(ProgressCallback):
                 shown["mfu"] = f"{logs['mfu']:.0%}"
             self.training_bar.set_postfix(shown)
             return
-        figures = [f"{name} {logs[key]:.4f}" for key, name in HELD_OUT.items() if key in logs]
+        figures = _held_out_figures(logs)
         if figures:
-            self.training_bar.write(f"step {state.global_step}: {', '.join(figures)}")
+            self.training_bar.write(f"step {state.global_step}: {figures}")
+
+
+class TrainingLinesCallback(PrinterCallback):
+    """The same as plain lines, one for each log, where no terminal shows a bar."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        figures = _held_out_figures(logs)
+        if "loss" in logs:
+            figures = f"loss {logs['loss']:.4f}"
+            if "reward" in logs:
+                figures += f", reward {logs['reward']:.4f}"
+            if "tokens_per_second" in logs:
+                figures += f", {logs['tokens_per_second']:,.0f} tokens/s, mfu {logs['mfu']:.0%}"
+        if figures:
+            print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)
 
 
 class EvaluationIntervalCallback(TrainerCallback):
@@ -86,4 +107,9 @@ class ProfilerCallback(TrainerCallback):
         self._profiler.stop()
 
 
-__all__ = ["EvaluationIntervalCallback", "ProfilerCallback", "TrainingProgressCallback"]
+__all__ = [
+    "EvaluationIntervalCallback",
+    "ProfilerCallback",
+    "TrainingLinesCallback",
+    "TrainingProgressCallback",
+]

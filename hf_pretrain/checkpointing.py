@@ -195,6 +195,12 @@ class CheckpointMixin(ShardedCheckpointMixin):
                 "machines? Start again."
             )
 
+    def compare_trainer_and_checkpoint_args(self, training_args: Any, trainer_state: Any) -> None:
+        # NOTE: Trainer compares a share of the steps (`--eval_steps 0.1`) with the number that it became, and warns.
+        steps = (training_args.eval_steps, training_args.logging_steps, training_args.save_steps)
+        if all(number is None or number >= 1 for number in steps):
+            super().compare_trainer_and_checkpoint_args(training_args, trainer_state)
+
     def _check_resume(self, checkpoint: str) -> None:
         now = self._describe_run()
         # What an earlier version did not write is not compared.

@@ -1,16 +1,24 @@
-"""How a recipe meets mistakes on its command line and after: one line for the user's own, a traceback for a bug."""
+"""
+How a recipe meets mistakes on its command line and after: one line for the user's own, a traceback for a bug. And what
+libraries print beside a recipe: bars on a terminal alone, and nothing that only says what they do.
+"""
 
 import argparse
 import dis
+import logging
 import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+import datasets
 from transformers import HfArgumentParser
+from transformers.utils import is_in_notebook
+from transformers.utils import logging as transformers_logging
 
 
 EXIT_MISTAKE = 2
@@ -31,6 +39,28 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of a mistake, too")
 
 
+def shows_bars() -> bool:
+    """Whether somebody sees progress bars, which a log file fills up with."""
+    return sys.stderr.isatty() or is_in_notebook()
+
+
+def quiet_libraries() -> None:
+    """
+    Hides the bars of libraries where nobody sees them and, unless `--log_level info` or `debug` is on the command line,
+    what they say that no user can act on.
+    """
+    if not shows_bars():
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+    if re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv)):
+        return
+    if not sys.warnoptions:
+        # Libraries warn each other of names that will change.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    # NOTE: DeepSpeed says so wherever it is imported. A run's first line tells the device.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """
@@ -40,6 +70,7 @@ def one_line_errors() -> Iterator[None]:
     Of several ranks, the first one on each machine prints the line. The others wait until their launcher ends them, and
     print the line only if it does not: the first one may not have met the mistake.
     """
+    quiet_libraries()
     try:
         yield
     except _MISTAKES as error:
@@ -67,4 +98,4 @@ def is_mistake(error: BaseException) -> bool:
     return module.partition(".")[0] in (__package__, "__main__") and instruction == dis.opmap["RAISE_VARARGS"]
 
 
-__all__ = ["EXIT_MISTAKE", "RecipeParser", "add_debug_flag", "is_mistake", "one_line_errors"]
+__all__ = ["EXIT_MISTAKE", "RecipeParser", "add_debug_flag", "is_mistake", "one_line_errors", "shows_bars"]

@@ -7,10 +7,15 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, set_seed
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from .arguments import ChatArguments
-from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingProgressCallback
+from .callbacks import (
+    EvaluationIntervalCallback,
+    ProfilerCallback,
+    TrainingLinesCallback,
+    TrainingProgressCallback,
+)
 from .checkpointing import describe_data
 from .data.conversations import mark_template
 from .devices import describe_search
@@ -105,9 +110,9 @@ def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict
     Trains, saves, evaluates where there are held-out rows and the last step was not evaluated, and writes the log.
     Returns the held-out metrics.
     """
-    if any(isinstance(callback, ProgressCallback) for callback in trainer.callback_handler.callbacks):
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(TrainingProgressCallback)
+    for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
+        if trainer.pop_callback(theirs) is not None:
+            trainer.add_callback(ours)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if trainer.args.spaces_evaluations:

@@ -136,6 +136,13 @@ class ShardedCheckpointMixin(Trainer):
                 f"{resume_from_checkpoint} lacks {sorted(missing)}, has too many: {result.unexpected_keys}."
             )
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # NOTE: a tied head is not in the file, and Trainer would warn that it is missing.
+        model = base_model_of(self.model)
+        tied = set(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def create_optimizer(self, model: Any = None):
         if self.optimizer is None and optimizer_name(self.args) == "muon":
             optimizer_class = deepspeed_muon if self.is_deepspeed_enabled else Muon

@@ -64,7 +64,7 @@ class MaskedLossTrainer(HubPushMixin):
         super().__init__(model=model, args=args, data_collator=data_collator, **data, **kwargs)
         if data_collator is None:
             pad_token_id = base_model_of(self.model).config.pad_token_id
-            self.data_collator = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
+            self.data_collator: Any = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
         self._check_arguments()
         self._is_evaluating = self._wants_loss_alone = False
         # Of each batch that was evaluated: the sum of w * CE, of w, and of the bytes.

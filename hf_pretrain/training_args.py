@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging, strtobool
 
+from .command_line import shows_bars
 from .devices import default_device_type, has_bfloat16_units, installed_plug_ins
 from .optimizers import OPTIM_PRESETS
 from .weight_files import read_json
@@ -110,6 +111,8 @@ class LMTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         self._hide_token()
+        if self.disable_tqdm is None:
+            self.disable_tqdm = not shows_bars()
         self.launcher = launcher()
         if self.accelerator_config is None:
             # Every rank reads a stream itself; the trainer fills up its last batch.

@@ -94,8 +94,25 @@ def test_deepspeed_configs_leave_everything_to_the_trainer(path):
     assert config["zero_optimization"]["stage"] == int(path.stem[4])
 
 
+# What a run that is redirected prints before its report.
+PROGRESS = [
+    r"1 process\(es\) on CPU, float32.*",
+    r"\d+ documents, [\d,]+ tokens in \d+ rows, [\d.]+% filled, 0 tokens cut at --max_length 32",
+    r"step [12]/2: loss \d\.\d{4}, [\d,]+ tokens/s, mfu \d+%",
+    r"step [12]/2: held-out loss \d\.\d{4}, bits per byte \d\.\d{4}",
+    "",
+]
+
+
 def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
     output = start([*launcher_command("python"), RECIPE, *toy_arguments(workspace, "plain")]).stdout
+    # No bars, no codes for a terminal, no library that tells what it does.
+    assert not set("\r\x1b") & set(output)
+    progress = output[: output.index("Checkpoint ")].splitlines()
+    for pattern in PROGRESS:
+        assert any(re.fullmatch(pattern, line) for line in progress), pattern
+    for line in progress:
+        assert any(re.fullmatch(pattern, line) for pattern in PROGRESS), line
     run = workspace / "plain"
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "trainer_state.json"):
         assert (run / name).is_file(), output[-3000:]

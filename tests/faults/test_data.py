@@ -127,7 +127,7 @@ def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path, record):
     words[words.index("--dataset_name") + 1] = str(tmp_path / "a.jsonl")
     result = run(words)
     assert result.returncode != 0 and "9 of 29 lines (31.03%) are bad" in result.stdout, result.stdout[-3000:]
-    assert result.stdout.count(" x ") >= 5 and "| 0/8" not in result.stdout
+    assert result.stdout.count(" x ") >= 5 and "step 1/8" not in result.stdout
     assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == 9
     record("data: too many bad lines", True)
 
