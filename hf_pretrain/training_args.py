@@ -5,6 +5,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ from transformers.utils import logging, strtobool
 from .command_line import shows_bars
 from .devices import default_device_type, has_bfloat16_units, installed_plug_ins
 from .optimizers import OPTIM_PRESETS
+from .waiting import first_process_first
 from .weight_files import read_json
 
 
@@ -181,6 +184,15 @@ class LMTrainingArguments(TrainingArguments):
                 "accelerate turns FSDP on CPU processes into DDP without a word. On CPU launch with torchrun and pass "
                 "--fsdp_size N, which shards through transformers itself."
             )
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """transformers' own, without its limit of `--ddp_timeout`; the first process of each machine is let through."""
+        if self.world_size > 1 and dist.is_initialized():
+            with first_process_first(self.process_index, self.local_process_index, desc=desc):
+                yield
+        else:
+            yield
 
     def evaluate_never(self) -> None:
         """For a run of which nothing is held out."""

@@ -1,0 +1,71 @@
+"""Ranks that wait for the main process: as long as it takes, and no longer than it lives."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.invariants.launching import free_port
+
+
+RANK = """
+import os, signal, time
+import torch
+from hf_pretrain import waiting
+from hf_pretrain.training_args import LMTrainingArguments
+
+waiting.TELL_SECONDS = 1
+args = LMTrainingArguments(output_dir="unused", use_cpu=True, bf16=False, ddp_timeout=4)
+with args.main_process_first(desc="preparing the data"):
+    if args.process_index == 0:
+        print("begun", flush=True)
+        {work}
+print("through", args.process_index, time.time(), flush=True)
+torch.distributed.barrier()
+"""
+
+
+def run_two(work: str, cwd) -> list[subprocess.Popen]:
+    """Two ranks without a launcher that would end one for the other."""
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environment |= {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK.format(work=work)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.distributed
+def test_waiting_outlasts_the_timeout_of_collectives(tmp_path):
+    outputs = [rank.communicate(timeout=120)[0] for rank in run_two("time.sleep(9)", tmp_path)]
+    assert all(f"through {rank} " in output for rank, output in enumerate(outputs)), outputs
+    assert "Waiting for rank 0, which has been preparing the data" in outputs[1]
+    first, second = (float(output.split("through")[1].split()[1]) for output in outputs)
+    assert second > first - 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "work",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "raise ValueError('bad data')",
+    ],
+)
+def test_nobody_waits_for_a_process_that_is_gone(tmp_path, work):
+    ranks = run_two(work, tmp_path)
+    ranks[0].wait(timeout=120)
+    begin = time.monotonic()
+    output = ranks[1].communicate(timeout=60)[0]
+    assert time.monotonic() - begin < 30 and ranks[1].returncode != 0
+    assert "through" not in output
+    assert any(part in output for part in ("Rank 0 died", "Rank 0 cannot be reached", "Rank 0 failed")), output
