@@ -999,5 +999,13 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
     """MiniMind with a score for each sequence, as reward models have it; without a router loss."""
 
+    def __init__(self, config: MiniMindConfig):
+        # NOTE: not the generic one's, whose AutoModel would ask once more whether to run this code.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MiniMindModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
 
 __all__ = ["MiniMindForCausalLM", "MiniMindForSequenceClassification", "MiniMindModel", "MiniMindPreTrainedModel"]

@@ -42,7 +42,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 sys.modules["hf_pretrain"] = None
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, __version__
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PreTrainedTokenizerFast, __version__
 
 root, text = Path(sys.argv[1]), sys.argv[2]
 input_ids = load_file(root / "input_ids.safetensors")["input_ids"]
@@ -57,6 +58,8 @@ for path in root.glob("exports/*"):
     except ImportError as error:
         errors[path.name] = str(error)
         continue
+    if path.name == "minimind":
+        AutoModelForSequenceClassification.from_pretrained(path, trust_remote_code=True)
     with torch.no_grad():
         logits[path.name] = model(input_ids).logits
 save_file(logits, root / f"{__version__}.safetensors")
