@@ -12,14 +12,18 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig
 
 from .loss import MAX_LOGITS
+from .modeling_minimind import MiniMindExperts, MiniMindForCausalLM, PackedDocuments
 from .optimizers import OPTIM_PRESETS, is_matrix_of_muon
 
 
@@ -54,6 +58,9 @@ def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float
             continue
         # Under ZeRO-3 a parameter has no elements between its uses.
         number = parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
+        if type(parameter).__name__ == "Params4bit":
+            # bitsandbytes packs two weights into a byte.
+            number *= 2 * parameter.element_size()
         is_routed = ".experts." in name and num_experts
         total += number * (config.num_experts_per_tok / num_experts if is_routed else 1)
     return total
@@ -150,24 +157,26 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: PreTrainedModel,
+    model: MiniMindForCausalLM,
     *,
     max_length: int,
     strategy: str = "ddp",
     world_size: int = 1,
     optimizer: str = "adamw",
     dtype: torch.dtype = torch.bfloat16,
+    device_type: str = "cpu",
 ) -> MemoryEstimate:
     """
-    What training a model takes. Activations are measured, by forward passes of one and two rows on the model's device; the
-    rest follows from the number of parameters, after https://arxiv.org/abs/1910.02054 (sections 3 and 5).
+    What training a model takes. Activations are those of forward passes of one and two rows without values; the rest
+    follows from the number of parameters, after https://arxiv.org/abs/1910.02054 (sections 3 and 5).
 
     Args:
-        model ([`MiniMindForCausalLM`]): whole, in float32, on the device that is to train it.
+        model ([`MiniMindForCausalLM`]): whole; its parameters may be on the meta device.
         max_length (`int`): tokens a row.
         strategy (`str`): one of `STRATEGIES`; `ddp` is also what one process does.
         optimizer (`str`): `adamw` with two states a parameter, or `muon` with one for the matrices of the layers.
         dtype (`torch.dtype`): of autocast, or float32 for none.
+        device_type (`str`): what is to train it, `cpu` or a kind of GPU.
 
     Raises:
         `ValueError`: for an unknown strategy or optimizer, and for Muon with ZeRO-3, which does not exist.
@@ -186,7 +195,7 @@ def estimate_memory(
     is_half = dtype != torch.float32
     width = 2 if is_half else 4
     share = 1 / world_size
-    workspace = MAX_LOGITS[model.device.type == "cpu"] * (2 * 4 + 2 * width)
+    workspace = MAX_LOGITS[device_type == "cpu"] * (2 * 4 + 2 * width)
     if strategy.startswith("zero"):
         # DeepSpeed trains in the half precision itself; the float32 weights are part of the optimizer's state. ZeRO-3 gives
         # back no weights that are soon needed again, which are all of a model of this size.
@@ -195,8 +204,9 @@ def estimate_memory(
         optimizer_states = (states + 4 * number) * share
         gradients = width * number * (share if stage >= 2 else 1) + 4 * number * share * is_half
         workspace += width * number if stage == 3 else 2 * width * NUM_BUCKET_ELEMENTS
-        model = copy.deepcopy(model).to(dtype)
+        parameter_dtype = dtype
     else:
+        parameter_dtype = torch.float32
         is_sharded = strategy == "fsdp"
         parameters, gradients, optimizer_states = (
             n * (share if is_sharded else 1) for n in (4 * number, 4 * number, states)
@@ -207,34 +217,65 @@ def estimate_memory(
             workspace += 4 * (embedding + 2 * (number - embedding) / model.config.num_hidden_layers)
         elif world_size > 1:
             workspace, gradients = workspace + 4 * number, 2 * gradients
-    activations = _activations(model, max_length, dtype)
+    activations = _activations(
+        model.config, max_length, dtype, parameter_dtype=parameter_dtype, device_type=device_type
+    )
     return MemoryEstimate(parameters, optimizer_states, gradients, workspace, activations)
 
 
-def _activations(model: PreTrainedModel, length: int, dtype: torch.dtype) -> float:
-    """Bytes of all tensors that the forward pass of a row of one document keeps for the backward pass."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+def _activations(
+    config: PreTrainedConfig, length: int, dtype: torch.dtype, *, parameter_dtype: torch.dtype, device_type: str
+) -> float:
+    """
+    Bytes of all tensors that the forward pass of a row of one document keeps for the backward pass. Nothing is computed:
+    fake tensors have shapes and no values.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = "packed"
+    in_groups = device_type == "cpu" or dtype == torch.float32
+    with FakeTensorMode():
+        model = MiniMindForCausalLM._from_config(config, dtype=parameter_dtype).train()
+        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
+        def pass_once(num_rows: int) -> int:
+            ids = torch.zeros(num_rows, length, dtype=torch.int64)
+            starts = torch.zeros(num_rows + 1, dtype=torch.int32)
+            documents = PackedDocuments(starts, in_groups=in_groups, groups=[(num_rows, length)])
+            # What would look at values.
+            model.model._check_positions = lambda position_ids, length: None
+            model.model._find_packed_documents = lambda position_ids, embeddings: documents
+            for module in model.modules():
+                if isinstance(module, MiniMindExperts):
+                    module.forward = partial(_run_one_expert, module)
+            kept: dict[int, torch.UntypedStorage] = {}
 
-    def pass_once(num_rows: int) -> int:
-        kept.clear()
-        ids = torch.zeros(num_rows, length, dtype=torch.int64, device=model.device)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            torch.autocast(model.device.type, dtype=dtype, enabled=dtype != model.dtype),
-        ):
-            outputs = model(ids, labels=ids, skip_logits=True, use_cache=False)
-            assert outputs.loss.requires_grad
-            return sum(storage.nbytes() for storage in kept.values())
+            def note(tensor: torch.Tensor) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in own:
+                    kept[storage._cdata] = storage
+                return tensor
 
-    # What does not depend on the number of rows, such as copies of weights in half precision, is counted elsewhere.
-    return pass_once(2) - pass_once(1)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+                torch.autocast("cpu", dtype=dtype, enabled=dtype != model.dtype),
+            ):
+                outputs = model(ids, labels=ids, skip_logits=True, use_cache=False)
+                assert outputs.loss.requires_grad
+                return sum(storage.nbytes() for storage in kept.values())
+
+        # What does not depend on the number of rows, such as copies of weights in half precision, is counted elsewhere.
+        return pass_once(2) - pass_once(1)
+
+
+def _run_one_expert(
+    experts: MiniMindExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """One for all tokens keeps what all of them keep, whichever token meets which."""
+    top_k = top_k_index.shape[-1]
+    tokens = hidden_states.repeat_interleave(top_k, dim=0)
+    gate, up = F.linear(tokens, experts.gate_up_proj[0]).chunk(2, dim=-1)
+    output = F.linear(experts.act_fn(gate) * up, experts.down_proj[0]) * top_k_weights.flatten()[:, None]
+    return output.type_as(hidden_states).unflatten(0, (-1, top_k)).sum(1)
 
 
 def available_memory_bytes(device: torch.device) -> int:

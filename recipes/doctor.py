@@ -5,7 +5,7 @@ What a run would take, before it is started.
     python recipes/doctor.py --estimate --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
 `--estimate` prints for a preset the bytes a process holds, and the largest batch that fits into the memory of this machine or
-into `--memory_gib`. Activations are measured by the forward pass of a row, on the device that is here.
+into `--memory_gib`. Nothing is computed, so that any machine can ask for any other.
 """
 
 from dataclasses import dataclass, field
@@ -31,20 +31,25 @@ class DoctorArguments:
     optim_preset: str = field(default="adamw", metadata={"help": "adamw or muon."})
     bf16: bool = field(default=True, metadata={"help": "bfloat16 autocast."})
     memory_gib: float | None = field(default=None, metadata={"help": "Memory of a device, by default of this one."})
+    device: str | None = field(
+        default=None, metadata={"help": "cuda or cpu; by default what is here, or cuda with --memory_gib."}
+    )
 
     def __post_init__(self):
         if not self.estimate:
             raise ValueError("Say what to look at: --estimate.")
+        if self.device not in (None, "cuda", "cpu"):
+            raise ValueError(f"--device {self.device} is unknown; use cuda or cpu.")
         if self.model_preset is not None and self.model_preset not in PRESETS:
             raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
 
 
 def main(args: DoctorArguments):
     preset = args.model_preset or default_preset()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() or args.memory_gib else "cpu"))
     config = MiniMindConfig(**PRESETS[preset])
-    config._attn_implementation = "packed"
-    model = MiniMindForCausalLM(config).train().to(device)
+    with torch.device("meta"):
+        model = MiniMindForCausalLM(config)
     estimate = estimate_memory(
         model,
         max_length=args.max_length,
@@ -52,12 +57,14 @@ def main(args: DoctorArguments):
         world_size=args.world_size,
         optimizer=args.optim_preset,
         dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        device_type=device.type,
     )
     memory = 2**30 * args.memory_gib if args.memory_gib else available_memory_bytes(device)
     if device.type == "cpu" and not args.memory_gib:
         memory /= args.world_size
 
-    print(f"{preset}, {args.strategy} on {args.world_size} process(es), rows of {args.max_length}, a process:")
+    processes = f"{args.world_size} process(es) on {device.type}"
+    print(f"{preset}, {args.strategy}, {processes}, rows of {args.max_length}, a process:")
     print(f"  parameters that a token meets  {num_active_parameters(model) / 1e6:10.2f} M")
     for name in ("parameters", "optimizer", "gradients", "workspace"):
         print(f"  {name:30} {getattr(estimate, name) / 2**20:10,.0f} MiB")

@@ -64,6 +64,63 @@ def test_fixed_memory_is_the_papers():
         estimate_memory(model, max_length=32, strategy="zero3", optimizer="muon")
 
 
+def kept_by_a_forward_pass(config: MiniMindConfig, length: int, dtype: torch.dtype) -> int:
+    """Bytes a row of real tensors that wait for the backward pass."""
+    config._attn_implementation, config._experts_implementation = "packed", "eager"
+    model = MiniMindForCausalLM(config).train()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    totals = []
+    for num_rows in (1, 2):
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def note(tensor, kept=kept):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage
+            return tensor
+
+        ids = torch.randint(3, 160, (num_rows, length), generator=torch.Generator().manual_seed(0))
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32),
+        ):
+            outputs = model(ids, labels=ids, skip_logits=True, use_cache=False)
+        assert outputs.loss.requires_grad
+        totals.append(sum(storage.nbytes() for storage in kept.values()))
+    return totals[1] - totals[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "tolerance"), [({}, 0), (EXPERTS, 0.05)], ids=["dense", "moe"])
+def test_activations_without_values_are_those_of_a_forward_pass(experts, tolerance, dtype):
+    model = toy_model(vocab_size=160, hidden_size=64, num_key_value_heads=2, **experts)
+    found = estimate_memory(model, max_length=96, dtype=dtype).activations_per_row
+    assert found == pytest.approx(kept_by_a_forward_pass(model.config, 96, dtype), rel=tolerance)
+
+
+def test_an_estimate_computes_nothing():
+    """Of a model without values: 104M parameters on 2,048 tokens. A GPU's kernel keeps no attention weights."""
+    with torch.device("meta"):
+        model = MiniMindForCausalLM(MiniMindConfig(**PRESETS["minimind2"]))
+    gpu, cpu = (
+        estimate_memory(model, max_length=2048, strategy="zero2", world_size=8, device_type=device_type)
+        for device_type in ("cuda", "cpu")
+    )
+    assert 2**29 < gpu.activations_per_row < cpu.activations_per_row < 2**31
+
+
+def test_packed_weights_count_as_the_weights_that_they_are():
+    class Params4bit(torch.nn.Parameter):
+        """As bitsandbytes': two weights in a byte."""
+
+    model, packed = toy_model(), toy_model()
+    for module in packed.modules():
+        if isinstance(module, torch.nn.Linear) and module is not packed.lm_head:
+            storage = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
+            module.weight = Params4bit(storage, requires_grad=False)
+    assert num_active_parameters(packed) == num_active_parameters(model)
+
+
 def test_largest_batch_is_the_one_that_fits():
     estimate = estimate_memory(toy_model(), max_length=32)
     memory = estimate.total(7)
@@ -121,7 +178,7 @@ def test_the_estimate_is_what_training_takes():
 
 def test_doctor_prints_the_estimate():
     words = [sys.executable, "recipes/doctor.py", "--estimate", "--model_preset", "tiny", "--max_length", "64"]
-    words += ["--memory_gib", "1"]
+    words += ["--memory_gib", "1", "--device", "cpu"]
     result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
     assert re.search(r"the largest batch in 1.0 GiB: \d+ rows", result.stdout), result.stdout
