@@ -57,6 +57,7 @@ class Chat:
                 f"The tokenizer {tokenizer.name_or_path} has no chat template. Use one of recipes/tokenizer.py, or put "
                 "a chat_template.jinja beside it."
             )
+        _check_text(system or "")
         self.model, self.tokenizer = model, tokenizer
         self.system, self.enable_thinking = system, enable_thinking
         self.tools = _read_tools(tools) if tools else None
@@ -75,7 +76,13 @@ class Chat:
         return f"{self.pending_calls[0]['function']['name']} returns: " if self.pending_calls else "> "
 
     def say(self, text: str) -> None:
-        """Adds what the user says: the result of a tool where one was called, otherwise a turn."""
+        """
+        Adds what the user says: the result of a tool where one was called, otherwise a turn.
+
+        Raises:
+            `ValueError`: for what is not Unicode.
+        """
+        _check_text(text)
         if self.pending_calls:
             self.history.append(
                 {"role": "tool", "name": self.pending_calls.pop(0)["function"]["name"], "content": text}
@@ -126,6 +133,7 @@ class Chat:
         Raises:
             `ValueError`: for an unknown command, or a value or file that it cannot use.
         """
+        _check_text(line)
         name, _, value = line.partition(" ")
         value = value.strip()
         if name == "/system":
@@ -151,6 +159,14 @@ class Chat:
         if name == "/help":
             return HELP
         raise ValueError(f"{line!r} is not a command.\n{HELP}")
+
+
+def _check_text(text: str) -> None:
+    """Refuses bytes that are not UTF-8: Python makes lone surrogates of them, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{text!r} is not UTF-8. Type it again, or set the terminal to UTF-8.") from None
 
 
 def _read_tools(path: str) -> list[dict[str, Any]]:

@@ -5,10 +5,12 @@ libraries print beside a recipe: bars on a terminal alone, and nothing that only
 
 import argparse
 import dis
+import errno
 import logging
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,12 +18,16 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import datasets
+from huggingface_hub.constants import HF_HOME
 from transformers import HfArgumentParser
 from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 
 EXIT_MISTAKE = 2
+# sysexits.h calls it EX_IOERR: what was to be written could not be.
+EXIT_NOT_SAVED = 74
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # Within these seconds a launcher ends the other ranks after the first one that stopped.
 _LAUNCHER_SECONDS = 5.0
 _MISTAKES = (ValueError, ImportError, OSError)
@@ -64,8 +70,9 @@ def quiet_libraries() -> None:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """
-    Ends the process with `error: ...` and status 2 for a user's mistake, unless `--debug` is on the command line. All
-    other exceptions pass, with their tracebacks.
+    Ends the process with `error: ...`, and with status 2 for a user's mistake, 74 for a disk that is full or cannot be
+    written to, as where the caches are (`HF_HOME`). All other exceptions pass with their tracebacks, and with `--debug`
+    on the command line these, too.
 
     Of several ranks, the first one on each machine prints the line. The others wait until their launcher ends them, and
     print the line only if it does not: the first one may not have met the mistake.
@@ -73,14 +80,31 @@ def one_line_errors() -> Iterator[None]:
     quiet_libraries()
     try:
         yield
-    except _MISTAKES as error:
-        if "--debug" in sys.argv or not is_mistake(error):
+    except Exception as error:
+        refusal = None if is_mistake(error) else _refusal_of_a_disk(error)
+        if "--debug" in sys.argv or not (is_mistake(error) or refusal):
             raise
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(_LAUNCHER_SECONDS)
-        message = re.sub(r"\s*\n\s*", " ", str(error))
+        message = re.sub(r"\s*\n\s*", " ", refusal or str(error))
         print(f"error: {message}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_MISTAKE) from None
+        raise SystemExit(EXIT_NOT_SAVED if refusal else EXIT_MISTAKE) from None
+
+
+def _refusal_of_a_disk(error: BaseException | None) -> str | None:
+    """What to tell a user where a disk refused to be written to, be it behind a library's own error; else `None`."""
+    # NOTE: `datasets` asks for the space itself and leaves the number out.
+    while not (
+        error is None
+        or (isinstance(error, OSError) and (error.errno in _DISK_ERRORS or "Not enough disk space" in str(error)))
+    ):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    return (
+        f"{error}. Free some space or choose other directories: caches are in HF_HOME={HF_HOME}, temporary files in "
+        f"{tempfile.gettempdir()} (TMPDIR)."
+    )
 
 
 def is_mistake(error: BaseException) -> bool:
@@ -98,4 +122,12 @@ def is_mistake(error: BaseException) -> bool:
     return module.partition(".")[0] in (__package__, "__main__") and instruction == dis.opmap["RAISE_VARARGS"]
 
 
-__all__ = ["EXIT_MISTAKE", "RecipeParser", "add_debug_flag", "is_mistake", "one_line_errors", "shows_bars"]
+__all__ = [
+    "EXIT_MISTAKE",
+    "EXIT_NOT_SAVED",
+    "RecipeParser",
+    "add_debug_flag",
+    "is_mistake",
+    "one_line_errors",
+    "shows_bars",
+]

@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
 
+from .command_line import EXIT_NOT_SAVED
 from .locking import LOCK_NAME, hold_output_dir
 from .manifest import MANIFEST_NAME, find_damage, read_manifest
 from .run_log import LOG_NAME
@@ -28,8 +29,6 @@ from .weight_files import check_shards
 
 logger = logging.get_logger(__name__)
 
-# sysexits.h calls it EX_IOERR: what was to be written could not be.
-EXIT_NOT_SAVED = 74
 SAVING = ".saving"
 # A run that goes on waits so long for the one before it: its ranks may still be saving when their launcher is gone.
 _PATIENCE_SECONDS = 30.0

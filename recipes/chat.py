@@ -11,6 +11,8 @@ shown, and the next line is taken as its result. What is typed is text alone: `<
 """
 
 import argparse
+import io
+import sys
 from functools import partial
 
 import torch
@@ -49,6 +51,9 @@ def main(args: argparse.Namespace) -> None:
         print()
         return
 
+    # What is not UTF-8 is refused line by line; here it would end the loop.
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     print(f"{name}\n/help lists the commands.")
     while True:
         try:

@@ -146,6 +146,7 @@ def run_recipe(talker, tmp_path, *arguments: str, typed: str = "") -> subprocess
         env=cpu_environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
+        errors="surrogateescape",
     )
 
 
@@ -155,9 +156,20 @@ def test_the_recipe_answers_once(talker, tmp_path, tools_file):
 
 
 def test_the_recipe_talks(talker, tmp_path, tools_file):
-    lines = ["/think off", "two and two?", "/nothing", f"/tools {tools_file}", "/reset", "/think on"]
+    # Two bytes that are not UTF-8, as Python keeps them.
+    lines = [
+        "/think off",
+        "two and two?",
+        "/nothing",
+        "two \udcff\udcfe",
+        "/system \udcff",
+        f"/tools {tools_file}",
+        "/reset",
+        "/think on",
+    ]
     result = run_recipe(talker, tmp_path, typed="\n".join([*lines, "weather in Oslo?", "rain", "/exit", "hello"]))
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.startswith("out/run\n/help lists the commands.\n> thinking is off\n> It is four.\n")
     assert "'/nothing' is not a command" in result.stdout
+    assert r"'two \udcff\udcfe' is not UTF-8" in result.stdout and r"'/system \udcff' is not UTF-8" in result.stdout
     assert result.stdout.endswith('> (calls) get_weather {"city": "Oslo"}\nget_weather returns: It rains in Oslo.\n> ')

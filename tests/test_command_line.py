@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.constants import HF_HOME
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig, command_line, running
@@ -108,6 +110,19 @@ def test_a_bug_passes(bug, capsys):
         bug()
     assert not isinstance(raised.value, SystemExit) and not is_mistake(raised.value)
     assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_is_no_bug(capsys):
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        try:
+            with open("/dev/full", "w") as file:
+                file.write("x")
+        except OSError as error:
+            # As `datasets` says it.
+            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+    message = capsys.readouterr().err
+    assert end.value.code == 74 and message.startswith("error: [Errno 28] No space left on device. Free some space")
+    assert f"HF_HOME={HF_HOME}" in message
 
 
 def test_other_exit_statuses_stay():

@@ -96,3 +96,15 @@ def test_a_read_only_output(small_disk, workspace, record):
     survived = result.returncode == 74 and "Read-only file system" in result.stdout
     record("disk: read-only", survived)
     assert survived, result.stdout[-3000:]
+
+
+@pytest.mark.parametrize("is_full", [True, False], ids=["full", "read-only"])
+def test_a_cache_that_cannot_be_written_to_is_one_line(is_full, small_disk, workspace, tmp_path):
+    disk = small_disk(1)
+    if is_full:
+        fill(disk / "filling")
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    result = run(command(workspace, tmp_path / "run"), HF_HOME=str(disk))
+    assert result.returncode == 74 and "Traceback" not in result.stdout, result.stdout[-3000:]
+    assert f"caches are in HF_HOME={disk}" in result.stdout
