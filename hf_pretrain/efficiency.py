@@ -8,7 +8,6 @@ out, so that the figure does not depend on how long documents are; so is what ac
 
 import copy
 import re
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +24,13 @@ from transformers import PreTrainedConfig
 from .loss import MAX_LOGITS
 from .modeling_minimind import MiniMindExperts, MiniMindForCausalLM, PackedDocuments
 from .optimizers import OPTIM_PRESETS, is_matrix_of_muon
+
+
+try:
+    import resource
+except ImportError:
+    # Windows.
+    resource = None  # type: ignore[assignment]
 
 
 # FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets.
@@ -111,6 +117,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most that this process has held: of the GPU's memory, or resident of the machine's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return psutil.Process().memory_info().peak_wset
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in ru_maxrss what the process held that started this one.
@@ -246,7 +254,7 @@ def _activations(
             model.model._find_packed_documents = lambda position_ids, embeddings: documents
             for module in model.modules():
                 if isinstance(module, MiniMindExperts):
-                    module.forward = partial(_run_one_expert, module)
+                    module.forward = partial(_run_one_expert, module)  # type: ignore[method-assign]
             kept: dict[int, torch.UntypedStorage] = {}
 
             def note(tensor: torch.Tensor) -> torch.Tensor:
