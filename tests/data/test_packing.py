@@ -95,9 +95,10 @@ def test_best_fit_equals_the_naive_search(seed):
 
 def test_best_fit_of_a_million_documents_takes_seconds():
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 166, size=1_000_000) + 1, 512)
-    begin = time.perf_counter()
+    # Of this process, whatever else the machine does.
+    begin = time.process_time()
     row_of = packing._best_fit_decreasing(lengths, 512)
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
     assert lengths.sum() / (512 * (row_of.max() + 1)) > 0.999
 
 

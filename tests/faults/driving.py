@@ -98,10 +98,13 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for *_, child in sorted(found)]
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 120) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 600) -> Any:
     """Polls until `condition` holds, or the process has ended; gives what the condition gave."""
     deadline = time.monotonic() + timeout
-    while not (result := condition()) and process.poll() is None:
+    while not (result := condition()):
+        if process.poll() is not None:
+            # It may have come true between the two looks.
+            return condition()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.0005)
     return result

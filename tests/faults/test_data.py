@@ -173,7 +173,7 @@ def test_preparing_that_is_killed_does_nothing_again(workspace, tmp_path, record
             assert wait_for(lambda: len(finished()) >= enough, process), process.communicate()[0]  # noqa: B023
             workers = psutil.Process(process.pid).children(recursive=True)
             process.kill()
-            assert workers and not psutil.wait_procs(workers, timeout=20)[1]
+            assert workers and not psutil.wait_procs(workers, timeout=240)[1]
         done |= finished()
     interrupted = run(words, HF_HOME=str(tmp_path / "cache"))
     assert {path: state for path, state in finished().items() if path in done} == done
