@@ -317,7 +317,7 @@ def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:
 def _yaml_to_argv(path: str, known_keys: list[str]) -> list[str]:
     """Turns a YAML file into command-line words, so that its values are checked as typed ones are."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"--config {path}: no such file.") from None
     except yaml.YAMLError as error:

@@ -102,11 +102,17 @@ class _Lock:
     def release(self) -> None:
         self._released.set()
         self._thread.join()
+        is_there = False
         with suppress(OSError):
             os.ftruncate(self.descriptor, 0)
-            if _is_file_at(self.descriptor, self.path):
+            is_there = _is_file_at(self.descriptor, self.path)
+            if is_there and fcntl is not None:
                 self.path.unlink()
         os.close(self.descriptor)
+        if is_there and fcntl is None:
+            # Windows removes no file that is open, be it by another run.
+            with suppress(OSError):
+                self.path.unlink()
 
 
 def _open_locked(path: Path, patience_seconds: float) -> int:

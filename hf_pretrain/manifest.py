@@ -95,8 +95,18 @@ def _seal(content: dict[str, Any]) -> str:
 
 
 def flush(path: Path) -> None:
-    """Makes what was written to a file, or renamed in a directory, last."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """
+    Makes what was written to a file, or renamed in a directory, last.
+
+    NOTE: Windows opens no directory, and flushes only what is open for writing.
+    """
+    is_directory = path.is_dir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_directory or not os.access(path, os.W_OK) else os.O_RDWR)
+    except PermissionError:
+        if is_directory:
+            return
+        raise
     try:
         os.fsync(descriptor)
     finally:

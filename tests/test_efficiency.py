@@ -182,24 +182,3 @@ def test_doctor_prints_the_estimate():
     result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
     assert re.search(r"the largest batch in 1.0 GiB: \d+ rows", result.stdout), result.stdout
-
-
-WITHOUT_UNIX = """
-import os, signal, sys
-# Other libraries know on which system they run.
-import accelerate, datasets, huggingface_hub, psutil, torch, torch._dynamo, torch._subclasses.fake_tensor
-from transformers import AutoConfig, Trainer, TrainingArguments, HfArgumentParser
-for name in ("resource", "fcntl"):
-    sys.modules[name] = None
-for module, name in ((signal, "SIGUSR1"), (signal, "SIGHUP"), (os, "fork"), (os, "register_at_fork")):
-    delattr(module, name)
-import hf_pretrain, hf_pretrain.efficiency, hf_pretrain.hub, hf_pretrain.locking, hf_pretrain.running
-print("IMPORTED", len(hf_pretrain.stopping.SIGNALS))
-"""
-
-
-def test_the_package_is_imported_where_unix_modules_and_signals_are_missing():
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_UNIX], cwd=ROOT, env=cpu_environment(), capture_output=True, text=True
-    )
-    assert "IMPORTED 2" in result.stdout, result.stderr[-2000:]

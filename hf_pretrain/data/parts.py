@@ -77,7 +77,9 @@ def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | N
     if len(parts) == 1:
         return [function(parts[0])]
     num_proc = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), len(parts))
-    with ProcessPoolExecutor(num_proc, get_context("fork"), _begin_worker, (os.getpid(),)) as executor:
+    # Windows starts each process anew.
+    context = get_context("fork" if hasattr(os, "fork") else "spawn")
+    with ProcessPoolExecutor(num_proc, context, _begin_worker, (os.getpid(),)) as executor:
         results = executor.map(function, parts)
         return list(
             tqdm(results, desc=desc, total=len(parts), unit="part", disable=datasets.are_progress_bars_disabled())

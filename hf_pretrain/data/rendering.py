@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,7 +86,7 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
     NOTE: Python gives signals to the main thread alone, which data are prepared in, also in worker processes. In other
     threads and on Windows, which has no such timer, there is no limit.
     """
-    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
