@@ -297,8 +297,11 @@ def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
 def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
     rope = dict(raw.get("rope_parameters") or {})
     rope.pop("type", None)
-    if "rope_theta" in raw:
+    if raw.get("rope_theta") is not None:
         rope["rope_theta"] = raw["rope_theta"]
+    # Written as null, it says nothing.
+    if rope.get("rope_theta", 0) is None:
+        del rope["rope_theta"]
     if form == "v1" and "rope_theta" not in rope:
         raise ValueError(
             "Nothing says the base of v1's rotary table: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "

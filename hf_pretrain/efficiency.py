@@ -248,10 +248,10 @@ def _activations(
         def pass_once(num_rows: int) -> int:
             ids = torch.zeros(num_rows, length, dtype=torch.int64)
             starts = torch.zeros(num_rows + 1, dtype=torch.int32)
-            documents = PackedDocuments(starts, in_groups=in_groups, groups=[(num_rows, length)])
+            documents = PackedDocuments(starts, length, in_groups=in_groups, groups=[(num_rows, length)])
             # What would look at values.
             model.model._check_positions = lambda position_ids, length: None
-            model.model._find_packed_documents = lambda position_ids, embeddings: documents
+            model.model._find_visible = lambda *args: (None, documents)
             for module in model.modules():
                 if isinstance(module, MiniMindExperts):
                     module.forward = partial(_run_one_expert, module)  # type: ignore[method-assign]
