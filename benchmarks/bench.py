@@ -4,8 +4,9 @@ What is fast, side by side: `make bench`, or
     python -m benchmarks.bench --sizes 26M --rounds 3 --steps 3
     python -m benchmarks.bench --sizes 26M 104M 145M-moe --max_length 512 2048
 
-All programs train on the same documents with the same tokenizer, a few steps each in turn, over several rounds; medians are
-compared. The table goes to the terminal and, with versions and commit, to `benchmarks/results/<machine>.json`.
+All programs train on the same documents with the same tokenizer and in the same precision, a few steps each in turn, over
+several rounds; medians are compared. The table goes to the terminal and, with versions and commit, to
+`benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from benchmarks.programs import Setting, Steps
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.configuration_minimind import PRESETS
 from hf_pretrain.data.loading import load_documents
+from hf_pretrain.devices import has_bfloat16_units
 from hf_pretrain.efficiency import measure_gemm_rate, num_active_parameters
 from hf_pretrain.tokenization import train_tokenizer
 
@@ -38,7 +40,6 @@ from hf_pretrain.tokenization import train_tokenizer
 ROOT = Path(__file__).parents[1]
 SIZES = {"26M": "minimind2-small", "104M": "minimind2", "145M-moe": "minimind2-moe"}
 NUM_DOCUMENTS = 6000
-GEMM_SIZE = 8192 if torch.cuda.is_available() else 2048
 
 
 def median_step(steps: Steps) -> tuple[float, float]:
@@ -46,11 +47,18 @@ def median_step(steps: Steps) -> tuple[float, float]:
     return statistics.median(seconds for seconds, _ in steps), sum(n for _, n in steps) / sum(s for s, _ in steps)
 
 
-def interleave(runs: dict[str, Callable[[int], Steps]], *, rounds: int, steps: int) -> dict[str, Steps]:
+def interleave(
+    runs: dict[str, Callable[[int], Steps]],
+    *,
+    rounds: int,
+    steps: int,
+    before_each: Callable[[], object] = lambda: None,
+) -> dict[str, Steps]:
     found: dict[str, Steps] = {name: [] for name in runs}
     for number in range(rounds):
         for name, run in runs.items():
             print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+            before_each()
             found[name] += run(steps)
     return found
 
@@ -100,7 +108,6 @@ def seconds_to_first_step() -> float:
 
 
 def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
-    rate = measure_gemm_rate(setting.device, size=GEMM_SIZE)
     ours = programs.ours(setting)
     runs: dict[str, Callable[[int], Steps]] = {
         "ours": ours,
@@ -111,9 +118,17 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
         runs["stock Trainer"] = programs.stock_trainer(setting)
         runs["stock Trainer, compiled"] = programs.stock_trainer(setting, torch_compile=True)
         runs["TRL SFTTrainer"] = programs.trl_sft(setting)
-    steps_of = interleave(runs, rounds=rounds, steps=steps)
-    rate = max(rate, measure_gemm_rate(setting.device, size=GEMM_SIZE))
+    dtype = torch.bfloat16 if setting.bf16 else torch.float32
+    # One measurement alone may fall into a moment when other processes are busy.
+    rates: list[float] = []
+    steps_of = interleave(
+        runs,
+        rounds=rounds,
+        steps=steps,
+        before_each=lambda: rates.append(measure_gemm_rate(setting.device, dtype)),
+    )
     parameters = num_active_parameters(ours.trainer.model)
+    rate = max(*rates, *(median_step(found)[1] * 6 * parameters for found in steps_of.values()))
     table = {}
     for name, found in steps_of.items():
         seconds, speed = median_step(found)
@@ -169,9 +184,14 @@ def git_commit() -> str:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
+def fastest_precision() -> str:
+    """Return `bf16` where the device has units for it, else `float32`: emulation takes several times as long."""
+    return "bf16" if has_bfloat16_units("cuda" if torch.cuda.is_available() else "cpu") else "float32"
+
+
 def print_table(results: dict[str, Any]) -> None:
     for name, result in results["sizes"].items():
-        print(f"\n{name} on {results['machine']}: useful tokens a second")
+        print(f"\n{name} in {results['settings']['precision']} on {results['machine']}: useful tokens a second")
         print(f"  {'program':26}{'tokens/s':>12}{'ms a step':>11}{'of limit':>10}{'ours is':>9}")
         for program, row in result["programs"].items():
             print(
@@ -195,6 +215,12 @@ def main() -> None:
     parser.add_argument("--tokens_a_step", type=int, default=65536 if torch.cuda.is_available() else 4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100 if torch.cuda.is_available() else 4)
+    parser.add_argument(
+        "--precision",
+        choices=["bf16", "float32"],
+        default=fastest_precision(),
+        help="Precision of all programs. By default, bf16 where the device has units for it, else float32.",
+    )
     parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     sizes, lengths = args.sizes, args.max_length
@@ -212,19 +238,21 @@ def main() -> None:
         "versions": {
             name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "trl")
         },
-        "settings": {"rounds": args.rounds, "steps": args.steps, "tokens_a_step": args.tokens_a_step},
+        "settings": {name: getattr(args, name) for name in ("rounds", "steps", "tokens_a_step", "precision")},
         "sizes": {},
     }
+    bf16 = args.precision == "bf16"
     with tempfile.TemporaryDirectory() as directory:
         for size in sizes:
             for max_length in lengths:
                 config = MiniMindConfig(**PRESETS[SIZES[size]])
                 batch_size = args.tokens_a_step // max_length
-                setting = Setting(documents, tokenizer, config, max_length, batch_size, Path(directory))
+                setting = Setting(documents, tokenizer, config, max_length, batch_size, Path(directory), bf16)
                 result = compare(setting, rounds=args.rounds, steps=args.steps)
                 result["growth_with_documents"] = growth_with_documents(setting, rounds=args.rounds, steps=args.steps)
                 results["sizes"][f"{size}, rows of {max_length}"] = result
-        setting = Setting(documents, tokenizer, config, lengths[0], args.tokens_a_step // lengths[0], Path(directory))
+        batch_size = args.tokens_a_step // lengths[0]
+        setting = Setting(documents, tokenizer, config, lengths[0], batch_size, Path(directory), bf16)
         results["cost_of_experts"] = cost_of_experts(setting, rounds=args.rounds, steps=args.steps)
     if not torch.cuda.is_available():
         results["seconds_to_first_step"] = seconds_to_first_step()

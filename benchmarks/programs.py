@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import (
@@ -46,6 +47,7 @@ class Setting:
     max_length: int
     batch_size: int
     output_dir: Path
+    bf16: bool
 
     @cached_property
     def device(self) -> torch.device:
@@ -64,7 +66,7 @@ class Setting:
             "eval_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
-            "bf16": True,
+            "bf16": self.bf16,
             "use_cpu": self.device.type == "cpu",
         }
 
@@ -177,8 +179,8 @@ def bare_loop(setting: Setting) -> Callable[[int], Steps]:
         times, num_tokens = [], []
         for _, batch in zip(range(num_steps + NUM_WARMUP_STEPS), loader, strict=False):
             num_tokens.append(int((batch["input_ids"] != pad_token_id).sum()))
-            batch = {name: tensor.to(setting.device, non_blocking=True) for name, tensor in batch.items()}
-            with torch.autocast(setting.device.type, dtype=torch.bfloat16):
+            batch = send_to_device(batch, setting.device, non_blocking=True)
+            with torch.autocast(setting.device.type, dtype=torch.bfloat16, enabled=setting.bf16):
                 loss = model(**batch, use_cache=False, skip_logits=True).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -235,7 +237,7 @@ def trl_sft(setting: Setting) -> TrainerProgram:
 
 def upstream_style(setting: Setting) -> Callable[[int], Steps]:
     pad_token_id = setting.tokenizer.pad_token_id
-    step = UpstreamStyleTrainer(setting.config, setting.device, pad_token_id)
+    step = UpstreamStyleTrainer(setting.config, setting.device, pad_token_id, bf16=setting.bf16)
     documents = setting.tokenized_documents.shuffle(seed=0)["input_ids"][:]
     rows = torch.full((len(documents), setting.max_length + 1), pad_token_id)
     for row, ids in enumerate(documents):

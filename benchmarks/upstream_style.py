@@ -1,7 +1,7 @@
 """
 A training program written as MiniMind's own scripts are: each document padded or cut to the row's length, rotation by
-complex products, keys and values repeated for each query head, logits of all positions, a loss mask; float32 on a CPU,
-bfloat16 autocast on a GPU. It is what users come from.
+complex products, keys and values repeated for each query head, logits of all positions, a loss mask. It is what users come
+from.
 """
 
 import torch
@@ -79,17 +79,17 @@ class UpstreamStyleModel(nn.Module):
 class UpstreamStyleTrainer:
     """One step a call, of `(batch_size, seq_len + 1)` padded ids."""
 
-    def __init__(self, config: MiniMindConfig, device: torch.device, pad_token_id: int):
+    def __init__(self, config: MiniMindConfig, device: torch.device, pad_token_id: int, *, bf16: bool):
         torch.manual_seed(0)
         self.model = UpstreamStyleModel(config).to(device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4)
-        self.device, self.pad_token_id = device, pad_token_id
+        self.device, self.pad_token_id, self.bf16 = device, pad_token_id, bf16
 
     def __call__(self, input_ids: torch.Tensor) -> float:
         input_ids = input_ids.to(self.device)
         x, y = input_ids[:, :-1], input_ids[:, 1:]
         loss_mask = y != self.pad_token_id
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             logits = self.model(x)
             losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1), reduction="none")
             loss = (losses * loss_mask.reshape(-1)).sum() / loss_mask.sum()

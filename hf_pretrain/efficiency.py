@@ -85,24 +85,41 @@ def known_peak(name: str) -> float | None:
     return None
 
 
-def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """The data sheet's figure for `dtype` bfloat16 or float16 on a GPU that is known, else [`measure_gemm_rate`]."""
-    if device.type == "cuda" and dtype != torch.float32:
-        peak = known_peak(torch.cuda.get_device_name(device))
-        if peak is not None:
-            return peak
-    return measure_gemm_rate(device, dtype)
+class PeakRate:
+    """
+    The peak FLOP/s of a device: the data sheet's figure for `dtype` bfloat16 or float16 on a GPU that is known, else the best
+    measurement so far. While other processes are busy a measurement is too low, so that one alone does not suffice.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        is_known = device.type == "cuda" and dtype != torch.float32
+        self._known = known_peak(torch.cuda.get_device_name(device)) if is_known else None
+        self.flops_per_second = self._known or measure_gemm_rate(device, dtype)
+        # An accelerator may have no memory left for large matrices while it trains.
+        self._num_measurements_left = 10 if device.type == "cpu" else 0
+
+    def update(self, reached: float) -> float:
+        """Measure once more, the first ten times, and return the peak. It is never below what a run `reached`."""
+        if self._known is None:
+            self.flops_per_second = max(self.flops_per_second, reached)
+            if self._num_measurements_left > 0:
+                self._num_measurements_left -= 1
+                rate = measure_gemm_rate(self.device, self.dtype, num_products=2)
+                self.flops_per_second = max(self.flops_per_second, rate)
+        return self.flops_per_second
 
 
-def measure_gemm_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16, *, size: int | None = None) -> float:
-    """FLOP/s of the best of five large square matrix products."""
-    size = size or (8192 if device.type == "cuda" else 1024)
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+def measure_gemm_rate(device: torch.device, dtype: torch.dtype, *, num_products: int = 5) -> float:
+    """Measure the FLOP/s of the best of some large square matrix products."""
+    # Large enough to keep all threads busy, small enough to take milliseconds.
+    size = 8192 if device.type == "cuda" else 1024 if torch.get_num_threads() <= 4 else 2048
+    left, right, product = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
     best = float("inf")
-    for _ in range(5):
+    for _ in range(num_products):
         _synchronize(device)
         start = time.perf_counter()
-        left @ right
+        torch.mm(left, right, out=product)
         _synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
@@ -296,12 +313,12 @@ def available_memory_bytes(device: torch.device) -> int:
 __all__ = [
     "STRATEGIES",
     "MemoryEstimate",
+    "PeakRate",
     "available_memory_bytes",
     "estimate_memory",
     "flops_per_token",
     "known_peak",
     "measure_gemm_rate",
     "num_active_parameters",
-    "peak_flops_per_second",
     "peak_memory_bytes",
 ]

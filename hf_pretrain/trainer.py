@@ -29,7 +29,7 @@ from .adapters import base_model_of, is_adapted
 from .checkpointing import DATA_POSITION_NAME
 from .data.collators import DataCollatorForPackedRows
 from .data.filling import FILLER_COLUMN, ROW_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
-from .efficiency import flops_per_token, peak_flops_per_second, peak_memory_bytes
+from .efficiency import PeakRate, flops_per_token, peak_memory_bytes
 from .hub import HubPushMixin
 from .loss import find_documents, prediction_weights
 from .modeling_minimind import MiniMindForCausalLM
@@ -403,7 +403,7 @@ class MaskedLossTrainer(HubPushMixin):
         base_model = base_model_of(self.model)
         self._flops_per_token = flops_per_token(base_model) + self._extra_flops_per_token()
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-        self._peak_flops_per_second = peak_flops_per_second(self.args.device, dtype) * self.args.world_size
+        self._peak_rate = PeakRate(self.args.device, dtype)
         self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen
         return progress
 
@@ -429,9 +429,11 @@ class MaskedLossTrainer(HubPushMixin):
             now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
             speed = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
             logs |= {"tokens_per_second": speed, "model_flops_per_second": speed * self._flops_per_token}
-            logs["mfu"] = speed * self._flops_per_token / self._peak_flops_per_second
-            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
             self._last_log_time, self._tokens_at_last_log = now, tokens
+            reached = speed * self._flops_per_token / self.args.world_size
+            with self._clock_stopped():
+                logs["mfu"] = reached / self._peak_rate.update(reached)
+            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
             self._logged_losses, self._steps_since_log = None, 0
         # Without a start time: Trainer's own throughput counts evaluation and saving as training.
         super().log(logs)

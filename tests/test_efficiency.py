@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, efficiency
 from hf_pretrain.configuration_minimind import PRESETS
 from hf_pretrain.efficiency import (
+    PeakRate,
     estimate_memory,
     flops_per_token,
     known_peak,
@@ -44,6 +45,13 @@ def test_peaks_are_of_the_gpu_that_is_named():
 
 def test_gemm_rate_is_a_rate():
     assert 1e9 < measure_gemm_rate(torch.device("cpu"), torch.float32) < 1e15
+
+
+def test_the_peak_is_the_best_measurement_and_never_below_what_was_reached(monkeypatch):
+    rates = iter([1e9, 4e9, 2e9, 3e9])
+    monkeypatch.setattr(efficiency, "measure_gemm_rate", lambda *args, **kwargs: next(rates))
+    peak = PeakRate(torch.device("cpu"), torch.float32)
+    assert [peak.update(reached) for reached in (2e9, 2e9, 5e9)] == [4e9, 4e9, 5e9]
 
 
 def test_fixed_memory_is_the_papers():

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
+from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM, efficiency
 from hf_pretrain.callbacks import ProfilerCallback
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenization import train_tokenizer
@@ -484,6 +484,23 @@ def test_logs_have_flops_and_memory(tmp_path):
     assert step["model_flops_per_second"] == pytest.approx(6 * number * step["tokens_per_second"])
     assert 0 < step["mfu"] < 1
     assert 0.1 < step["peak_memory_gib"] < 100
+
+
+def test_mfu_recovers_from_a_peak_measured_at_a_bad_moment(tmp_path, monkeypatch):
+    measure, rates = efficiency.measure_gemm_rate, []
+
+    def slow_at_first(*args, **kwargs):
+        rates.append(measure(*args, **kwargs) if rates else 1.0)
+        return rates[-1]
+
+    monkeypatch.setattr(efficiency, "measure_gemm_rate", slow_at_first)
+    steps = train(make_trainer(tmp_path, make_documents()))
+    assert len(rates) == 1 + len(steps) == 7
+    for number, step in enumerate(steps):
+        # No step of so small a model reaches what a large product does.
+        assert (
+            step["mfu"] == pytest.approx(step["model_flops_per_second"] / max(rates[: number + 2])) and step["mfu"] < 1
+        )
 
 
 def test_tensorboard_gets_the_losses(tmp_path):
