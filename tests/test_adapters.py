@@ -291,7 +291,7 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
         logits_path = tmp_path / "logits.pt"
         pull = [sys.executable, "-c", PULL, str(logits_path)]
         result = subprocess.run(
-            pull, cwd=tmp_path, env=cpu_environment(**environment), capture_output=True, text=True, timeout=120
+            pull, cwd=tmp_path, env=cpu_environment(**environment), capture_output=True, text=True, timeout=500
         )
         assert result.returncode == 0, result.stderr[-3000:]
         merging = ["--from", "user/adapter", "--to", str(tmp_path / "merged")]

@@ -79,7 +79,7 @@ def llama_server(path: Path) -> Iterator[Any]:
         def post(route: str, **content: Any) -> dict[str, Any]:
             body = json.dumps(content).encode()
             request = urllib.request.Request(f"{address}{route}", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=500) as answer:
                 return json.load(answer)
 
         try:

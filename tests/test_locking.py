@@ -52,15 +52,14 @@ def in_a_child():
         kill(child)
 
 
-def test_a_second_process_is_told_who_holds_it(tmp_path, in_a_child):
+def test_a_second_process_is_told_who_holds_it(tmp_path, monkeypatch, in_a_child):
     child = in_a_child(lambda: hold_output_dir(tmp_path))
     with pytest.raises(ValueError, match=rf"{tmp_path} is in use by process {child} on .*, since 20.*stop it"):
         hold_output_dir(tmp_path)
     # The kernel frees it with its holder, whose file is still there.
     in_a_child.kill(child)
-    begin = time.monotonic()
+    monkeypatch.setattr(locking, "_stands_still", lambda *_: pytest.fail("it watched for the dead"))
     assert hold_output_dir(tmp_path) and not hold_output_dir(tmp_path)
-    assert time.monotonic() - begin < 1
     assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
     release_output_dir(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -69,7 +68,7 @@ def test_a_second_process_is_told_who_holds_it(tmp_path, in_a_child):
 def test_a_run_that_goes_on_waits_for_the_end_of_the_other(tmp_path, in_a_child):
     child = in_a_child(lambda: hold_output_dir(tmp_path))
     threading.Timer(0.5, in_a_child.kill, (child,)).start()
-    assert hold_output_dir(tmp_path, patience_seconds=30)
+    assert hold_output_dir(tmp_path, patience_seconds=300)
 
 
 def test_workers_of_a_killed_run_do_not_keep_it(tmp_path, in_a_child):
@@ -84,7 +83,6 @@ def test_workers_of_a_killed_run_do_not_keep_it(tmp_path, in_a_child):
 
 @pytest.mark.parametrize("has_kernel_locks", [True, False])
 def test_another_machine_is_known_by_its_heartbeat(tmp_path, monkeypatch, has_kernel_locks):
-    monkeypatch.setattr(locking, "_SILENCE_SECONDS", 0.5)
     if not has_kernel_locks:
         monkeypatch.setattr(locking, "fcntl", None)
 
@@ -93,19 +91,22 @@ def test_another_machine_is_known_by_its_heartbeat(tmp_path, monkeypatch, has_ke
         (tmp_path / LOCK_NAME).write_text(json.dumps(holder))
 
     beat(0)
+    # It is waited for as long as need be.
+    monkeypatch.setattr(locking, "_SILENCE_SECONDS", 300)
     timer = threading.Timer(0.25, beat, (1,))
     timer.start()
     with pytest.raises(ValueError, match="in use by process 7 on elsewhere"):
         hold_output_dir(tmp_path)
     timer.join()
     # It stopped.
+    monkeypatch.setattr(locking, "_SILENCE_SECONDS", 0.5)
     assert hold_output_dir(tmp_path)
 
 
 def test_the_heartbeat_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(locking, "_BEAT_SECONDS", 0.01)
     hold_output_dir(tmp_path)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while json.loads((tmp_path / LOCK_NAME).read_text() or "{}").get("beat", 0) < 2:
         assert time.monotonic() < deadline
 

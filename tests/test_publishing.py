@@ -87,7 +87,7 @@ def test_the_command_that_is_printed_pushes_the_same(server, run_directory):
     environment = cpu_environment(
         HF_ENDPOINT=server.endpoint, HF_TOKEN=TOKEN, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1"
     )
-    result = subprocess.run(shlex.split(command), env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(shlex.split(command), env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL
     assert SECRET.encode() not in server.bytes_received()

@@ -298,7 +298,7 @@ def test_two_launch_agents_on_one_host(workspace):
                 command, cwd=ROOT, env=cpu_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
         )
-    outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=500)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert "2 process(es) on CPU" in outputs[0]
     assert "Held-out loss" in outputs[0] and "Held-out loss" not in outputs[1]

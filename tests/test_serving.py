@@ -31,8 +31,8 @@ def server(talker, tmp_path_factory):
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
-    deadline = time.monotonic() + 120
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=500)
+    deadline = time.monotonic() + 500
     try:
         while "Uvicorn running" not in (path / "log").read_text():
             assert process.poll() is None and time.monotonic() < deadline, (path / "log").read_text()[-3000:]
@@ -40,7 +40,7 @@ def server(talker, tmp_path_factory):
         yield client, path / "log"
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=300)
 
 
 def ask(server, messages, **options):
@@ -118,7 +118,7 @@ def post(server, path: str, body, **options):
     headers = {"Content-Type": "application/json", **options.pop("headers", {})}
     with requests.Session() as session:
         session.trust_env = False
-        return session.post(url, data=content, headers=headers, timeout=120)
+        return session.post(url, data=content, headers=headers, timeout=500)
 
 
 def chat(**fields) -> dict:

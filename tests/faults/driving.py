@@ -59,7 +59,7 @@ def zero(stage: int) -> list[str]:
     return ["--deepspeed", str(ROOT / f"ds_configs/zero{stage}.json")]
 
 
-def run(words: list[str], *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], *, timeout: float = 500, **environment: str) -> subprocess.CompletedProcess[str]:
     with start(words, **environment) as process:
         output, _ = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(words, process.returncode, output)
@@ -82,6 +82,22 @@ def kill_all(processes: Iterable[psutil.Process | subprocess.Popen[str]]) -> Non
             os.kill(process.pid, signal.SIGKILL)
 
 
+class Stopwatch:
+    """
+    Seconds as an idle machine would take them. Its start took ten there, as that of a run does; a busy machine takes
+    longer for both.
+    """
+
+    def __init__(self) -> None:
+        self._start = self._begin = time.monotonic()
+
+    def begin(self) -> None:
+        self._begin = time.monotonic()
+
+    def seconds(self) -> float:
+        return (time.monotonic() - self._begin) * min(1.0, 10.0 / (self._begin - self._start))
+
+
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes that train, in the order of their ranks."""
     try:
@@ -98,7 +114,7 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for *_, child in sorted(found)]
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 600) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 500) -> Any:
     """Polls until `condition` holds, or the process has ended; gives what the condition gave."""
     deadline = time.monotonic() + timeout
     while not (result := condition()):

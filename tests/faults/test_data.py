@@ -1,7 +1,9 @@
 """Whatever stands in a file: good documents are read as they are, bad lines are listed, and nothing else happens."""
 
 import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -163,17 +165,29 @@ def test_preparing_that_is_killed_does_nothing_again(workspace, tmp_path, record
     words = [sys.executable, "-c", PREPARE, str(tmp_path / "a.jsonl"), str(workspace / "toy")]
 
     def finished() -> dict[str, tuple[int, int]]:
-        files = [path for path in (tmp_path / "cache").rglob("*.arrow") if "incomplete" not in str(path)]
-        return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+        found = {}
+        # Not `rglob`, which fails where the process renames a directory meanwhile.
+        for directory, _, names in os.walk(tmp_path / "cache"):
+            for path in (Path(directory, name) for name in names if name.endswith(".arrow")):
+                with suppress(FileNotFoundError):
+                    if "incomplete" not in str(path):
+                        found[str(path)] = (path.stat().st_ino, path.stat().st_mtime_ns)
+        return found
 
     done: dict[str, tuple[int, int]] = {}
     for _ in range(3):
         with start(words, HF_HOME=str(tmp_path / "cache")) as process:
             enough = len(done) + 4
-            assert wait_for(lambda: len(finished()) >= enough, process), process.communicate()[0]  # noqa: B023
-            workers = psutil.Process(process.pid).children(recursive=True)
+
+            def workers() -> list[psutil.Process]:
+                """Those that prepare, once there is enough. Between two pools there are none."""
+                is_enough = process.poll() is None and len(finished()) >= enough  # noqa: B023
+                return psutil.Process(process.pid).children(recursive=True) if is_enough else []  # noqa: B023
+
+            found = wait_for(workers, process)
+            assert found, process.communicate()[0]
             process.kill()
-            assert workers and not psutil.wait_procs(workers, timeout=240)[1]
+            assert not psutil.wait_procs(found, timeout=240)[1]
         done |= finished()
     interrupted = run(words, HF_HOME=str(tmp_path / "cache"))
     assert {path: state for path, state in finished().items() if path in done} == done

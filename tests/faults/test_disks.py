@@ -63,7 +63,7 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     with start(command(workspace, disk / "run", *long, *arguments, launcher=launcher)) as process:
         wait_for(lambda: list((disk / "run").glob("checkpoint-*")), process)
         fill(disk / "other")
-        output, _ = process.communicate(timeout=180)
+        output, _ = process.communicate(timeout=500)
     kept = list((disk / "run").glob("checkpoint-*"))
     status = process.returncode == 74 or "exitcode  : 74" in output
     survived = status and bool(kept) and not any(find_damage(path) for path in kept)

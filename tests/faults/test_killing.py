@@ -3,7 +3,7 @@
 import itertools
 import os
 import random
-import signal
+import shutil
 import time
 from pathlib import Path
 
@@ -30,12 +30,11 @@ def killable(workspace: Path, output_dir: Path, launcher: str) -> list[str]:
 def kill(process, rank: int, *, whole_machine: bool = False) -> None:
     """The only process, or one rank; the launcher sees to the other, unless that dies soon after with its machine."""
     found = ranks(process)
-    if found:
-        found[min(rank, len(found) - 1)].send_signal(signal.SIGKILL)
+    kill_all(found[min(rank, len(found) - 1) :][:1])
     if whole_machine:
         time.sleep(0.2)
         kill_all([process, *found])
-    process.communicate(timeout=120)
+    process.communicate(timeout=500)
 
 
 def steps_of(output_dir: Path) -> list[int]:
@@ -48,6 +47,22 @@ def check_checkpoints(output_dir: Path) -> None:
 
 
 def kill_within_save(step: int, number: int, words: list[str], output_dir: Path) -> None:
+    """Anew where a busy machine let the run go on before it was killed."""
+    before = output_dir.with_name("before")
+    if output_dir.exists():
+        shutil.copytree(output_dir, before)
+    for _ in range(5):
+        if _kill_within_save(step, number, words, output_dir):
+            break
+        shutil.rmtree(output_dir)
+        if before.exists():
+            shutil.copytree(before, output_dir)
+    else:
+        pytest.fail("it went on before it was killed")
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _kill_within_save(step: int, number: int, words: list[str], output_dir: Path) -> bool:
     saving, named = output_dir / f".saving/checkpoint-{step}", output_dir / f"checkpoint-{step}"
 
     def is_time() -> bool:
@@ -60,7 +75,7 @@ def kill_within_save(step: int, number: int, words: list[str], output_dir: Path)
     with start(words) as process:
         wait_for(is_time, process)
         kill(process, number % 2, whole_machine=True)
-    assert process.returncode != 0 and max(steps_of(output_dir), default=0) <= step, "it went on before it was killed"
+    return process.returncode != 0 and max(steps_of(output_dir), default=0) <= step
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ class Watch(TrainerCallback):
 
 @pytest.mark.faults
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_two_thousand_steps_with_evaluation_and_saving(tmp_path, record):
     arguments = {
         **{"max_steps": 2000, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},

@@ -93,7 +93,7 @@ def test_a_signal_where_an_evaluation_is_due(workspace, tmp_path, ends_like):
     with start(command(workspace, tmp_path / "run", "--save_total_limit", "9", *arguments)) as process:
         wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=500)
     assert process.returncode == 143
     ends_like("signal: then resumed", tmp_path / "run", "python", *arguments)
 
@@ -119,7 +119,7 @@ def test_shards_go_on_in_another_number_of_processes(stage, interrupted, workspa
     folders = ["--input_folder", "global_step4", "--output_folder", "global_step4_universal"]
     words = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders]
     environment = cpu_environment(PYTHONPATH=str(ROOT))
-    converted = subprocess.run(words, cwd=checkpoint, env=environment, capture_output=True, text=True, timeout=240)
+    converted = subprocess.run(words, cwd=checkpoint, env=environment, capture_output=True, text=True, timeout=500)
     assert converted.returncode == 0, converted.stderr[-3000:]
     (checkpoint / "latest_universal").write_text("global_step4_universal")
     (checkpoint / "manifest.json").unlink()

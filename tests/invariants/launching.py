@@ -57,7 +57,7 @@ def process_options(**environment: str) -> dict[str, Any]:
     return {"cwd": ROOT, "env": cpu_environment(**environment), **streams}
 
 
-def start(command: list[str], *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(command: list[str], *, timeout: float = 500, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, timeout=timeout, **process_options(**environment))
 
 
