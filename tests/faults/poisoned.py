@@ -1,11 +1,13 @@
 """
-`recipes/pretrain.py` with other data on one rank, `POISON=data:other.jsonl:1`, or with one bad micro-batch: `POISON=loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite,
-`POISON=gradient:9:0` puts a NaN into a gradient of the ninth on rank 0 whose loss is fine.
+`recipes/pretrain.py` with other data on one rank, `POISON=data:other.jsonl:1`, or with one bad micro-batch:
+`POISON=loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite, `POISON=gradient:9:0` puts a NaN into a
+gradient of the ninth on rank 0 whose loss is fine, and `POISON=kill:9:1` kills rank 1 in its ninth, once.
 """
 
 import functools
 import os
 import runpy
+import signal
 import sys
 
 import torch
@@ -29,9 +31,11 @@ def poisoned(self, *args, **kwargs):
     num_passes += self.training
     if kind != "data" and num_passes == int(number) and os.environ.get("RANK", "0") == rank:
         num_passes += 1
-        if kind == "loss":
+        if kind == "kill" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "loss":
             outputs["loss"] = outputs["loss"] + torch.inf
-        else:
+        elif kind == "gradient":
             outputs["loss"].register_hook(lambda gradient: gradient * torch.nan)
     return outputs
 

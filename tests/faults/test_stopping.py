@@ -11,7 +11,8 @@ import pytest
 
 from hf_pretrain.locking import hold_output_dir, release_output_dir
 from hf_pretrain.manifest import find_damage
-from tests.faults.driving import Stopwatch, command, final_bits, ranks, start, wait_for, zero
+from tests.faults.driving import RECIPE, Stopwatch, command, final_bits, ranks, run, start, wait_for, zero
+from tests.invariants.launching import ROOT
 
 
 LONG = ["--max_steps", "20000", "--save_steps", "20"]
@@ -162,13 +163,12 @@ def test_a_run_recovers_by_itself(workspace, reference, tmp_path, record):
     output_dir = tmp_path / "run"
     words = command(workspace, output_dir, "--save_total_limit", "9", launcher="torchrun")
     words[1:1] = ["--max-restarts", "1"]
-    with start(words) as process:
-        wait_for((output_dir / "checkpoint-4").is_dir, process)
-        ranks(process)[1].kill()
-        output, _ = process.communicate(timeout=500)
-    survived = process.returncode == 0 and final_bits(output_dir) == final_bits(reference("torchrun"))
+    words[words.index(RECIPE)] = str(ROOT / "tests/faults/poisoned.py")
+    # Two passes are a step.
+    result = run(words, POISON="kill:11:1", PYTHONPATH=str(ROOT))
+    survived = result.returncode == 0 and final_bits(output_dir) == final_bits(reference("torchrun"))
     record("a rank dies: --max-restarts 1", survived)
-    assert survived and "Resuming from" in output, output[-4000:]
+    assert survived and f"Resuming from {output_dir / 'checkpoint-4'}" in result.stdout, result.stdout[-4000:]
 
 
 @pytest.mark.faults
