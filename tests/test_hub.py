@@ -242,7 +242,13 @@ def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_had_to_wait_is_pushed_at_the_end(run, server):
+def test_a_checkpoint_that_had_to_wait_is_pushed_at_the_end(run, server, tmp_path):
+    def hold_the_first_push(method: str, path: str) -> None:
+        """Until the last checkpoint is there, however long the steps take."""
+        while "preupload" in path and not (tmp_path / "run/checkpoint-4").is_dir():
+            time.sleep(0.05)
+
+    server.fail = hold_the_first_push
     server.preupload_seconds = 3
     arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "checkpoint"]
     result = run(*arguments, "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4")
