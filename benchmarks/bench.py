@@ -93,12 +93,13 @@ def seconds_to_first_step() -> float:
                 "--eval_strategy",
             ]
             words += ["no", "--max_steps", "200", "--save_strategy", "no", "--output_dir", f"{directory}/{number}"]
+            words += ["--disable_tqdm", "true", "--logging_steps", "1"]
             start = time.perf_counter()
-            process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+            process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
             output = b""
-            # The progress bar shows the first step as soon as it is over.
+            # A line shows the first step as soon as it is over.
             while not re.search(rb"\b[1-9]\d*/200", output) and process.poll() is None:
-                output += process.stderr.read(64)
+                output += process.stdout.read(64)
             seconds = time.perf_counter() - start
             process.kill()
             process.wait()
