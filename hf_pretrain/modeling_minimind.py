@@ -339,8 +339,8 @@ def check_attention(model: "MiniMindModel", device: torch.device, dtype: torch.d
     """
     config = model.config
     name = config._attn_implementation
-    key = (name, device.type, dtype, config.head_dim, config.num_attention_heads, config.num_key_value_heads)
-    if key in _CHECKED_ATTENTION:
+    shape = (config.head_dim, config.num_attention_heads, config.num_key_value_heads)
+    if (name, device.type, dtype, shape) in _CHECKED_ATTENTION:
         return
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     instead = 'Use attn_implementation="packed", "sdpa" or "eager".'
@@ -377,7 +377,7 @@ def check_attention(model: "MiniMindModel", device: torch.device, dtype: torch.d
             f'attn_implementation="{name}" is {difference:.0%} off the reference on {device.type} in {dtype} '
             f"(head_dim {config.head_dim}, {versions}). {instead}"
         )
-    _CHECKED_ATTENTION.add(key)
+    _CHECKED_ATTENTION.add((name, device.type, dtype, shape))
 
 
 class MiniMindRMSNorm(nn.Module):
