@@ -141,7 +141,7 @@ def test_what_a_notebook_does_is_the_formula_too(tmp_path, make_rows, batch):
     arguments = TrainingArguments(
         str(tmp_path),
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=14 // batch,
+        gradient_accumulation_steps=-(-len(documents) // batch),
         **{"num_train_epochs": 2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True},
         **{"save_strategy": "epoch", "eval_strategy": "epoch"},
     )
@@ -554,14 +554,15 @@ def test_rows_of_a_batch_are_read_at_once(tmp_path):
             return super().__getitems__(keys)
 
     counted = Counted(rows.data, rows.info)
-    (batch,) = list(make_trainer(tmp_path, counted, batch=16).get_train_dataloader())
-    assert [len(keys) for keys in read] == [16]
+    batches = list(make_trainer(tmp_path, counted, batch=8).get_train_dataloader())
+    assert [len(keys) for keys in read] == [8, 8]
     # Thirteen rows in the sampler's order, then three fillers without labels.
-    numbers = batch["row_number"].tolist()
+    numbers = [number for batch in batches for number in batch["row_number"].tolist()]
     assert sorted(numbers[:13]) == list(range(13)) and numbers[13:] == [-1] * 3
-    for ids, labels, number in zip(batch["input_ids"], batch["labels"], numbers, strict=True):
-        expected = rows[number]["input_ids"] if number >= 0 else rows[0]["input_ids"]
-        assert ids[: len(expected)].tolist() == expected and (labels > 0).any() == (number >= 0)
+    for batch in batches:
+        for ids, labels, number in zip(batch["input_ids"], batch["labels"], batch["row_number"].tolist(), strict=True):
+            expected = rows[number]["input_ids"] if number >= 0 else rows[0]["input_ids"]
+            assert ids[: len(expected)].tolist() == expected and (labels > 0).any() == (number >= 0)
 
 
 def test_dispatched_batches_are_refused(tmp_path):
