@@ -75,8 +75,12 @@ def test_workers_of_a_killed_run_do_not_keep_it(tmp_path, in_a_child):
     """They were forked and live on for some seconds."""
     hold_output_dir(tmp_path)
     worker = in_a_child(lambda: None)
-    # As the kernel does when this process is killed.
-    os.close(locking._held.popitem()[1].descriptor)
+    # As the kernel does when this process is killed. A heartbeat that went on would write into whatever file gets this
+    # descriptor next.
+    _, lock = locking._held.popitem()
+    lock._released.set()
+    lock._thread.join()
+    os.close(lock.descriptor)
     assert hold_output_dir(tmp_path)
     os.kill(worker, 0)
 
