@@ -159,7 +159,17 @@ def test_a_mistake_of_another_rank_alone_is_printed(monkeypatch, capsys):
 HOSTILE = """
 from pathlib import Path
 Path({proof!r}).touch()
-from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+# Classes of its own: transformers marks those that it loads as custom code, for the rest of the process.
+class Config(LlamaConfig):
+    pass
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
 """
 
 
