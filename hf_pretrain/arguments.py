@@ -190,6 +190,9 @@ class SourceArguments:
     validation_fraction: float = field(
         default=0.01, metadata={"help": "Share of the documents that is held out, chosen by a hash of their text."}
     )
+    train_fraction: float = field(
+        default=1.0, metadata={"help": "Share of the other documents to train on, chosen by the same hash."}
+    )
     num_proc: int | None = field(
         default=None, metadata={"help": "Processes that read and tokenize large data; by default one a core, up to 8."}
     )
@@ -210,6 +213,7 @@ class SourceArguments:
             schema=schema,
             weights=self.dataset_weights,
             validation_fraction=self.validation_fraction,
+            train_fraction=self.train_fraction,
             seed=training_args.seed,
             num_proc=self.num_proc,
             max_rejected_ratio=self.max_rejected_ratio,

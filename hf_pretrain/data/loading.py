@@ -59,6 +59,7 @@ def load_documents(
     weights: list[float] | None = None,
     streaming: bool = False,
     validation_fraction: float = 0.01,
+    train_fraction: float = 1.0,
     seed: int = 42,
     num_proc: int | None = None,
     max_rejected_ratio: float = 0.01,
@@ -86,6 +87,8 @@ def load_documents(
         streaming (`bool`, defaults to `False`): read while training. Held-out documents are then those among the
             first 50,000; later ones are left out of training too.
         validation_fraction (`float`, defaults to 0.01): share of documents to hold out; 0 holds out none.
+        train_fraction (`float`, defaults to 1.0): share of the other documents to train on, chosen by the same hash.
+            The documents held out stay the same.
         seed (`int`, defaults to 42): of the mixture.
         num_proc (`int`, *optional*): processes that read data of more than 64 MiB or 100,000 documents; by default one
             a core, up to 8.
@@ -101,7 +104,7 @@ def load_documents(
         `ValueError`: if a name leads to no data or to none that is good, a file cannot be read, too many lines are
             bad, or an argument makes no sense.
     """
-    _check_arguments(dataset_names, weights, validation_fraction, max_rejected_ratio)
+    _check_arguments(dataset_names, weights, validation_fraction, train_fraction, max_rejected_ratio)
     rejected = _RejectedLines(max_rejected_ratio, rejected_path)
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
@@ -116,14 +119,14 @@ def load_documents(
             raise ValueError(f"{name} holds no document to train on.{rejected.describe()}")
     rejected.check_ratio()
 
-    split = partial(_split, fraction=validation_fraction, num_proc=num_proc)
-    validation = datasets.concatenate_datasets([split(head, held_out=True) for head in heads])
-    parts = [split(part, held_out=False) for part in parts]
+    validation = datasets.concatenate_datasets([_split(head, 0.0, validation_fraction, num_proc) for head in heads])
+    stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
+    parts = [_split(part, validation_fraction, stop, num_proc) for part in parts]
     for name, part in zip(dataset_names, parts, strict=True):
         if not streaming and len(part) == 0:
             raise ValueError(
-                f"All documents of {name} are held out by validation_fraction={validation_fraction}, none is left to "
-                "train on. Lower it, or add data."
+                f"validation_fraction={validation_fraction} and train_fraction={train_fraction} leave no document of "
+                f"{name} to train on. Lower the first, raise the second, or add data."
             )
     if weights is None or len(parts) == 1:
         train = datasets.concatenate_datasets(parts)
@@ -135,14 +138,18 @@ def load_documents(
     if streaming:
         # It stays with all that is made of the stream, and a run that goes on compares it.
         described = [part.info.description for part in rows]
-        train.info.description = str((described, weights, validation_fraction))
+        train.info.description = str((described, weights, validation_fraction, train_fraction))
     else:
         train.info.description = rejected.describe_copies()
     return train, validation
 
 
 def _check_arguments(
-    dataset_names: list[str], weights: list[float] | None, validation_fraction: float, max_rejected_ratio: float
+    dataset_names: list[str],
+    weights: list[float] | None,
+    validation_fraction: float,
+    train_fraction: float,
+    max_rejected_ratio: float,
 ) -> None:
     """Refuses arguments of [`load_documents`] that make no sense."""
     if not dataset_names:
@@ -155,6 +162,8 @@ def _check_arguments(
         raise ValueError(f"dataset_weights are shares above 0, not {weights}; leave out a source instead of 0.")
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} is no share in [0, 1).")
+    if not 0 < train_fraction <= 1:
+        raise ValueError(f"train_fraction={train_fraction} is no share in (0, 1].")
     if not 0 <= max_rejected_ratio <= 1:
         raise ValueError(f"max_rejected_ratio={max_rejected_ratio} is no share in [0, 1].")
 
@@ -384,14 +393,14 @@ def _in_memory(documents: IterableDataset) -> Dataset:
 
 
 def _split(
-    documents: Dataset | IterableDataset, *, fraction: float, held_out: bool, num_proc: int | None
+    documents: Dataset | IterableDataset, start: float, stop: float, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """The documents that are held out, or the ones that are not, with the column `text` alone."""
-    is_wanted = partial(_are_on_side, fraction=fraction, held_out=held_out)
+    """The documents whose hash is in [`start`, `stop`), with the column `text` alone."""
+    is_wanted = partial(_are_between, start=start, stop=stop)
     if isinstance(documents, IterableDataset):
         documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
     else:
-        split = partial(_split_part, is_wanted=is_wanted, key=f"{fraction} {held_out}")
+        split = partial(_split_part, is_wanted=is_wanted, key=f"{start} {stop}")
         documents = datasets.concatenate_datasets(work_on(cut(documents), split, num_proc=num_proc, desc="Splitting"))
     return documents.select_columns(["text"])
 
@@ -401,12 +410,12 @@ def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: s
     return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
 
 
-def _are_on_side(texts: list[str], origins: list[str | None], fraction: float, held_out: bool) -> list[bool]:
+def _are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
     """
-    For each document, whether it is on one side of the split: a hash, as a number in [0, 1), decides. It is that of
-    the document's origin, such as the first question of a conversation, so that all of one origin are on one side; or
-    of the text, if there is none.
+    For each document, whether its hash, as a number in [0, 1), is in [`start`, `stop`). It is that of the document's
+    origin, such as the first question of a conversation, so that all of one origin are on one side of a split; or of
+    the text, if there is none.
     """
     keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
     hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
-    return [(int.from_bytes(value) < fraction * 2**64) == held_out for value in hashes]
+    return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]

@@ -28,7 +28,7 @@ from datasets import Dataset
 from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, file_format, read_file, write_json
-from .loading import _are_on_side, _RejectedLines, find_sources
+from .loading import _are_between, _RejectedLines, find_sources
 
 
 NUM_EMBEDDED = 2000
@@ -359,7 +359,7 @@ def load_tasks(
     rows, origins = zip(*loaded, strict=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     held_out = [
-        all(_are_on_side(task_origins, [None] * len(task_origins), validation_fraction, True))
+        all(_are_between(task_origins, [None] * len(task_origins), 0.0, validation_fraction))
         for task_origins in origins
     ]
     sides = [

@@ -38,8 +38,10 @@ def test_the_rule_of_the_split():
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
     # By the text, or by what it is of the same origin with.
     for text, origin in (("日本 text", None), ("another", "日本 text")):
-        assert loading._are_on_side([text], [origin], share + 1e-9, True) == [True]
-        assert loading._are_on_side([text], [origin], share - 1e-9, True) == [False]
+        assert loading._are_between([text], [origin], 0.0, share + 1e-9) == [True]
+        assert loading._are_between([text], [origin], 0.0, share - 1e-9) == [False]
+        assert loading._are_between([text], [origin], share - 1e-9, 1.0) == [True]
+        assert loading._are_between([text], [origin], share + 1e-9, 1.0) == [False]
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +257,18 @@ def test_split_is_fixed_by_the_text_alone(tmp_path):
     assert held_out < wider
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_share_of_the_documents_is_trained_on_and_the_same_ones_are_held_out(tmp_path, streaming):
+    name = write_jsonl(tmp_path / "a.jsonl", [f"text number {index}" for index in range(2000)])
+    train, validation = load_documents([name], validation_fraction=0.1, streaming=streaming)
+    quarter, same = load_documents([name], validation_fraction=0.1, train_fraction=0.25, streaming=streaming)
+    half, _ = load_documents([name], validation_fraction=0.1, train_fraction=0.5, streaming=streaming)
+    assert texts_of(same) == texts_of(validation)
+    assert set(texts_of(quarter)) < set(texts_of(half)) < set(texts_of(train))
+    assert 0.21 < len(texts_of(quarter)) / len(texts_of(train)) < 0.29
+    assert texts_of(quarter)[:50] != texts_of(train)[:50], "drawn from all of it, not its beginning"
+
+
 def test_stream_holds_out_more_than_it_looks_through(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "VALIDATION_SCAN", 100)
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
@@ -295,6 +309,8 @@ def test_weights_mix_sources(tmp_path, streaming):
         (["a", "b"], {"weights": [1.0]}, "1 dataset_weights for 2 dataset names"),
         (["a"], {"weights": [0.0]}, r"shares above 0, not \[0.0\]"),
         (["a"], {"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        (["a"], {"train_fraction": 0.0}, "train_fraction=0.0"),
+        (["a"], {"train_fraction": 1.5}, "train_fraction=1.5"),
         (["a"], {"max_rejected_ratio": 5}, "max_rejected_ratio=5"),
     ],
 )
@@ -305,7 +321,7 @@ def test_arguments_that_make_no_sense(names, arguments, words):
 
 def test_nothing_left_to_train_on(tmp_path):
     name = write_jsonl(tmp_path / "a.jsonl", ["one"])
-    with pytest.raises(ValueError, match="held out by validation_fraction=0.999999"):
+    with pytest.raises(ValueError, match="validation_fraction=0.999999 and train_fraction=1.0 leave no document of"):
         load_documents([name], validation_fraction=0.999999)
 
 
