@@ -274,7 +274,12 @@ class LMTrainingArguments(TrainingArguments):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
             read_json(Path(self.deepspeed))
-
+        if self.deepspeed and "RANK" not in os.environ:
+            # DeepSpeed would look for MPI.
+            raise ValueError(
+                "--deepspeed needs a launcher, also for one process: put `deepspeed --include localhost:0`, or `torchrun "
+                f"--standalone`, in place of python before {sys.argv[0]}."
+            )
         is_deepspeed_on_cpu = self.use_cpu and (self.deepspeed or self.launcher == "deepspeed")
         if self.dataloader_num_workers > 0 or is_deepspeed_on_cpu:
             _check_shared_memory()

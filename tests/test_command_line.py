@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_pretrain import MiniMindConfig, command_line, running
 from hf_pretrain.arguments import ModelArguments, parse_args
 from hf_pretrain.command_line import is_mistake, one_line_errors
+from hf_pretrain.data.parts import work_on
 from hf_pretrain.distillation import load_teacher
 from hf_pretrain.forms import FORMS
 from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
@@ -50,6 +51,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         # What transformers refuses.
         ("pretrain", ["--eval_strategy", "never", *RUN], "never is not a valid IntervalStrategy"),
         ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
+        ("pretrain", ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), *RUN], "--deepspeed needs a launcher"),
         ("pretrain", ["--dataset_name", "nope.jsonl", *RUN], "There is no file or directory nope.jsonl"),
         ("sft", ["--model_name_or_path", "nope", *RUN], NO_MODEL),
         ("dpo", ["--algorithm", "ppo"], "--algorithm ppo is unknown; use one of dpo"),
@@ -110,6 +112,18 @@ def test_a_bug_passes(bug, capsys):
         bug()
     assert not isinstance(raised.value, SystemExit) and not is_mistake(raised.value)
     assert capsys.readouterr().err == ""
+
+
+def refuse(part):
+    return load_tools(["nope"]) if part == "mistake" else json.loads("{")
+
+
+def test_a_mistake_that_a_worker_process_met_is_one_line_and_a_bug_is_not(capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        work_on(["mistake", "mistake"], refuse, num_proc=2, desc="Reading")
+    assert capsys.readouterr().err.startswith("error: ")
+    with pytest.raises(json.JSONDecodeError), one_line_errors():
+        work_on(["bug", "bug"], refuse, num_proc=2, desc="Reading")
 
 
 def test_a_full_disk_is_no_bug(capsys):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 import datasets
 from datasets import Dataset
 from tqdm.auto import tqdm
+
+from ..command_line import is_mistake
 
 
 # Documents that are packed together: enough to fill rows, few enough to hold in memory. Parts are multiples of it, so
@@ -80,10 +83,27 @@ def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | N
     # Windows starts each process anew.
     context = get_context("fork" if hasattr(os, "fork") else "spawn")
     with ProcessPoolExecutor(num_proc, context, _begin_worker, (os.getpid(),)) as executor:
-        results = executor.map(function, parts)
-        return list(
-            tqdm(results, desc=desc, total=len(parts), unit="part", disable=datasets.are_progress_bars_disabled())
-        )
+        outcomes = executor.map(partial(_try, function), parts)
+        bar = tqdm(outcomes, desc=desc, total=len(parts), unit="part", disable=datasets.are_progress_bars_disabled())
+        results = []
+        for result, mistake in bar:
+            if mistake is not None:
+                raise mistake
+            results.append(result)
+        return results
+
+
+def _try(function: Callable[[Any], T], part: Any) -> tuple[T | None, Exception | None]:
+    """
+    The result of `function`, or the user's mistake that it met: raised here, such an exception would come back with the
+    traceback of this process, and pass for a bug (`command_line.is_mistake`).
+    """
+    try:
+        return function(part), None
+    except Exception as error:
+        if not is_mistake(error):
+            raise
+        return None, error
 
 
 def _begin_worker(parent: int) -> None:
