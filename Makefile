@@ -112,6 +112,7 @@ quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hf_pretrain recipes benchmarks
+	$(BIN)/lint-imports
 
 # The torch range of pyproject.toml admits a CPU wheel that the machine provides. Tests need no other index.
 $(VENV)/bin/python:

@@ -30,11 +30,11 @@ from datasets import Dataset
 from benchmarks import programs
 from benchmarks.programs import Setting, Steps
 from hf_pretrain import MiniMindConfig
-from hf_pretrain.configuration_minimind import PRESETS
 from hf_pretrain.data.loading import load_documents
-from hf_pretrain.devices import has_bfloat16_units
-from hf_pretrain.efficiency import measure_gemm_rate, num_active_parameters
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.runtime.devices import has_bfloat16_units
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.efficiency import measure_gemm_rate, num_active_parameters
 
 
 ROOT = Path(__file__).parents[1]

@@ -28,8 +28,8 @@ from benchmarks.upstream_style import UpstreamStyleTrainer
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.tokenization import encode_documents
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.tokenizer.encoding import encode_documents
+from hf_pretrain.training.arguments import LMTrainingArguments
 
 
 Steps = list[tuple[float, int]]

@@ -1,17 +1,16 @@
 """
 hf_pretrain: pretrain and fine-tune MiniMind models with the Hugging Face stack.
 
-Importing the package registers MiniMind with transformers' Auto classes and with peft. The Trainer and its arguments
-are imported when they are first asked for.
+Importing the package registers MiniMind with the Auto classes of transformers and with peft. Everything but the model
+is imported when it is first used.
 """
 
 from importlib import import_module
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .adapters import register_peft_defaults
-from .configuration_minimind import PRESETS, MiniMindConfig
-from .modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
+from .model import PRESETS, MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
+from .weights.adapters import register_peft_defaults
 
 
 AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)
@@ -21,11 +20,10 @@ AutoModelForSequenceClassification.register(MiniMindConfig, MiniMindForSequenceC
 register_peft_defaults()
 
 _LAZY = {
-    "MaskedLossTrainer": ".trainer",
-    "DataArguments": ".arguments",
-    "ModelArguments": ".arguments",
-    "LMTrainingArguments": ".training_args",
-    "parse_args": ".arguments",
+    "LMTrainingArguments": ".training.arguments",
+    "MaskedLossTrainer": ".training.trainer",
+    "export": ".weights.exporting",
+    "load_upstream": ".weights.loading",
 }
 
 

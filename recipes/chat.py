@@ -18,11 +18,11 @@ from functools import partial
 import torch
 from transformers import set_seed
 
-from hf_pretrain.arguments import ModelArguments
-from hf_pretrain.chatting import Chat
-from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
-from hf_pretrain.resuming import find_newest_run
-from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.checkpoints.directory import find_newest_run
+from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.stages.chatting import Chat
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 def main(args: argparse.Namespace) -> None:

@@ -19,15 +19,15 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from hf_pretrain.adapters import adapter_base, merge_adapter
-from hf_pretrain.arguments import parse_fields
-from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
-from hf_pretrain.conversion import UPSTREAM_FIELDS, load_upstream
-from hf_pretrain.exporting import EXPORT_FORMS, GGUF_TYPES, export, upstream_stage
-from hf_pretrain.hub import create_repository, push_folder
-from hf_pretrain.model_card import format_conversion_card
-from hf_pretrain.tokenization import find_tokenizer, load_tokenizer
-from hf_pretrain.writing import check_writable
+from hf_pretrain.hub.model_card import format_conversion_card
+from hf_pretrain.hub.repository import create_repository, push_folder
+from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.writing import check_writable
+from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
+from hf_pretrain.weights.adapters import adapter_base, merge_adapter
+from hf_pretrain.weights.exporting import EXPORT_FORMS, GGUF_TYPES, export, upstream_stage
+from hf_pretrain.weights.loading import UPSTREAM_FIELDS, load_upstream
+from hf_pretrain.weights.model_arguments import parse_fields
 
 
 def main(args: argparse.Namespace) -> None:

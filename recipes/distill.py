@@ -14,15 +14,17 @@ The teacher is any causal language model with the same tokenizer. The student is
 
 from pathlib import Path
 
-from hf_pretrain.adapters import AdapterArguments, add_adapter
-from hf_pretrain.arguments import ChatArguments, ModelArguments, parse_args
-from hf_pretrain.command_line import one_line_errors
+from hf_pretrain.data.arguments import ChatArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.distillation import DistillationArguments, DistillationTrainer, load_teacher
-from hf_pretrain.model_card import RunFacts
-from hf_pretrain.running import begin_run, load_conversations, train_on_conversations
-from hf_pretrain.tokenization import load_tokenizer
-from hf_pretrain.training_args import SFTTrainingArguments
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.training.arguments import SFTTrainingArguments
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.running import begin_run, load_conversations, train_on_conversations
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 def main(

@@ -12,15 +12,17 @@ The flags of `TrainingArguments`, but for those that the README names, and of TR
 (`--loss_type ipo`); `--help` lists all.
 """
 
-from hf_pretrain.adapters import AdapterArguments, add_adapter, is_adapted
-from hf_pretrain.arguments import ModelArguments, SourceArguments, parse_args
-from hf_pretrain.command_line import one_line_errors
-from hf_pretrain.data.conversations import mark_template
+from hf_pretrain.data.arguments import SourceArguments
 from hf_pretrain.data.preferences import prepare_pairs
-from hf_pretrain.model_card import RunFacts
-from hf_pretrain.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
-from hf_pretrain.running import begin_run, end_run, train_and_evaluate
-from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
+from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 def main(

@@ -15,14 +15,15 @@ figures are those that the run ended with. They go into `evaluation.json` and th
 import importlib.metadata
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.arguments import ModelArguments, parse_args
-from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.data.conversations import mark_template
-from hf_pretrain.evaluation import EvaluationArguments, HeldOutArguments, format_results, write_results
-from hf_pretrain.hub import push_folder
-from hf_pretrain.model_card import HELD_OUT_METRICS, RunFacts
-from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.hub.model_card import HELD_OUT_METRICS, RunFacts
+from hf_pretrain.hub.repository import push_folder
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.evaluation import EvaluationArguments, HeldOutArguments, format_results, write_results
+from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args: EvaluationArguments):
@@ -56,7 +57,7 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
     }
     if training_args.tasks:
         # Needs lm-eval, which nothing else does.
-        from hf_pretrain.harness import evaluate_tasks
+        from hf_pretrain.stages.harness import evaluate_tasks
 
         results["tasks"] = evaluate_tasks(
             trainer.model.eval(),

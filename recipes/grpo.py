@@ -12,16 +12,17 @@ before each answer, `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOC
 
 from pathlib import Path
 
-from hf_pretrain.adapters import AdapterArguments, add_adapter
-from hf_pretrain.arguments import ModelArguments, parse_args
-from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.tasks import load_tasks
-from hf_pretrain.model_card import RunFacts
-from hf_pretrain.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments, task_check
-from hf_pretrain.rewards import load_reward_functions
-from hf_pretrain.running import begin_run, end_run, train_and_evaluate
-from hf_pretrain.tokenization import load_tokenizer
-from hf_pretrain.tools import load_tools
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments, task_check
+from hf_pretrain.stages.rewards import load_reward_functions
+from hf_pretrain.stages.tools import load_tools
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 def main(

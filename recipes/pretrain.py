@@ -12,15 +12,17 @@ the preset's own YAML gives the defaults, and the command line wins.
 """
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.adapters import AdapterArguments, add_adapter
-from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
-from hf_pretrain.command_line import one_line_errors
+from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.model_card import RunFacts
-from hf_pretrain.reporting import sample_continuations, unigram_loss
-from hf_pretrain.running import begin_run, end_run, train_and_evaluate
-from hf_pretrain.tokenization import load_or_train_tokenizer
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.tokenizer.training import load_or_train_tokenizer
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.reporting import sample_continuations, unigram_loss
+from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 def main(

@@ -21,10 +21,10 @@ import argparse
 
 from transformers.cli.serve import ReasoningMode, Serve
 
-from hf_pretrain.command_line import RecipeParser, add_debug_flag, one_line_errors
-from hf_pretrain.resuming import find_newest_run
-from hf_pretrain.serving import adapt_server
-from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.checkpoints.directory import find_newest_run
+from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.stages.serving import adapt_server
+from hf_pretrain.tokenizer.loading import load_tokenizer
 
 
 def main(args: argparse.Namespace) -> None:

@@ -10,11 +10,13 @@ show how well the tokenizer does: bytes per token, more is shorter.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_pretrain.arguments import parse_args
-from hf_pretrain.command_line import one_line_errors
 from hf_pretrain.data.loading import load_documents
-from hf_pretrain.hub import create_repository, push_folder
-from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer, save_tokenizer
+from hf_pretrain.hub.repository import create_repository, push_folder
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.tokenizer.encoding import encode_documents
+from hf_pretrain.tokenizer.loading import save_tokenizer
+from hf_pretrain.tokenizer.training import load_or_train_tokenizer
+from hf_pretrain.training.parsing import parse_args
 
 
 @dataclass

@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM  # noqa: E402
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from tests.talking import train_talker  # noqa: E402
 
 

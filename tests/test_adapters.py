@@ -12,9 +12,10 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from hf_pretrain import MiniMindForCausalLM, ModelArguments
-from hf_pretrain.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
 from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, run_probe, start
@@ -149,7 +150,7 @@ def test_what_cannot_be_adapted_is_refused(named, monkeypatch, generation, argum
 
 
 def test_stacked_experts_are_refused_under_zero3(named, monkeypatch):
-    monkeypatch.setattr("hf_pretrain.adapters.is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr("hf_pretrain.weights.adapters.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="ZeRO-3 does not work on stacked experts"):
         add_adapter(named("v1-moe"), AdapterArguments(use_peft=True))
     add_adapter(named("v1-moe"), AdapterArguments(use_peft=True, lora_target_modules=["q_proj"]))
@@ -269,7 +270,7 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
             **{"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
             **{"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN},
         }
-        push = "import sys; from hf_pretrain.hub import *; create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
+        push = "import sys; from hf_pretrain.hub.repository import *; create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
         result = start([sys.executable, "-c", push, str(workspace / "moe"), "user/base"], **environment)
         assert result.returncode == 0, result.stdout[-3000:]
         words = toy_run("", "--push_to_hub", "--hub_model_id", "user/adapter", "--output_dir", str(tmp_path / "run"))

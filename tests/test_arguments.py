@@ -4,11 +4,13 @@ import pytest
 import torch
 import yaml
 
-from hf_pretrain import training_args
-from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
-from hf_pretrain.devices import describe_search, has_bfloat16_units
-from hf_pretrain.tokenization import train_tokenizer
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.runtime.devices import describe_search, has_bfloat16_units
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training import arguments as training_args
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 def parse(tmp_path, *words: str, config: dict | None = None):

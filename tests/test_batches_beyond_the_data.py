@@ -6,7 +6,7 @@ from torch.utils.data import IterableDataset
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.toys import toy_model
 
 
@@ -40,7 +40,7 @@ def make_trainer(tmp_path, *, rows=ROWS, batch: int, accumulation: int = 1, max_
 
 def test_a_batch_beyond_the_data_is_the_data(tmp_path, caplog, monkeypatch):
     told = []
-    monkeypatch.setattr("hf_pretrain.trainer.logger.warning", told.append)
+    monkeypatch.setattr("hf_pretrain.training.trainer.logger.warning", told.append)
     huge, whole = make_trainer(tmp_path, batch=100_000), make_trainer(tmp_path, batch=22)
     for loader in (huge.get_train_dataloader(), huge.get_eval_dataloader()):
         assert [len(batch["input_ids"]) for batch in loader] == [22]

@@ -7,7 +7,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks import bench, programs
 from hf_pretrain import MiniMindConfig
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import EXPERTS
 
 

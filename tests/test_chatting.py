@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.chatting import Chat
-from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.stages.chatting import Chat
+from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.talking import CALL, TOOL
 

@@ -8,18 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpointing import describe_data
+from hf_pretrain.checkpoints.directory import find_newest_run, remove_leftovers, rotate_checkpoints
+from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.manifest import MANIFEST_NAME, read_manifest, write_manifest
-from hf_pretrain.resuming import (
-    EXIT_NOT_SAVED,
-    checkpoint_to_resume,
-    find_newest_run,
-    remove_leftovers,
-    rotate_checkpoints,
-)
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.checkpointing import describe_data
+from hf_pretrain.training.resuming import EXIT_NOT_SAVED, checkpoint_to_resume
 from tests.test_trainer import make_documents, make_trainer
 from tests.toys import write_jsonl
 
@@ -230,7 +225,7 @@ def test_a_model_is_replaced_when_the_next_one_is_whole(tmp_path, monkeypatch):
     trainer.model.model.norm.weight.data += 1
     with monkeypatch.context() as patch:
         # The last file of a save.
-        patch.setattr("hf_pretrain.configuration_minimind.MiniMindConfig.save_pretrained", fail)
+        patch.setattr("hf_pretrain.model.configuration_minimind.MiniMindConfig.save_pretrained", fail)
         with pytest.raises(SystemExit) as status:
             trainer.save_model()
     assert status.value.code == EXIT_NOT_SAVED

@@ -12,15 +12,19 @@ from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.constants import HF_HOME
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_pretrain import MiniMindConfig, command_line, running
-from hf_pretrain.arguments import ModelArguments, parse_args
-from hf_pretrain.command_line import is_mistake, one_line_errors
+from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.parts import work_on
-from hf_pretrain.distillation import load_teacher
-from hf_pretrain.forms import FORMS
-from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
-from hf_pretrain.tools import load_tools
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.runtime import command_line
+from hf_pretrain.runtime.command_line import is_mistake, one_line_errors
+from hf_pretrain.stages.distillation import load_teacher
+from hf_pretrain.stages.tools import load_tools
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training import running
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.weights.layouts import FORMS
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_pretrain
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.model.configuration_minimind import CODE_FILES
 
 
 PARAMETERS = {
@@ -131,12 +132,12 @@ def test_newer_format_is_refused():
         MiniMindConfig.from_dict({"model_type": "minimind", "format_version": 99})
 
 
-TRAVELLING = ("configuration_minimind", "loss", "modeling_minimind")
+TRAVELLING = [name.removesuffix(".py") for name in CODE_FILES]
 
 
 @pytest.mark.parametrize("name", TRAVELLING)
 def test_remote_code_imports_only_what_travels_with_it(name):
-    tree = ast.parse((Path(hf_pretrain.__file__).parent / f"{name}.py").read_text())
+    tree = ast.parse((Path(hf_pretrain.__file__).parent / "model" / f"{name}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             assert node.level == 1 and node.module in TRAVELLING

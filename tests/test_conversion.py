@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.adapters import adapter_base
-from hf_pretrain.arguments import ModelArguments
-from hf_pretrain.command_line import is_mistake
-from hf_pretrain.conversion import is_ours, load_ours, load_upstream
-from hf_pretrain.forms import to_half_split, to_interleaved
-from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.runtime.command_line import is_mistake
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.weights.adapters import adapter_base
+from hf_pretrain.weights.layouts import to_half_split, to_interleaved
+from hf_pretrain.weights.loading import is_ours, load_ours, load_upstream
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT
 from tests.test_modeling_minimind import assert_near
 
@@ -372,7 +372,7 @@ def test_weights_of_two_kinds_are_said(tmp_path, caplog):
 def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
     # Whoever asks the Hub fails here.
     monkeypatch.setattr("huggingface_hub.file_download.hf_hub_url", None)
-    monkeypatch.setattr("hf_pretrain.weight_files.snapshot_download", None)
+    monkeypatch.setattr("hf_pretrain.weights.files.snapshot_download", None)
     assert adapter_base(name) is None and not is_ours(name)
     with pytest.raises(ValueError, match=f"{name}: no such file or directory"):
         load_upstream(name)

@@ -11,15 +11,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.distillation import (
+from hf_pretrain.stages.distillation import (
     DistillationArguments,
     DistillationTrainer,
     check_same_vocabulary,
     keeps_documents_apart,
     load_teacher,
 )
-from hf_pretrain.tokenization import train_tokenizer
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.test_trainer import make_documents, make_model, pack, train
@@ -284,7 +284,7 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path / "llama")
     teacher = load_teacher(str(tmp_path / "llama"), tokenizer)
     assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
-    monkeypatch.setattr("hf_pretrain.distillation.keeps_documents_apart", lambda model: False)
+    monkeypatch.setattr("hf_pretrain.stages.distillation.keeps_documents_apart", lambda model: False)
     with pytest.raises(ValueError, match="LlamaForCausalLM sees across the documents.*--packing none"):
         load_teacher(str(tmp_path / "llama"), tokenizer)
     load_teacher(str(tmp_path / "llama"), tokenizer, is_packed=False)

@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, efficiency
-from hf_pretrain.configuration_minimind import PRESETS
-from hf_pretrain.efficiency import (
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.training import efficiency
+from hf_pretrain.training.efficiency import (
     PeakRate,
     estimate_memory,
     flops_per_token,
@@ -139,8 +140,8 @@ def test_largest_batch_is_the_one_that_fits():
 MEASURE = """
 import torch
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.configuration_minimind import PRESETS
-from hf_pretrain.efficiency import peak_memory_bytes
+from hf_pretrain.model.configuration_minimind import PRESETS
+from hf_pretrain.training.efficiency import peak_memory_bytes
 
 cpu = torch.device("cpu")
 torch.randn(512, 512) @ torch.randn(512, 512)
@@ -160,7 +161,7 @@ print("TAKEN", peak_memory_bytes(cpu) - before)
 
 def test_a_peak_is_that_of_the_process_itself():
     """Not of the one that started it, as getrusage would have it."""
-    words = [sys.executable, "-c", "from hf_pretrain.efficiency import *; import torch"]
+    words = [sys.executable, "-c", "from hf_pretrain.training.efficiency import *; import torch"]
     words[-1] += "; print(peak_memory_bytes(torch.device('cpu')))"
     held = bytearray(2**31)
     result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=500)

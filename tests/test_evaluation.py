@@ -12,9 +12,10 @@ from huggingface_hub import ModelCard
 from transformers import TrainingArguments
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.evaluation import EvaluationArguments, format_results, write_results
-from hf_pretrain.model_card import RunFacts
-from hf_pretrain.tokenization import encode_documents, load_tokenizer
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.stages.evaluation import EvaluationArguments, format_results, write_results
+from hf_pretrain.tokenizer.encoding import encode_documents
+from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import write_jsonl
@@ -65,7 +66,7 @@ def tokenizer(talker):
 
 @pytest.fixture(scope="module")
 def task_results(model, tokenizer, tasks):
-    from hf_pretrain.harness import evaluate_tasks
+    from hf_pretrain.stages.harness import evaluate_tasks
 
     return evaluate_tasks(model, tokenizer, ["toy_choice", "toy_text"], include_path=[str(tasks)], batch_size=2)
 
@@ -98,7 +99,7 @@ def test_multiple_choice_is_scored_behind_bos(model, tokenizer, task_results):
 def test_log_likelihoods_are_those_of_the_model(model, tokenizer):
     from lm_eval.api.instance import Instance
 
-    from hf_pretrain.harness import BosHFLM
+    from hf_pretrain.stages.harness import BosHFLM
 
     pairs = [(example["question"], f" {choice}") for example in EXAMPLES for choice in example["choices"]]
     pairs.append(("", "It is four."))
@@ -123,7 +124,7 @@ def test_perplexity_counts_bos_once_and_never_as_text(model, tokenizer, task_res
 
 
 def test_an_unknown_task_names_the_nearest(model, tokenizer, monkeypatch, tasks):
-    from hf_pretrain import harness
+    from hf_pretrain.stages import harness
 
     manager = harness.TaskManager
     monkeypatch.setattr(

@@ -12,13 +12,23 @@ from safetensors.torch import load_file
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, exporting, gguf_format
-from hf_pretrain.conversion import load_upstream
-from hf_pretrain.exporting import DTYPES, EXPORT_FORMS, check_fits, export, misfit, to_stock_model, upstream_stage
-from hf_pretrain.forms import FORMS
-from hf_pretrain.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
-from hf_pretrain.loss import find_documents, router_loss
-from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.model.loss import find_documents, router_loss
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights import exporting, gguf_format
+from hf_pretrain.weights.exporting import (
+    DTYPES,
+    EXPORT_FORMS,
+    check_fits,
+    export,
+    misfit,
+    to_stock_model,
+    upstream_stage,
+)
+from hf_pretrain.weights.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
+from hf_pretrain.weights.layouts import FORMS
+from hf_pretrain.weights.loading import load_upstream
 from tests.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 from tests.test_modeling_minimind import assert_near
 

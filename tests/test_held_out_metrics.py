@@ -10,15 +10,17 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.adapters import AdapterArguments
-from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
+from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.model_card import RunFacts, held_out_results
-from hf_pretrain.reinforcement import GRPOTrainingArguments, TaskArguments
-from hf_pretrain.reporting import format_report
-from hf_pretrain.running import train_and_evaluate
-from hf_pretrain.tokenization import train_tokenizer
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.hub.model_card import RunFacts, held_out_results
+from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.reporting import format_report
+from hf_pretrain.training.running import train_and_evaluate
+from hf_pretrain.weights.adapters import AdapterArguments
+from hf_pretrain.weights.model_arguments import ModelArguments
 from recipes import grpo, pretrain
 from tests.toys import toy_model, write_jsonl
 

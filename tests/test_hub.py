@@ -17,13 +17,16 @@ import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file
 
-from hf_pretrain import MiniMindForCausalLM, hub
-from hf_pretrain.conversion import load_upstream
-from hf_pretrain.exporting import EXPORT_FORMS, export
-from hf_pretrain.hub import pull_checkpoint
-from hf_pretrain.model_card import _continue, format_conversion_card
-from hf_pretrain.training_args import LMTrainingArguments
-from hf_pretrain.weight_files import resolve
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.hub.model_card import format_conversion_card
+from hf_pretrain.hub import repository as hub
+from hf_pretrain.model.configuration_minimind import CODE_FILES
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.pushing import pull_checkpoint
+from hf_pretrain.training.reporting import resume_command
+from hf_pretrain.weights.exporting import EXPORT_FORMS, export
+from hf_pretrain.weights.files import resolve
+from hf_pretrain.weights.loading import load_upstream
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_conversion import GOLDEN
@@ -32,7 +35,7 @@ from tests.toys import write_jsonl
 
 
 TOKEN = "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"
-CODE = {"configuration_minimind.py", "modeling_minimind.py", "loss.py"}
+CODE = set(CODE_FILES)
 WEIGHTS = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
 MODEL = WEIGHTS | CODE
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -417,7 +420,7 @@ def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):
         args = LMTrainingArguments(
             output_dir=str(tmp_path), hub_strategy="checkpoint", save_only_model=save_only_model, use_cpu=True
         )
-        assert flag in _continue(args, "pretrain", "me/mine")
+        assert flag in resume_command(args, "pretrain", "me/mine")
 
 
 @pytest.mark.parametrize("form", EXPORT_FORMS)

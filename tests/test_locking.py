@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from hf_pretrain import locking
-from hf_pretrain.locking import LOCK_NAME, hold_output_dir, release_output_dir
-from hf_pretrain.resuming import checkpoint_to_resume
+from hf_pretrain.runtime import locking
+from hf_pretrain.runtime.locking import LOCK_NAME, hold_output_dir, release_output_dir
+from hf_pretrain.training.resuming import checkpoint_to_resume
 from tests.test_checkpointing import arguments
 from tests.test_trainer import make_documents, make_trainer
 

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
-from hf_pretrain import loss as loss_module
-from hf_pretrain.loss import (
+from hf_pretrain.model import loss as loss_module
+from hf_pretrain.model.loss import (
     find_documents,
     linear_masked_cross_entropy,
     masked_cross_entropy,

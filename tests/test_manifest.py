@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from hf_pretrain.manifest import MANIFEST_NAME, find_damage, read_manifest, write_manifest
+from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, find_damage, read_manifest, write_manifest
 
 
 FILES = {"model.safetensors": b"weights", "optimizer.pt": b"moments", "global_step2/rank_0.pt": b"shard", "empty": b""}

@@ -25,8 +25,9 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from hf_pretrain import MiniMindForCausalLM, MiniMindModel, modeling_minimind
-from hf_pretrain.modeling_minimind import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
+from hf_pretrain import MiniMindForCausalLM, MiniMindModel
+from hf_pretrain.model import attention_check, packed_attention
+from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
 from tests.invariants.launching import ROOT, cpu_environment
 
 
@@ -386,7 +387,7 @@ def attention_without_causality(module, query, key, value, attention_mask, scali
 @pytest.fixture
 def unchecked(monkeypatch):
     """No implementation has been compared with the reference yet."""
-    monkeypatch.setattr(modeling_minimind, "_CHECKED_ATTENTION", set())
+    monkeypatch.setattr(attention_check, "_CHECKED_ATTENTION", set())
 
 
 @pytest.mark.parametrize("name", ["not_causal", "no_mask_function"])
@@ -409,10 +410,9 @@ def test_right_attention_is_checked_once_and_draws_nothing(
     state = torch.get_rng_state()
     model(input_ids)
     assert torch.equal(torch.get_rng_state(), state)
-    assert len(modeling_minimind._CHECKED_ATTENTION) == 1
+    assert len(attention_check._CHECKED_ATTENTION) == 1
     # The reference is not asked again.
-    monkeypatch.setattr(modeling_minimind, "precompute_pos_cis", None)
-    monkeypatch.setattr(modeling_minimind, "_CHECKED_ATTENTION", frozenset(modeling_minimind._CHECKED_ATTENTION))
+    monkeypatch.setattr(attention_check, "eager_attention_forward", None)
     model(input_ids)
 
 
@@ -474,9 +474,9 @@ def varlen_kernel(monkeypatch):
 
     varlen._varlen_attn.register_kernel("cpu")(forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)
-    find = modeling_minimind.find_packed_documents
+    find = packed_attention.find_packed_documents
     monkeypatch.setattr(
-        modeling_minimind, "find_packed_documents", lambda *args, in_groups, **kw: find(*args, in_groups=False, **kw)
+        packed_attention, "find_packed_documents", lambda *args, in_groups, **kw: find(*args, in_groups=False, **kw)
     )
     return calls
 
@@ -794,8 +794,8 @@ def test_generation_leaves_the_layers_graphs_alone(model, input_ids, fresh_compi
 
 MEMORY = """
 import sys, torch
-from hf_pretrain.efficiency import peak_memory_bytes
-from hf_pretrain.loss import linear_masked_cross_entropy, masked_cross_entropy
+from hf_pretrain.training.efficiency import peak_memory_bytes
+from hf_pretrain.model.loss import linear_masked_cross_entropy, masked_cross_entropy
 
 hidden = torch.randn(1, 65536, 64, requires_grad=True)
 weight = torch.randn(6400, 64, requires_grad=True)

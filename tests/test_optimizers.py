@@ -5,9 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from hf_pretrain import optimizers
-from hf_pretrain.devices import has_bfloat16_units
-from hf_pretrain.optimizers import Muon, deepspeed_muon, is_matrix_of_muon, muon_parameter_groups, orthogonalize
+from hf_pretrain.runtime.devices import has_bfloat16_units
+from hf_pretrain.training import optimizers
+from hf_pretrain.training.optimizers import (
+    Muon,
+    deepspeed_muon,
+    is_matrix_of_muon,
+    muon_parameter_groups,
+    orthogonalize,
+)
 from tests.toys import EXPERTS, toy_model
 
 

@@ -8,10 +8,12 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from hf_pretrain.data.conversations import mark_template, read_preference
+from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preferences import prepare_pairs
-from hf_pretrain.preferences import ALGORITHMS, preference_arguments
-from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
+from hf_pretrain.stages.preferences import ALGORITHMS, preference_arguments
+from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import WithoutFloat64, write_jsonl
 

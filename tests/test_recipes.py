@@ -15,14 +15,16 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_pretrain import PRESETS, MiniMindForCausalLM
-from hf_pretrain.adapters import AdapterArguments
-from hf_pretrain.arguments import ChatArguments, DataArguments, ModelArguments, SourceArguments, parse_args
-from hf_pretrain.distillation import DistillationArguments
-from hf_pretrain.preferences import DPOTrainingArguments
-from hf_pretrain.reinforcement import GRPOTrainingArguments, TaskArguments
-from hf_pretrain.rewards import load_reward_functions
-from hf_pretrain.tokenization import train_tokenizer
-from hf_pretrain.training_args import LMTrainingArguments, SFTTrainingArguments
+from hf_pretrain.data.arguments import ChatArguments, DataArguments, SourceArguments
+from hf_pretrain.stages.distillation import DistillationArguments
+from hf_pretrain.stages.preferences import DPOTrainingArguments
+from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
+from hf_pretrain.stages.rewards import load_reward_functions
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.arguments import LMTrainingArguments, SFTTrainingArguments
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.weights.adapters import AdapterArguments
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import BIN, ROOT, cpu_environment, free_port, launcher_command, start
 from tests.toys import EXPERTS, toy_model, write_jsonl
 

@@ -12,19 +12,14 @@ from safetensors.torch import load_file
 from transformers.utils import get_json_schema
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.adapters import AdapterArguments
-from hf_pretrain.arguments import ModelArguments
 from hf_pretrain.data.tasks import TOOLS
-from hf_pretrain.model_card import RunFacts
-from hf_pretrain.reinforcement import (
-    ALGORITHMS,
-    GRPOTrainingArguments,
-    MiniMindGRPOTrainer,
-    TaskArguments,
-)
-from hf_pretrain.rewards import load_reward_functions, tool_call_reward
-from hf_pretrain.tokenization import train_tokenizer
-from hf_pretrain.tools import MINIMIND_TOOLS, calculator, load_tools
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
+from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
+from hf_pretrain.stages.tools import MINIMIND_TOOLS, calculator, load_tools
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights.adapters import AdapterArguments
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import EXPERTS, WithoutFloat64, toy_model
@@ -423,7 +418,7 @@ def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
 
 
 def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
-    from hf_pretrain.training_args import LMTrainingArguments
+    from hf_pretrain.training.arguments import LMTrainingArguments
 
     ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     base = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)

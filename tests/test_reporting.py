@@ -6,8 +6,8 @@ import sys
 import pytest
 from datasets import Dataset
 
-from hf_pretrain.reporting import continue_command, format_report, plot_loss_curve, unigram_loss
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.reporting import continue_command, format_report, plot_loss_curve, unigram_loss
 
 
 def test_unigram_loss_is_the_formula():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
-from hf_pretrain.reinforcement import task_check
-from hf_pretrain.rewards import (
+from hf_pretrain.stages.reinforcement import task_check
+from hf_pretrain.stages.rewards import (
     REWARDS,
     arithmetic_reward,
     check_rewards,
@@ -23,7 +23,7 @@ from hf_pretrain.rewards import (
     solution_reward,
     tool_call_reward,
 )
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.data.test_conversations import VALUES
 
 
@@ -245,7 +245,7 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
     [
         (["fromat"], "--rewards fromat is unknown. Give one of format, arithmetic"),
         (["no_such_module:reward"], "the module no_such_module cannot be imported"),
-        (["hf_pretrain.rewards:nothing"], "rewards.py has no function 'nothing'"),
+        (["hf_pretrain.stages.rewards:nothing"], "rewards.py has no function 'nothing'"),
         ([], "names none"),
     ],
 )

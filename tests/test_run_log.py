@@ -7,7 +7,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from hf_pretrain.run_log import LOG_NAME, begin_log, end_log
+from hf_pretrain.training.run_log import LOG_NAME, begin_log, end_log
 from tests.faults.conftest import workspace  # noqa: F401
 from tests.faults.driving import command, start
 from tests.faults.test_disks import small_disk  # noqa: F401

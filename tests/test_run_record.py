@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hf_pretrain import __file__ as package
-from hf_pretrain import run_record
-from hf_pretrain.arguments import DataArguments
-from hf_pretrain.resuming import checkpoint_to_resume
-from hf_pretrain.run_record import add_to_record, begin_record, end_record
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.training import run_record
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.resuming import checkpoint_to_resume
+from hf_pretrain.training.run_record import add_to_record, begin_record, end_record
 from tests.invariants.launching import ROOT
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_pretrain.tokenization import save_tokenizer, train_tokenizer
+from hf_pretrain.tokenizer.loading import save_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.test_exporting import TEXT
 
 

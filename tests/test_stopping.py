@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
-from hf_pretrain import training_args
-from hf_pretrain.manifest import find_damage
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.checkpoints.manifest import find_damage
+from hf_pretrain.training import arguments as training_args
+from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.test_trainer import make_documents, make_trainer
 from tests.toys import toy_model
 

@@ -10,20 +10,11 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer
 
-from hf_pretrain import tokenization
-from hf_pretrain.tokenization import (
-    SPECIAL_TOKENS,
-    check_tokenizer,
-    encode_documents,
-    encode_prompt,
-    encode_rendered,
-    guard_control_tokens,
-    load_or_train_tokenizer,
-    load_tokenizer,
-    save_tokenizer,
-    token_byte_lengths,
-    train_tokenizer,
-)
+from hf_pretrain.tokenizer import training
+from hf_pretrain.tokenizer.encoding import encode_documents, encode_prompt, encode_rendered, guard_control_tokens
+from hf_pretrain.tokenizer.loading import check_tokenizer, load_tokenizer, save_tokenizer, token_byte_lengths
+from hf_pretrain.tokenizer.special_tokens import SPECIAL_TOKENS
+from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
 
 
 V1 = Path(__file__).parent / "fixtures" / "tokenizers" / "v1"
@@ -126,7 +117,7 @@ def test_second_run_does_not_train_again(tmp_path, monkeypatch):
     documents = Dataset.from_dict({"text": TEXTS})
     first = load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenization, "train_tokenizer", None)
+        patch.setattr(training, "train_tokenizer", None)
         second = load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
     assert second.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
     assert len(list(tmp_path.iterdir())) == 1
@@ -136,8 +127,8 @@ def test_second_run_does_not_train_again(tmp_path, monkeypatch):
     for name in ("CHAT_TEMPLATE_PATH", "RESPONSE_TEMPLATE_PATH"):
         with monkeypatch.context() as patch:
             other = tmp_path.with_name(name)
-            other.write_text(getattr(tokenization, name).read_text() + "\n")
-            patch.setattr(tokenization, name, other)
+            other.write_text(getattr(training, name).read_text() + "\n")
+            patch.setattr(training, name, other)
             load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 5
     loaded = load_or_train_tokenizer(str(V1), documents, vocab_size=340, cache_dir=tmp_path)
@@ -151,7 +142,7 @@ def test_training_sees_evenly_spaced_documents(tmp_path, monkeypatch):
         seen.append(list(texts))
         return train_tokenizer(texts, vocab_size=vocab_size)
 
-    monkeypatch.setattr(tokenization, "train_tokenizer", train)
+    monkeypatch.setattr(training, "train_tokenizer", train)
     texts = [f"document {index:04d}" for index in range(1000)]
     limits = {"vocab_size": 300, "cache_dir": tmp_path, "max_training_chars": 13 * 10}
     load_or_train_tokenizer(None, Dataset.from_dict({"text": texts}), **limits)
@@ -358,7 +349,7 @@ def test_a_tokenizer_of_other_control_tokens_has_no_response_template():
 
 
 def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tokenization, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(training, "HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "home"))
     lines = [json.dumps({"text": f"{text} {index}"}) for index, text in enumerate(TEXTS * 10)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")

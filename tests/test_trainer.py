@@ -15,11 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM, efficiency
-from hf_pretrain.callbacks import ProfilerCallback
+from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.tokenization import train_tokenizer
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training import efficiency
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.callbacks import ProfilerCallback
 from tests.toys import EXPERTS, WithoutFloat64, toy_model
 
 

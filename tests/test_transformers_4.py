@@ -12,8 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hf_pretrain.exporting import export
-from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights.exporting import export
 from tests.test_conversion import FIXTURES
 from tests.test_exporting import TEXT
 from tests.test_modeling_minimind import assert_near

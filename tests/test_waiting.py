@@ -13,8 +13,8 @@ RANK = """
 import os, signal, time
 from pathlib import Path
 import torch
-from hf_pretrain import waiting
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.runtime import waiting
+from hf_pretrain.training.arguments import LMTrainingArguments
 
 waiting.TELL_SECONDS = 1
 # The timeout is for meeting, too, and one may take long to get here.

@@ -96,7 +96,7 @@ def make_toy_trainer(output_dir: Path) -> Any:
 def main(output_dir: Path) -> None:
     hide_unix()
     from hf_pretrain.data.parts import work_on
-    from hf_pretrain.data.rendering import _cpu_time_limit
+    from hf_pretrain.tokenizer.chat_template import _cpu_time_limit
 
     with _cpu_time_limit(1):
         pass

@@ -5,10 +5,7 @@ Files are read by a line reader of our own, because `datasets` fails a whole loa
 numbers for text. A bad line is set aside with file, line and reason; too many of them stop the run before it starts.
 """
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +16,16 @@ from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
 from .conversations import SCHEMAS, first_question
-from .corpora import COPY, load_embedded
-from .formats import (
-    BadRecord,
-    read_file,
-    read_json_lines,
-    read_text,
-)
-from .parts import cache_key, cut, work_on
+from .corpora import load_embedded
+from .formats import BadRecord, read_file, read_json_lines, read_text
+from .parts import cache_key, work_on
+from .rejected import RATIO_INTERVAL, _RejectedLines
 from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file_state, find_sources
+from .splitting import DOCUMENT_FEATURES, _split
 
 
 logger = logging.get_logger(__name__)
 
-DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
 # What every source is read into: a document and what its side of the split goes by, unless that is its text; or an
 # empty text and the reason why there is none.
 ROW_FEATURES = Features(
@@ -45,10 +38,8 @@ ROW_FEATURES = Features(
         "reason": Value("string"),
     }
 )
-MAX_WARNINGS = 20
 # Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
 VALIDATION_SCAN = 50_000
-RATIO_INTERVAL = 1000
 
 
 def load_documents(
@@ -166,83 +157,6 @@ def _check_arguments(
         raise ValueError(f"train_fraction={train_fraction} is no share in (0, 1].")
     if not 0 <= max_rejected_ratio <= 1:
         raise ValueError(f"max_rejected_ratio={max_rejected_ratio} is no share in [0, 1].")
-
-
-class _RejectedLines:
-    """
-    The bad lines of one load: warned of, listed in a file, counted against a limit.
-
-    Args:
-        max_ratio (`float`): share of all lines that may be bad.
-        path (`str` or `Path`, *optional*): JSONL file to list them in; an older one is removed.
-    """
-
-    def __init__(self, max_ratio: float, path: str | Path | None):
-        self.max_ratio = max_ratio
-        self.path = None if path is None else Path(path)
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-        self.num_lines = 0
-        self.num_rejected = self.num_copies = 0
-        self.listed: set[tuple[str, int]] = set()
-        self.reasons: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-
-    def keep(self, row: dict[str, Any]) -> bool:
-        """Whether a row of a stream is a document; looks at the limit every so many rows."""
-        self.num_lines += 1
-        if row["reason"] is not None:
-            self.add(row["source"], row["line"], row["offset"], row["reason"])
-        if self.num_lines % RATIO_INTERVAL == 0:
-            self.check_ratio()
-        return row["reason"] is None
-
-    def add(self, source: str, line: int, offset: int | None, reason: str) -> None:
-        """Notes a bad line; `ValueError` if a whole file is bad (line 0), since nobody knows how much it held."""
-        if line == 0:
-            raise ValueError(f"{source}: {reason}.")
-        if reason == COPY.reason:
-            self.num_copies += 1
-            return
-        self.num_rejected += 1
-        if (source, line) in self.listed:  # a stream is read once more in every epoch
-            return
-        self.listed.add((source, line))
-        self.reasons[reason] += 1
-        self.examples.setdefault(reason, f"{source}:{line}")
-        if len(self.listed) <= MAX_WARNINGS:
-            logger.warning(f"{source}:{line}: {reason}. This line is set aside.")
-        elif len(self.listed) == MAX_WARNINGS + 1:
-            logger.warning(
-                f"More lines are set aside; all of them are in {self.path or 'no file: pass rejected_path'}."
-            )
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            entry = {"source": source, "line": line, "offset": offset, "reason": reason}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def describe_copies(self) -> str:
-        """How many exact copies are left out, if any."""
-        return f"{self.num_copies:,} exact copies of embedded documents left out" if self.num_copies else ""
-
-    def check_ratio(self) -> None:
-        """Raises `ValueError` if more lines are bad than the limit allows."""
-        if self.num_rejected > self.max_ratio * self.num_lines:
-            raise ValueError(
-                f"{self.num_rejected} of {self.num_lines} lines ({self.num_rejected / self.num_lines:.2%}) are bad, "
-                f"more than --max_rejected_ratio {self.max_ratio} allows. Mend the data or raise the limit."
-                f"{self.describe()}"
-            )
-
-    def describe(self) -> str:
-        """The commonest reasons, each with its count and where it is first seen."""
-        lines = [
-            f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in self.reasons.most_common(5)
-        ]
-        if self.path is not None and lines:
-            lines.append(f"all of them: {self.path}")
-        return "".join(f"\n  {line}" for line in lines)
 
 
 # From a name to rows: documents, and bad lines among them
@@ -390,32 +304,3 @@ def _in_memory(documents: IterableDataset) -> Dataset:
     taken = list(documents)
     columns = {name: [document[name] for document in taken] for name in DOCUMENT_FEATURES}
     return Dataset.from_dict(columns, features=DOCUMENT_FEATURES)
-
-
-def _split(
-    documents: Dataset | IterableDataset, start: float, stop: float, num_proc: int | None
-) -> Dataset | IterableDataset:
-    """The documents whose hash is in [`start`, `stop`), with the column `text` alone."""
-    is_wanted = partial(_are_between, start=start, stop=stop)
-    if isinstance(documents, IterableDataset):
-        documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
-    else:
-        split = partial(_split_part, is_wanted=is_wanted, key=f"{start} {stop}")
-        documents = datasets.concatenate_datasets(work_on(cut(documents), split, num_proc=num_proc, desc="Splitting"))
-    return documents.select_columns(["text"])
-
-
-def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
-    key = cache_key(documents._fingerprint, key)
-    return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
-
-
-def _are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
-    """
-    For each document, whether its hash, as a number in [0, 1), is in [`start`, `stop`). It is that of the document's
-    origin, such as the first question of a conversation, so that all of one origin are on one side of a split; or of
-    the text, if there is none.
-    """
-    keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
-    hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
-    return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]

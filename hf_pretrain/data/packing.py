@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerFast
 
-from ..tokenization import encode_documents
-from .conversations import ConversationEncoder
+from ..tokenizer.encoding import encode_documents
+from .encoding import ConversationEncoder
 from .parts import GROUP_SIZE, cache_key, cut, digest, work_on
 
 
@@ -91,7 +91,7 @@ def prepare_rows(
             Documents are packed 10,000 at a time.
         num_proc (`int`, *optional*): processes that work on parts of 10,000 to 100,000 documents; by default one a
             core, up to 8. It does not change the rows.
-        encoder ([`~data.conversations.ConversationEncoder`], *optional*): for documents that are conversations. They
+        encoder ([`~data.encoding.ConversationEncoder`], *optional*): for documents that are conversations. They
             are never split: what is over `max_length` is cut off, and one without anything to train on before is
             dropped.
 

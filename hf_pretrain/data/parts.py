@@ -20,7 +20,7 @@ import datasets
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from ..command_line import is_mistake
+from ..runtime.command_line import is_mistake
 
 
 # Documents that are packed together: enough to fill rows, few enough to hold in memory. Parts are multiples of it, so
@@ -39,7 +39,7 @@ def digest(*values: object) -> str:
 
 def describe_code(package: Path) -> str:
     """A digest of the code that makes rows of data, and the versions of the libraries that it does so with."""
-    files = [*sorted((package / "data").glob("*.py")), package / "tokenization.py"]
+    files = [*sorted((package / "data").glob("*.py")), *sorted((package / "tokenizer").glob("*.py"))]
     versions = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
     return digest([file.read_bytes() for file in files], versions)
 

@@ -5,7 +5,7 @@ import json
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from .conversations import encode_conversation
+from .encoding import encode_conversation
 from .parts import cache_key
 
 

@@ -28,7 +28,9 @@ from datasets import Dataset
 from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, file_format, read_file, write_json
-from .loading import _are_between, _RejectedLines, find_sources
+from .loading import find_sources
+from .rejected import _RejectedLines
+from .splitting import _are_between
 
 
 NUM_EMBEDDED = 2000

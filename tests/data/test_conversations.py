@@ -14,25 +14,18 @@ from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hf_pretrain.data import rendering
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.data.conversations import (
-    SCHEMAS as READERS,
-)
-from hf_pretrain.data.conversations import (
-    ConversationEncoder,
-    encode_conversation,
-    first_question,
-    mark_template,
-    parse_span_weights,
-    read_conversation,
-    read_preference,
-)
+from hf_pretrain.data.conversations import SCHEMAS as READERS
+from hf_pretrain.data.conversations import first_question, read_conversation, read_preference
+from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation, parse_span_weights
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preferences import prepare_pairs
-from hf_pretrain.tokenization import load_tokenizer, train_tokenizer
+from hf_pretrain.tokenizer import chat_template as rendering
+from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 
 

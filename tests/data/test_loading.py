@@ -11,11 +11,11 @@ import pytest
 import zstandard
 from datasets import Dataset, Features, IterableDataset, Value
 
-from hf_pretrain.data import formats, loading, packing, parts, sources
-from hf_pretrain.data.conversations import ConversationEncoder
+from hf_pretrain.data import formats, loading, packing, parts, rejected, sources, splitting
+from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 
 
@@ -27,7 +27,7 @@ def cache(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def warnings(monkeypatch):
     messages = []
-    for module in (loading, sources):
+    for module in (rejected, sources):
         monkeypatch.setattr(module.logger, "warning", messages.append)
     return messages
 
@@ -38,10 +38,10 @@ def test_the_rule_of_the_split():
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
     # By the text, or by what it is of the same origin with.
     for text, origin in (("日本 text", None), ("another", "日本 text")):
-        assert loading._are_between([text], [origin], 0.0, share + 1e-9) == [True]
-        assert loading._are_between([text], [origin], 0.0, share - 1e-9) == [False]
-        assert loading._are_between([text], [origin], share - 1e-9, 1.0) == [True]
-        assert loading._are_between([text], [origin], share + 1e-9, 1.0) == [False]
+        assert splitting._are_between([text], [origin], 0.0, share + 1e-9) == [True]
+        assert splitting._are_between([text], [origin], 0.0, share - 1e-9) == [False]
+        assert splitting._are_between([text], [origin], share - 1e-9, 1.0) == [True]
+        assert splitting._are_between([text], [origin], share + 1e-9, 1.0) == [False]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_warnings_end_after_a_while(tmp_path, warnings):
     name = str(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + "{\n" * 100)
     load_documents([name], max_rejected_ratio=1.0, validation_fraction=0)
-    assert len(warnings) == loading.MAX_WARNINGS + 1
+    assert len(warnings) == rejected.MAX_WARNINGS + 1
     assert "rejected_path" in warnings[-1]
 
 

@@ -8,7 +8,8 @@ from datasets import Dataset, IterableDataset
 from hf_pretrain.data import packing, parts
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import PACKINGS, PackingReport, prepare_rows
-from hf_pretrain.tokenization import encode_documents, load_or_train_tokenizer, train_tokenizer
+from hf_pretrain.tokenizer.encoding import encode_documents
+from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
 
 
 @pytest.fixture(autouse=True)

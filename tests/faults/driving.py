@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, process_options
 from tests.toys import EXPERTS, toy_model, write_jsonl
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from hf_pretrain.manifest import MANIFEST_NAME
-from hf_pretrain.resuming import newest_checkpoint
+from hf_pretrain.checkpoints.directory import newest_checkpoint
+from hf_pretrain.checkpoints.manifest import MANIFEST_NAME
 from tests.faults.driving import command, run
 
 

@@ -148,7 +148,7 @@ def test_ranks_with_different_data_do_not_train(workspace, tmp_path, record):
 PREPARE = """
 import hashlib, sys
 from hf_pretrain.data import loading, packing, parts, sources
-from hf_pretrain.tokenization import load_tokenizer
+from hf_pretrain.tokenizer.loading import load_tokenizer
 
 sources.SHARD_BYTES, parts.PART_SIZE, packing.GROUP_SIZE = 1 << 20, 3_000, 1_000
 documents, _ = loading.load_documents([sys.argv[1]], num_proc=2)

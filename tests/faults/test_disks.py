@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from hf_pretrain.manifest import find_damage
+from hf_pretrain.checkpoints.manifest import find_damage
 from tests.faults.driving import command, run, start, wait_for, zero
 from tests.test_trainer import make_documents, make_trainer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_pretrain.manifest import MANIFEST_NAME, find_damage
+from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, find_damage
 from tests.faults.driving import STEPS, command, kill_all, ranks, start, wait_for
 
 

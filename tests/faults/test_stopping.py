@@ -9,8 +9,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from hf_pretrain.locking import hold_output_dir, release_output_dir
-from hf_pretrain.manifest import find_damage
+from hf_pretrain.checkpoints.manifest import find_damage
+from hf_pretrain.runtime.locking import hold_output_dir, release_output_dir
 from tests.faults.driving import RECIPE, Stopwatch, command, final_bits, ranks, run, start, wait_for, zero
 from tests.invariants.launching import ROOT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_pretrain.manifest import read_manifest, write_manifest
+from hf_pretrain.checkpoints.manifest import read_manifest, write_manifest
 from tests.faults.driving import command, run, zero
 from tests.hub_server import HubServer
 

@@ -15,9 +15,11 @@ import transformers.trainer
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.adapters import AdapterArguments, base_model_of
-from hf_pretrain.arguments import DataArguments, ModelArguments, parse_args
-from hf_pretrain.training_args import LMTrainingArguments
+from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.weights.adapters import AdapterArguments, base_model_of
+from hf_pretrain.weights.model_arguments import ModelArguments
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_pretrain.data.loading import load_documents
-from hf_pretrain.tokenization import train_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, Run, run_probe
 from tests.toys import EXPERTS, toy_model, write_jsonl
 

@@ -1,0 +1,141 @@
+"""The checkpoints in an output directory: find the newest, verify, rotate and set aside."""
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
+from transformers.utils import logging
+
+from ..weights.files import check_shards
+from .manifest import MANIFEST_NAME, find_damage, read_manifest
+
+
+logger = logging.get_logger(__name__)
+
+SAVING = ".saving"
+
+
+def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> str | None:
+    """
+    The newest checkpoint in `output_dir` that verifies, if any; damaged ones that are newer get another name. One
+    without a manifest is an error (`ValueError`), unless `unverified` ones are wanted.
+    """
+    output_dir = Path(output_dir)
+    found = sort_checkpoints(str(output_dir)) if output_dir.is_dir() else []
+    for path in map(Path, reversed(found)):
+        damage = find_damage(path)
+        if not damage or (unverified and not (path / MANIFEST_NAME).exists()):
+            logger.warning(
+                f"Resuming from {path}." if not damage else f"Resuming from {path}, unverified: {damage[0]}."
+            )
+            check_shards(path)
+            return str(path)
+        if not (path / MANIFEST_NAME).exists():
+            raise ValueError(_no_manifest(path))
+        aside = set_aside(path)
+        logger.warning(f"{path} is damaged and now called {aside.name}: {summarize(damage)}.")
+    logger.warning(f"No checkpoint in {output_dir}: starting.")
+    return None
+
+
+def _leave_branch(path: Path) -> None:
+    """Renames the checkpoints beside `path` that came after it: `auto` would return to them."""
+    found = [Path(other).resolve() for other in sort_checkpoints(str(path.parent))]
+    for other in found[found.index(path.resolve()) + 1 :] if path.resolve() in found else []:
+        logger.warning(f"Going on from {path}: {other} is now called {set_aside(other, 'abandoned').name}.")
+
+
+def _verified(path: Path, *, unverified: bool) -> str:
+    if not (path / TRAINER_STATE_NAME).is_file():
+        raise ValueError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
+    check_shards(path)
+    if not (path / MANIFEST_NAME).exists():
+        if not unverified:
+            raise ValueError(_no_manifest(path))
+        logger.warning(f"{path} has no {MANIFEST_NAME}: nothing in it was verified.")
+        return str(path)
+    damage = find_damage(path)
+    if damage:
+        raise ValueError(
+            f"--resume_from_checkpoint {path} is damaged: {summarize(damage)}. `--resume_from_checkpoint auto` takes the "
+            "newest one in --output_dir that is whole."
+        )
+    return str(path)
+
+
+def _no_manifest(path: Path) -> str:
+    return (
+        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is whole: another program wrote it, or an earlier "
+        "version. Go on from it with --allow_inexact_resume, or from its weights alone with --model_name_or_path."
+    )
+
+
+def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = None) -> None:
+    """
+    Removes the checkpoints beside `newest`, which was just saved, that have the lowest steps, until `limit` are left;
+    `newest` and `best` stay. The step is the one in the manifest: times lie after a clock was set or files were copied.
+    A checkpoint without a readable manifest is not this run's to remove, and does not count.
+    """
+    steps = {}
+    for path in map(Path, sort_checkpoints(str(newest.parent))):
+        with suppress(ValueError, KeyError):
+            steps[path] = int(read_manifest(path)["run"]["step"])
+    kept = {newest.name, best.name if best else None}
+    removable = sorted((path for path in steps if path.name not in kept), key=lambda path: steps[path])
+    for path in removable[: max(0, len(steps) - limit)] if limit else []:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def summarize(damage: list[str]) -> str:
+    return "; ".join(damage[:5]) + (f"; and {len(damage) - 5} more" if len(damage) > 5 else "")
+
+
+def set_aside(path: Path, why: str = "damaged") -> Path:
+    number = 0
+    while (aside := path.with_name(f"{why}-{path.name}" + (f"-{number}" if number else ""))).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def remove_leftovers(output_dir: str | Path) -> None:
+    """Removes what a killed run was writing into `output_dir`; no save may be under way there."""
+    shutil.rmtree(Path(output_dir, SAVING), ignore_errors=True)
+
+
+def find_newest_run(directory: str = "out") -> str:
+    """
+    The directory of the MiniMind model that was saved last in `directory`, by the time of its weights.
+
+    Raises:
+        `ValueError`: if there is none.
+    """
+    runs = []
+    for config in Path(directory).glob("*/config.json"):
+        weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
+        try:
+            is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
+        except (ValueError, AttributeError, OSError) as error:
+            logger.warning(f"{config} cannot be read and is skipped: {error}.")
+            continue
+        if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
+            runs.append((weights, str(config.parent)))
+    if not runs:
+        raise ValueError(
+            f"No model in {directory}/: run `make pretrain` first, or name one: --model_name_or_path DIR."
+        )
+    return max(runs)[1]
+
+
+__all__ = [
+    "SAVING",
+    "find_newest_run",
+    "newest_checkpoint",
+    "remove_leftovers",
+    "rotate_checkpoints",
+    "set_aside",
+    "summarize",
+]

@@ -1,0 +1,120 @@
+"""Encode conversations as token ids with a weight for each."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from ..tokenizer.chat_template import render_guarded
+from ..tokenizer.encoding import encode_rendered
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """
+    From conversations to ids with weights, by the chat template of a tokenizer: its `{% generation %}` marks enclose
+    what the assistant writes and its stop token, and that is what is trained on.
+
+    Args:
+        train_on_inputs (`bool`, defaults to `False`): train on everything else too.
+        span_weights (`tuple` of pairs of `str` and `float`): weights other than 1 within what is trained on: of
+            `<think>`, the weight of the opening and closing marks; of `think`, that of all between them. Any mark that
+            is one token works. Later pairs win.
+        chat_template_kwargs (`tuple` of pairs): what the template is given, such as `("enable_thinking", False)`; what
+            a conversation itself says wins.
+    """
+
+    train_on_inputs: bool = False
+    span_weights: tuple[tuple[str, float], ...] = ()
+    chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(
+        self, texts: list[str], tokenizer: PreTrainedTokenizerFast, *, max_length: int
+    ) -> dict[str, list[list[int]] | list[list[float]] | list[int]]:
+        """
+        Args:
+            texts (`list[str]`): conversations in the internal form.
+            tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template, see [`mark_template`].
+            max_length (`int`): tokens after which a conversation is cut off.
+
+        Returns:
+            `dict`: `input_ids`, `loss_mask` (a weight for each of them) and `num_tokens_cut`, of the conversations in
+            which there is anything to train on. The first token is never trained on, as nothing comes before it.
+        """
+        encoded: dict[str, list] = {"input_ids": [], "loss_mask": [], "num_tokens_cut": []}
+        for text in texts:
+            conversation = json.loads(text)
+            kwargs = {**dict(self.chat_template_kwargs), **conversation.get("chat_template_kwargs", {})}
+            ids, is_generated = encode_conversation(
+                tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
+            )
+            weights = self._weigh(np.array(ids), np.array(is_generated), tokenizer)[:max_length]
+            if weights[1:].any():
+                encoded["input_ids"].append(ids[:max_length])
+                encoded["loss_mask"].append(weights)
+                encoded["num_tokens_cut"].append(max(len(ids) - max_length, 0))
+        return encoded
+
+    def _weigh(self, ids: np.ndarray, is_generated: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+        """Weights of shape `(num_tokens,)`."""
+        weights = np.ones(len(ids), np.float32)
+        for name, weight in self.span_weights:
+            mark = name.strip("<>")
+            opening, closing = (ids == self._mark_id(tokenizer, f"<{slash}{mark}>") for slash in ("", "/"))
+            inside = np.cumsum(opening) - np.cumsum(closing) > 0
+            weights[(opening | closing) if name.startswith("<") else (inside & ~opening)] = weight
+        return weights if self.train_on_inputs else weights * is_generated
+
+    @staticmethod
+    def _mark_id(tokenizer: PreTrainedTokenizerFast, mark: str) -> int:
+        index = tokenizer.get_added_vocab().get(mark)
+        if index is None:
+            raise ValueError(
+                f"--span_weights: {mark} is not one token of this tokenizer; its marks are "
+                f"{', '.join(token for token in tokenizer.get_added_vocab() if token.startswith('</'))}."
+            )
+        return index
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    **chat_template_kwargs: Any,
+) -> tuple[list[int], list[bool]]:
+    """
+    Ids of a whole conversation, and for each whether the assistant generates it. No message can bring in a control
+    token by spelling it.
+
+    Raises:
+        `ValueError`: as [`~tokenizer.chat_template.render_guarded`] does.
+    """
+    rendered, spans = render_guarded(tokenizer, messages, tools, chat_template_kwargs)
+    ids, offsets = encode_rendered(tokenizer, rendered)
+    edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    # A token belongs to the span that its first character is in.
+    span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1
+    ends = np.append(edges[:, 1], 0)  # span -1 has ended before anything
+    return ids, [start < ends[i] for (start, _), i in zip(offsets, span.tolist(), strict=True)]
+
+
+def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
+    """Reads `<think>=10,think=0.5`; raises `ValueError` for what is not of that form or below 0."""
+    pairs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = -1.0
+        if not 0 <= weight < float("inf") or name.startswith("<") != name.endswith(">") or not name.strip("</>"):
+            raise ValueError(
+                f"--span_weights: {part!r} is not of the form <think>=10 or think=0.5, with a weight from 0."
+            )
+        pairs.append((name, weight))
+    return tuple(pairs)
+
+
+__all__ = ["ConversationEncoder", "encode_conversation", "parse_span_weights"]

@@ -1,0 +1,45 @@
+"""Split documents into training and validation sets by a hash."""
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+
+import datasets
+from datasets import Dataset, Features, IterableDataset, Value
+
+from .parts import cache_key, cut, work_on
+
+
+DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
+
+
+def _split(
+    documents: Dataset | IterableDataset, start: float, stop: float, num_proc: int | None
+) -> Dataset | IterableDataset:
+    """The documents whose hash is in [`start`, `stop`), with the column `text` alone."""
+    is_wanted = partial(_are_between, start=start, stop=stop)
+    if isinstance(documents, IterableDataset):
+        documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
+    else:
+        split = partial(_split_part, is_wanted=is_wanted, key=f"{start} {stop}")
+        documents = datasets.concatenate_datasets(work_on(cut(documents), split, num_proc=num_proc, desc="Splitting"))
+    return documents.select_columns(["text"])
+
+
+def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
+    key = cache_key(documents._fingerprint, key)
+    return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
+
+
+def _are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
+    """
+    For each document, whether its hash, as a number in [0, 1), is in [`start`, `stop`). It is that of the document's
+    origin, such as the first question of a conversation, so that all of one origin are on one side of a split; or of
+    the text, if there is none.
+    """
+    keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
+    hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
+    return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]
+
+
+__all__ = ["DOCUMENT_FEATURES"]

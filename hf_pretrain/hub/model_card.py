@@ -1,0 +1,338 @@
+"""
+The model card of a run or of a conversion: metadata for the Hub, and what was measured, said once.
+
+Everything in a card comes from the config, the arguments, the trainer's log and the counts of the data; what a run did
+not measure has no line.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel, TrainerState
+from transformers.trainer_pt_utils import get_model_param_count
+
+from ..data.corpora import LANGUAGES
+from ..model.configuration_minimind import MiniMindConfig
+from ..weights.adapters import is_adapted
+from ..weights.exporting import CARD_NAME, misfit
+from ..weights.gguf_format import FILE_NAME, gguf_form
+
+
+CURVE_NAME = "loss_curve.png"
+TAGS = ["minimind", "hf_pretrain"]
+HELD_OUT_METRICS = {
+    "eval_loss": "loss",
+    "eval_perplexity": "perplexity",
+    "eval_bits_per_byte": "bits per byte",
+    "eval_kl": "divergence from the teacher",
+    "eval_rewards/accuracies": "reward accuracy",
+    "eval_reward": "mean reward",
+}
+
+
+@dataclass
+class RunFacts:
+    """
+    What a recipe knows of its run and the trainer does not.
+
+    Args:
+        stage (`str`): what was done, such as `pretraining`.
+        recipe (`str`): the file of `recipes/` that did it, without its ending.
+        datasets (`list[str]`): as they were named on the command line.
+        data (`list[str]`): sentences with the counts of documents, tokens and rows.
+        base_model (`str`, *optional*): what the run started from; a Hub id goes into the card.
+        unigram_loss (`float`, *optional*): of a unigram model on the same held-out tokens, in nats per token.
+        loss_unit (`str`): what the loss is counted in.
+        data_kind (`str`): what the held-out records are: figures of different kinds stand beside each other in a card.
+    """
+
+    stage: str = "training"
+    recipe: str = "pretrain"
+    datasets: list[str] = field(default_factory=list)
+    data: list[str] = field(default_factory=list)
+    base_model: str | None = None
+    unigram_loss: float | None = None
+    loss_unit: str = "nats per token"
+    data_kind: str = "text"
+
+    @property
+    def public_datasets(self) -> list[str]:
+        """Names without the directories of this machine."""
+        return [_public(name) for name in self.datasets]
+
+    @property
+    def languages(self) -> list[str] | None:
+        """Of the embedded corpora; nobody knows those of a user's files."""
+        return LANGUAGES if any(name.split(":")[0] == "embedded" for name in self.datasets) else None
+
+    @property
+    def hub_datasets(self) -> list[str]:
+        names = [name for name in self.datasets if not _is_local(name) and not name.startswith("embedded")]
+        return [name.split("@")[0].split(":")[0] for name in names]
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).exists() or any(mark in name for mark in "*?[") or Path(name).is_absolute()
+
+
+def _public(name: str) -> str:
+    """Without the directories of this machine."""
+    return Path(name).name if _is_local(name) else name
+
+
+def format_run_card(
+    model: PreTrainedModel,
+    state: TrainerState,
+    facts: RunFacts,
+    *,
+    repo_id: str,
+    training: list[tuple[str, str]],
+    command: str,
+    language: list[str] | None = None,
+    license: str | None = None,
+    has_curve: bool = False,
+) -> str:
+    """
+    Format the card of a training run from what it measured up to now.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the model, or an adapter around it.
+        state ([`~transformers.TrainerState`]): the state whose log holds the evaluations.
+        facts (`RunFacts`): what the recipe knows of the run.
+        repo_id (`str`): the repository that the card is pushed to.
+        training (`list` of pairs of `str`): rows of the table "Training".
+        command (`str`): the command that continues the run from this repository.
+        language (`list[str]`, *optional*): ISO codes; those of the embedded corpora by default.
+        license (`str`, *optional*): the licence of the model.
+        has_curve (`bool`): whether the loss curve lies beside the card.
+    """
+    evaluations = [entry for entry in state.log_history if entry.keys() & {"eval_loss", "eval_reward"}]
+    results = held_out_results(evaluations[-1] if evaluations else {}, facts)
+    rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
+    if facts.unigram_loss is not None:
+        rows.append(("the same of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
+    data_name = ", ".join(facts.public_datasets) or "unnamed"
+    adapter = model.active_peft_config if is_adapted(model) else None
+    base_name = facts.base_model if adapter is None else adapter.base_model_name_or_path
+    start = "" if facts.base_model is None else f", from the weights of `{_public(facts.base_model)}`,"
+    metadata = ModelCardData(
+        language=language or facts.languages,
+        license=license,
+        library_name="transformers" if adapter is None else "peft",
+        pipeline_tag="text-generation",
+        tags=TAGS if adapter is None else [*TAGS, "lora"],
+        datasets=facts.hub_datasets or None,
+        base_model=base_name if base_name and not _is_local(base_name) else None,
+        model_name=repo_id.split("/")[-1],
+        eval_results=results or None,
+    )
+    sections = [
+        _front(metadata, repo_id, f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}."),
+        _table(rows) if results else "",
+        "" if adapter is None else "## Adapter\n\n" + _table(_adapter_rows(model)),
+        "## Architecture\n\n" + _table(architecture_rows(model)),
+        "## Data\n\n" + "\n".join(f"- {line}" for line in [f"Datasets: {data_name}", *facts.data]),
+        "## Training\n\n" + (f"![Loss over tokens]({CURVE_NAME})\n\n" if has_curve else "")
+        + _table(training),
+        _usage(repo_id, model.config) if adapter is None else _adapter_usage(repo_id),
+        f"## Continue\n\n```bash\n{command}\n```",
+    ]  # fmt: skip
+    return _join(sections)
+
+
+def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
+    """What an evaluation measured on held-out data, as entries of a card's `model-index`."""
+    data_name = ", ".join(facts.public_datasets) or "unnamed"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=(facts.hub_datasets or ["custom"])[0],
+            # Entries of one type and configuration share one dataset name.
+            dataset_config=f"{data_name}, {facts.data_kind}",
+            dataset_name=f"{data_name} (held-out {facts.data_kind})",
+            metric_type=name.replace(" ", "_"),
+            metric_name=f"held-out {name}" + (f" ({facts.loss_unit})" if key in ("eval_loss", "eval_kl") else ""),
+            metric_value=round(metrics[key], 6),
+        )
+        for key, name in HELD_OUT_METRICS.items()
+        if key in metrics
+    ]
+
+
+def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
+    """Puts results into the `model-index` of a card, in place of older ones of the same metric and data."""
+    kept = [old for old in card.data.eval_results or [] if not any(new.is_equal_except_value(old) for new in results)]
+    card.data.model_name = card.data.model_name or model_name
+    card.data.eval_results = kept + results
+
+
+def format_conversion_card(
+    model: PreTrainedModel,
+    report: str,
+    *,
+    repo_id: str,
+    source: str,
+    form: str,
+    license: str | None,
+    has_tokenizer: bool,
+) -> str:
+    """The card of a checkpoint converted to `form`: where it comes from, and how far the conversion is from it."""
+    metadata = ModelCardData(
+        license=license,
+        library_name="gguf" if form == "gguf" else "transformers",
+        pipeline_tag="text-generation",
+        tags=TAGS,
+        base_model=source if source.count("/") == 1 and not _is_local(source) else None,
+    )
+    sections = [
+        _front(metadata, repo_id, f"Converted from `{_public(source)}`."),
+        f"## Conversion\n\n{report}.",
+        "## Architecture\n\n" + _table(architecture_rows(model)),
+        _usage(repo_id, model.config, form=form, has_tokenizer=has_tokenizer),
+    ]
+    return _join(sections)
+
+
+def _join(sections: list[str]) -> str:
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front(metadata: ModelCardData, repo_id: str, sentence: str) -> str:
+    return (
+        f"---\n{metadata.to_yaml().strip()}\n---\n\n# {repo_id.split('/')[-1]}\n\nA language model of the "
+        f"[MiniMind](https://github.com/jingyaogong/minimind) architecture, made with hf_pretrain. {sentence}"
+    )
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Sizes of a MiniMind model, without its adapter, as pairs of name and value."""
+    config: MiniMindConfig = model.config
+    # Whole ones, also where ZeRO-3 has taken them apart.
+    parameters = get_model_param_count(model)
+    if is_adapted(model):
+        parameters -= get_model_param_count(model, trainable_only=True)
+    rows = [("parameters", f"{parameters:,}")]
+    if config.num_experts:
+        expert = 3 * config.hidden_size * config.moe_intermediate_size
+        idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
+        rows.append(("parameters active for a token", f"{parameters - idle:,}"))
+    rows += [
+        ("layers", str(config.num_hidden_layers)),
+        ("width", str(config.hidden_size)),
+        ("query / key-value heads", f"{config.num_attention_heads} / {config.num_key_value_heads}"),
+        ("head width", f"{config.head_dim}{', q/k norms' if config.qk_norm else ''}"),
+    ]
+    if config.num_experts:
+        normalised = "normalised" if config.norm_topk_prob else "not normalised"
+        rows += [
+            ("experts", f"{config.num_experts} of width {config.moe_intermediate_size}"),
+            ("experts a token is sent to", f"{config.num_experts_per_tok}, {normalised}"),
+            ("shared experts", str(config.num_shared_experts)),
+            ("router loss coefficient", f"{config.router_aux_loss_coef:g} ({config.router_aux_loss_level} level)"),
+        ]
+    else:
+        rows.append(("feed-forward width", str(config.intermediate_size)))
+    rope = config.rope_parameters
+    return rows + [
+        ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', head apart'}"),
+        ("positions", f"{config.max_position_embeddings:,}, rotary base {rope['rope_theta']:g} ({rope['rope_type']})"),
+    ]
+
+
+def _adapter_rows(model: Any) -> list[tuple[str, str]]:
+    """What peft trained of a model, as pairs of name and value."""
+    config = model.active_peft_config
+    rows = [
+        ("base model", f"`{_public(config.base_model_name_or_path)}`"),
+        ("method", "DoRA" if config.use_dora else "LoRA"),
+        ("rank, alpha, dropout", f"{config.r}, {config.lora_alpha}, {config.lora_dropout:g}"),
+        ("adapted", ", ".join([*sorted(config.target_modules), *(config.target_parameters or [])])),
+        ("parameters of the adapter", f"{get_model_param_count(model, trainable_only=True):,}"),
+    ]
+    return rows
+
+
+def _usage(repo_id: str, config: MiniMindConfig, *, form: str = "minimind", has_tokenizer: bool = True) -> str:
+    """How to load and, where a tokenizer is beside it, to serve what is in `form`."""
+    without = "\n\nNo tokenizer is here: ids mean something only with the one that these weights were trained on."
+    if form == "gguf" and not has_tokenizer:
+        return f"## Serve\n\nllama.cpp reads `{FILE_NAME}`.{without}"
+    if form == "gguf":
+        return f"## Serve\n\n```bash\nllama-cli -hf {repo_id}\n```"
+    if form == "upstream":
+        load = f'from hf_pretrain.weights.loading import load_upstream\n\nmodel = load_upstream("{repo_id}")'
+        load = f"## Load\n\nMiniMind's own scripts read the `.pth` file; so does\n\n```python\n{load}\n```"
+        return load if has_tokenizer else load + without
+    # NOTE: AutoTokenizer resolves the model's config first, and would ask whether to run the code beside it.
+    trust, class_name = (
+        (", trust_remote_code=True", "PreTrainedTokenizerFast") if form == "minimind" else ("", "AutoTokenizer")
+    )
+    needs = "\n\nIts code travels with the weights and needs transformers 5.23 or newer." if trust else ""
+    if not has_tokenizer:
+        load = f'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})'
+        return f"## Load\n\n```python\n{load}\n```{needs}{without}"
+    load = f"""\
+## Load
+
+```python
+from transformers import AutoModelForCausalLM, {class_name}
+
+tokenizer = {class_name}.from_pretrained("{repo_id}")
+model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})
+```{needs}"""
+    if form != "minimind":
+        return f"{load}\n\n## Serve\n\n```bash\nvllm serve {repo_id}\n```"
+    stock = gguf_form(config)
+    if misfit(config, stock) is not None:
+        return load
+    return f"""{load}
+
+## Serve
+
+With hf_pretrain's `recipes/convert.py`, for vLLM and for llama.cpp:
+
+```bash
+python recipes/convert.py --from {repo_id} --to out/served --format {stock} && vllm serve out/served
+python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-cli -m out/gguf/{FILE_NAME}
+```"""
+
+
+def _adapter_usage(repo_id: str) -> str:
+    """How to load an adapter, and how to merge it."""
+    return f"""## Load
+
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
+model = AutoPeftModelForCausalLM.from_pretrained("{repo_id}", trust_remote_code=True)
+```
+
+## Merge
+
+With hf_pretrain, into a checkpoint that needs no peft:
+
+```bash
+python recipes/convert.py --from {repo_id} --to out/merged
+```"""
+
+
+__all__ = [
+    "CARD_NAME",
+    "CURVE_NAME",
+    "HELD_OUT_METRICS",
+    "RunFacts",
+    "add_results",
+    "architecture_rows",
+    "format_conversion_card",
+    "format_run_card",
+    "held_out_results",
+]

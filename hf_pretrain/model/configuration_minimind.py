@@ -1,0 +1,246 @@
+"""
+Configuration of the MiniMind architecture.
+
+One architecture covers three generations of MiniMind (https://github.com/jingyaogong/minimind); which one a config
+describes follows from its fields: `qk_norm`, `num_experts`, `num_shared_experts`, `norm_topk_prob`. This file travels
+to the Hub with every checkpoint and imports nothing of the package.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+
+if Version(transformers.__version__).release < (5, 23):
+    raise ImportError(
+        f"This MiniMind checkpoint needs transformers 5.23 or newer, and {transformers.__version__} is installed: "
+        "pip install -U transformers. For older versions, convert it to an architecture that they know, where "
+        "hf_pretrain is installed: python recipes/convert.py --from CHECKPOINT --to DIR --format llama (or qwen3, "
+        "qwen3_moe, ernie4_5_moe)."
+    )
+
+from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+
+
+FORMAT_VERSION = 1
+# What a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
+CODE_FILES = (
+    *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "attention_check.py"),
+    *("experts.py", "loss.py"),
+)
+AUTO_MAP = {
+    "AutoConfig": "configuration_minimind.MiniMindConfig",
+    "AutoModel": "modeling_minimind.MiniMindModel",
+    "AutoModelForCausalLM": "modeling_minimind.MiniMindForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_minimind.MiniMindForSequenceClassification",
+}
+
+
+@strict
+class MiniMindConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`MiniMindForCausalLM`]. The names of MiniMind v1 (`dim`, `n_layers`, `n_heads`, `n_kv_heads`,
+    `hidden_dim`, `norm_eps`, `max_seq_len`) work as aliases.
+
+    Args:
+        vocab_size (`int`, defaults to 6400): entries of the embedding table.
+        hidden_size (`int`, defaults to 512): width of the residual stream.
+        num_hidden_layers (`int`, defaults to 8): decoder layers.
+        num_attention_heads (`int`, defaults to 8): query heads.
+        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads`): key and value heads
+            (grouped-query attention).
+        head_dim (`int`, *optional*, defaults to `hidden_size // num_attention_heads`): width of one head.
+        intermediate_size (`int`, *optional*): width of the SwiGLU; by default `8/3 * hidden_size`, rounded up to a
+            multiple of 64, as MiniMind v1 and v2 have it.
+        max_position_embeddings (`int`, defaults to 32768): length of the rotary table in tokens.
+        rms_norm_eps (`float`, defaults to 1e-5): added to the mean square in every RMSNorm.
+        rope_parameters (`dict`, *optional*): as in transformers; the default is `rope_theta=1e6` without scaling.
+            `rope_type="yarn"` (and the other static types) are supported, in the table.
+        tie_word_embeddings (`bool`, defaults to `True`): one matrix for embedding and output.
+        dropout (`float`, defaults to 0.0): probability for embeddings, attention weights and residual branches.
+        qk_norm (`bool`, defaults to `False`): RMSNorm on each query and key head before the rotation (v3).
+        num_experts (`int`, defaults to 0): routed experts a layer; 0 is a dense model.
+        num_experts_per_tok (`int`, defaults to 2): experts a token is sent to (top-k).
+        num_shared_experts (`int`, defaults to 0): experts that every token passes through, without a gate.
+        moe_intermediate_size (`int`, *optional*, defaults to `intermediate_size`): SwiGLU width of one expert.
+        norm_topk_prob (`bool`, defaults to `True`): divide the top-k probabilities by their sum, at top-1 too.
+        router_aux_loss_coef (`float`, defaults to 0.01): weight of the router loss in `loss`; always 0 without experts.
+        router_aux_loss_level (`str`, defaults to `"sequence"`): `"sequence"`, a router loss for each document,
+            averaged; or `"batch"`, one over all tokens of a forward pass (depends on how rows are batched).
+        upstream_generation (`str`, *optional*): `"v1"`, `"v2"` or `"v3"`, the MiniMind release that the weights came
+            from. They can be written in its form again.
+        upstream_max_seq_len (`int`, *optional*): `max_seq_len` of the v1 config that the weights came from. It is not the
+            number of positions: v1's code allocates a mask of its square in each layer.
+        format_version (`int`): layout of the checkpoint. A config file without it was not written by this package.
+    """
+
+    model_type = "minimind"
+    keys_to_ignore_at_inference = ["past_key_values", "ce_loss", "aux_loss", "router_logits"]
+    default_theta = 1000000.0
+    attribute_map = {
+        "dim": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "hidden_dim": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+        "max_seq_len": "max_position_embeddings",
+    }
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.shared_experts.gate_proj": "colwise",
+        "layers.*.mlp.shared_experts.up_proj": "colwise",
+        "layers.*.mlp.shared_experts.down_proj": "rowwise",
+    }
+    base_model_ep_plan = {
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "layers.*.mlp.experts": "ep_dispatch_experts",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 6400
+    hidden_size: int = 512
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-5
+    use_cache: bool = True
+    rope_parameters: dict | None = None
+    tie_word_embeddings: bool = True
+    dropout: float | int = 0.0
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    num_shared_experts: int = 0
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
+    output_router_logits: bool = False
+    router_aux_loss_coef: float | int = 0.01
+    router_aux_loss_level: str = "sequence"
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    upstream_generation: str | None = None
+    upstream_max_seq_len: int | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self, **kwargs: Any):
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self._check_sizes()
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 64 * -(-int(8 * self.hidden_size / 3) // 64)
+        if self.moe_intermediate_size is None:
+            self.moe_intermediate_size = self.intermediate_size
+        if self.num_experts == 0:
+            # NOTE: by a coefficient other than 0, TRL's own trainers take a model for one with experts.
+            self.router_aux_loss_coef = 0.0
+        super().__post_init__(**kwargs)
+
+    def _check_sizes(self):
+        """Refuses sizes that do not fit together. Not a `validate_*` method: `@strict` would hide the `ValueError`."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads != 0:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
+                "change one of them or give head_dim."
+            )
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}."
+            )
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        if head_dim % 2 != 0:
+            raise ValueError(f"head_dim={head_dim} is odd; the rotary embedding turns pairs of channels.")
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and num_experts={self.num_experts}."
+            )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation that transformers knows.")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout={self.dropout} must lie between 0 and 1.")
+        if self.router_aux_loss_level not in ("sequence", "batch"):
+            raise ValueError(
+                f'router_aux_loss_level="{self.router_aux_loss_level}" is unknown; use "sequence" or "batch".'
+            )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any):
+        """
+        As in transformers, with the code of the model beside the config.
+
+        NOTE: transformers' own way (`register_for_auto_class`) goes by the module of the model's class, and FSDP2 gives a
+        model a class of torch's: the checkpoint would carry torch's files instead of ours.
+        """
+        self.auto_map = dict(AUTO_MAP)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        for name in CODE_FILES:
+            source, target = Path(__file__).with_name(name), Path(save_directory, name)
+            # A copy from the Hub, of which the config alone was loaded, has no modeling file.
+            if source.is_file() and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+        super().save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """
+        Builds a config from the content of a `config.json`.
+
+        Raises:
+            `ValueError`: where `format_version` is missing (another MiniMind's file: same `model_type` and tensor
+                names as ours, but another rotary layout, so that it would load without a word and be wrong) or newer
+                than this code.
+        """
+        if "model_type" not in config_dict:
+            raise ValueError("No config.json with a `model_type` there: is the path that of a checkpoint directory?")
+        version = config_dict.get("format_version")
+        if version is None:
+            raise ValueError(
+                "This config.json has no `format_version`: it was written by MiniMind itself, whose weights have the "
+                "same names in another layout and would give wrong logits here. Convert it once with "
+                "`hf_pretrain.weights.loading.load_upstream(path)` or `python recipes/convert.py --from PATH --to DIR`."
+            )
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"This checkpoint has format_version={version}, this code reads up to {FORMAT_VERSION}: "
+                "upgrade hf_pretrain (`pip install -U hf_pretrain`)."
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+
+__all__ = ["AUTO_MAP", "CODE_FILES", "FORMAT_VERSION", "MiniMindConfig"]

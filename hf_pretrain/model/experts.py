@@ -1,0 +1,147 @@
+"""The feed-forward part of a layer: a SwiGLU, or a mixture of experts with a router."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward, use_experts_implementation
+
+from .configuration_minimind import MiniMindConfig
+from .packed_attention import compute_dtype
+
+
+class MiniMindMLP(nn.Module):
+    """SwiGLU: `down(act(gate(x)) * up(x))` (https://huggingface.co/papers/2002.05202)."""
+
+    def __init__(self, config: MiniMindConfig, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class MiniMindTopKRouter(nn.Module):
+    """Softmax scores over the experts, of which the top k are kept."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
+
+        Returns:
+            logits `(num_tokens, num_experts)`, weights `(num_tokens, top_k)`, expert numbers `(num_tokens, top_k)`.
+        """
+        router_logits = F.linear(hidden_states, self.weight)
+        weights, experts = router_logits.float().softmax(dim=-1).topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return router_logits, weights.type_as(hidden_states), experts
+
+
+def grouped_mm_in_autocast(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' grouped products of experts, in the dtype of autocast where that is on."""
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        # NOTE: autocast has no rule for grouped products, and transformers casts the tokens to the dtype of the weights:
+        # float32, for which a compiled graph falls back to a loop that waits for the device.
+        module = _CastExperts(module, compute_dtype(hidden_states))
+    return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+class _CastExperts:
+    """What transformers reads of a module of experts, the weights in another dtype."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype):
+        self.gate_up_proj = experts.gate_up_proj.to(dtype)
+        self.down_proj = experts.down_proj.to(dtype)
+        self.num_experts = experts.num_experts
+        self.has_gate, self.has_bias, self.has_post_expert_norm = True, False, False
+        self.is_transposed = False
+        self._is_expert_parallel = experts._is_expert_parallel
+        self._apply_gate = experts._apply_gate
+
+
+EXPERTS_FUNCTIONS = ExpertsInterface()
+EXPERTS_FUNCTIONS["grouped_mm"] = grouped_mm_in_autocast
+
+
+@use_experts_implementation(experts_interface=EXPERTS_FUNCTIONS)
+class MiniMindExperts(nn.Module):
+    """
+    The experts as two stacked parameters, so that no rank can disagree about which of them ran. transformers' experts
+    interface replaces `forward` by grouped or batched matrix products; the loop here is the reference.
+
+    Parameters:
+        gate_up_proj of shape `(num_experts, 2 * moe_intermediate_size, hidden_size)`: gate above up.
+        down_proj of shape `(num_experts, hidden_size, moe_intermediate_size)`.
+    """
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
+            top_k_index, top_k_weights (`torch.Tensor` of shape `(num_tokens, top_k)`)
+        """
+        output = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            # Every expert runs, on no token if need be: a rank that skipped one would hang the others under ZeRO-3.
+            tokens, slots = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            expert_output = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            output = output.index_add(0, tokens, (expert_output * top_k_weights[tokens, slots, None]).type_as(output))
+        return output
+
+
+class MiniMindSparseMoeBlock(nn.Module):
+    """Routed experts, plus shared ones that every token passes through: `n` of them are one SwiGLU of `n` widths."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.gate = MiniMindTopKRouter(config)
+        self.experts = MiniMindExperts(config)
+        self.shared_experts = (
+            MiniMindMLP(config, config.num_shared_experts * config.moe_intermediate_size)
+            if config.num_shared_experts
+            else None
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, experts = self.gate(tokens)
+        output = self.experts(tokens, experts, weights)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(tokens)
+        return output.reshape(hidden_states.shape)
+
+
+__all__ = [
+    "MiniMindExperts",
+    "MiniMindMLP",
+    "MiniMindSparseMoeBlock",
+    "MiniMindTopKRouter",
+    "grouped_mm_in_autocast",
+]

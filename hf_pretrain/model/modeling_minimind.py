@@ -1,0 +1,473 @@
+"""
+The MiniMind model: a decoder with grouped-query attention, rotary positions from a complex table, SwiGLU, RMSNorm, and
+optionally a mixture of experts (https://github.com/jingyaogong/minimind).
+
+This file and the others of `CODE_FILES` (`configuration_minimind.py`) travel to the Hub with every checkpoint. They import
+each other and nothing else of the package. From a token to the loss:
+
+    embed_tokens -> layers x (input_layernorm -> self_attn -> post_attention_layernorm -> mlp) -> norm -> lm_head
+    -> masked cross-entropy + router_aux_loss_coef * router loss
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention_check import check_attention
+from .configuration_minimind import MiniMindConfig
+from .experts import MiniMindExperts, MiniMindMLP, MiniMindSparseMoeBlock, MiniMindTopKRouter
+from .loss import find_documents, linear_masked_cross_entropy, masked_cross_entropy, prediction_weights, router_loss
+from .packed_attention import compute_dtype, eager_attention_forward, find_visible
+from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_pos_cis
+
+
+class MiniMindRMSNorm(nn.Module):
+    """`weight * x / sqrt(mean(x ** 2) + eps)`, computed in float32 (https://huggingface.co/papers/1910.07467)."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        # Once, instead of once for each projection that takes it.
+        return normed.to(compute_dtype(normed))
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class MiniMindAttention(nn.Module):
+    """Causal grouped-query attention with rotary positions and, in v3, an RMSNorm on each query and key head."""
+
+    def __init__(self, config: MiniMindConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.dropout
+        self.is_causal = True
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        input_shape = hidden_states.shape[:-1]
+        head_shape = (*input_shape, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(head_shape)
+        key = self.k_proj(hidden_states).view(head_shape)
+        value = self.v_proj(hidden_states).view(head_shape)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (apply_rotary_pos_emb(states, position_embeddings) for states in (query, key))
+        # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, num_heads, seq_len, head_dim)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+
+
+class MiniMindDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: MiniMindConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = MiniMindAttention(config, layer_idx)
+        self.mlp = (
+            MiniMindSparseMoeBlock(config) if config.num_experts else MiniMindMLP(config, config.intermediate_size)
+        )
+        self.input_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        attention_output, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = hidden_states + self.dropout(attention_output)
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class MiniMindPreTrainedModel(PreTrainedModel):
+    config: MiniMindConfig
+    config_class = MiniMindConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MiniMindDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    # NOTE: transformers' flash attention keeps packed documents apart only in a batch of one row.
+    _supports_flash_attn = False
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "router_logits": OutputRecorder(MiniMindTopKRouter, index=0),
+        "hidden_states": MiniMindDecoderLayer,
+        "attentions": MiniMindAttention,
+    }
+    # DDP need not broadcast a table that every rank computes alike; NCCL has refused complex ones (pytorch#71613).
+    _ddp_params_and_buffers_to_ignore = {"rotary_emb.pos_cis", "model.rotary_emb.pos_cis"}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, MiniMindExperts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, MiniMindTopKRouter):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, MiniMindRotaryEmbedding):
+            # NOTE: `from_pretrained` builds on the meta device and refills this buffer with uninitialised memory.
+            init.copy_(module.pos_cis, precompute_pos_cis(self.config))
+
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs):
+        """As in transformers; raises `ValueError` where the gradient of the router loss would be lost."""
+        if self.config.num_experts and (activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True runs the layers without autograd and loses the gradient of the router loss: pass "
+                '{"use_reentrant": False} (the default), or train a model without experts.'
+            )
+        super().activation_checkpointing_enable(activation_checkpointing_kwargs, **kwargs)
+
+
+class MiniMindModel(MiniMindPreTrainedModel):
+    """The decoder without a head. Takes ids or embeddings, returns the hidden states after the last norm."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(MiniMindDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = MiniMindRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _check_positions(self, position_ids: torch.Tensor, length: int):
+        """
+        Raises `ValueError` for positions past the rotary table. Reading positions back from a GPU would stall it, so
+        there the length decides; an index past the table fails on the device itself.
+        """
+        limit = self.config.max_position_embeddings
+        if position_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            length = int(position_ids.max()) + 1
+        if length > limit:
+            raise ValueError(
+                f"Position {length - 1} lies past the rotary table of {limit} positions (max_position_embeddings). "
+                "Shorten the input (--max_length), or build the model with a larger max_position_embeddings."
+            )
+
+    @staticmethod
+    def _unmask_packed_rows(attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
+        """
+        transformers keeps packed documents apart only where `attention_mask is None`. A mask of ones says nothing and
+        is dropped; a mask with padding beside restarting positions is ambiguous and refused with a `ValueError`.
+        A compiled graph cannot look into either, so packed rows take no mask there.
+        """
+        mask = attention_mask.bool()
+        restarts = (position_ids[:, 1:] == 0) & mask[:, 1:] & mask[:, :-1]
+        if not restarts.any():
+            return attention_mask
+        if mask.all():
+            return None
+        raise ValueError(
+            "position_ids restart inside a row (packed documents) and attention_mask marks padding: pass one of them. "
+            "Packed rows take attention_mask=None and count their padding as a last document."
+        )
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MoeModelOutputWithPast:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
+            attention_mask (`torch.Tensor` of shape `(batch_size, past_len + seq_len)`, *optional*): 0 for padding.
+            position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): a restart at 0 begins a new
+                document, which sees nothing of the one before.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, seq_len, hidden_size)`, *optional*): instead of
+                `input_ids`.
+            cu_seq_lens_q (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): where in the flattened batch each
+                document of packed rows begins, and its end; `max_length_q` is the length of the longest.
+            packed_documents ([`~packed_attention.PackedDocuments`], *optional*): the documents of the rows, from a caller who
+                has found them already; `position_ids` are not looked at for them.
+
+        Raises:
+            `ValueError`: both or neither of `input_ids` and `inputs_embeds`; a position past the rotary table; packed
+                positions together with padding in `attention_mask`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        seq_len = inputs_embeds.shape[1]
+        past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
+
+        if position_ids is None:
+            position_ids = (torch.arange(seq_len, device=inputs_embeds.device) + past_len).unsqueeze(0)
+        elif attention_mask is not None and attention_mask.shape == position_ids.shape:
+            if not torch.compiler.is_compiling():
+                attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
+        self._check_positions(position_ids, seq_len)
+
+        is_computed = not (
+            torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)
+        )
+        # NOTE: while continuous batching runs, with a paged cache, transformers makes no masks, which the check needs.
+        if is_computed and kwargs.get("cache") is None:
+            check_attention(self.layers[0].self_attn, inputs_embeds.device, compute_dtype(inputs_embeds))
+        causal_mask = None
+        cu_seq_lens, max_length = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None)
+        if kwargs.get("packed_documents") is None:
+            # NOTE: before the cache is made. Beside one, even an empty one, transformers does not look for packed rows.
+            causal_mask, kwargs["packed_documents"] = find_visible(
+                self.config,
+                inputs_embeds,
+                position_ids,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                is_training=self.training,
+                cu_seq_lens=cu_seq_lens,
+                max_length=max_length,
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        position_embeddings = self.rotary_emb(position_ids)
+        hidden_states = self.dropout(inputs_embeds)
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = layer(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=causal_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+@dataclass
+class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    """
+    transformers' output for language models with experts, and one field more.
+
+    Args:
+        loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats.
+        ce_loss (`torch.FloatTensor`, scalar): the masked cross-entropy alone.
+        aux_loss (`torch.FloatTensor`, scalar): the router loss, not multiplied by its coefficient.
+    """
+
+    ce_loss: torch.FloatTensor | None = None
+
+
+class MiniMindLMHead(nn.Linear):
+    """From hidden states to logits or, given labels, to their masked cross-entropy without all logits in memory."""
+
+    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+        """`kwargs` and the loss are those of [`~model.loss.linear_masked_cross_entropy`]."""
+        if labels is None:
+            return super().forward(hidden_states)
+        return linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)
+
+
+class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
+    """MiniMind with a language-modelling head, the masked loss and the router loss."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__(config)
+        self.model = MiniMindModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = MiniMindLMHead(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def gather_sharded_state_dict_for_save(self, *args, **kwargs) -> dict[str, torch.Tensor]:
+        # NOTE: what DeepSpeed or FSDP gathered are copies, in which nothing would recognise one matrix for both ends.
+        state_dict = super().gather_sharded_state_dict_for_save(*args, **kwargs)
+        if self.config.tie_word_embeddings:
+            state_dict.pop("lm_head.weight", None)
+        return state_dict
+
+    def generate(self, *args, **kwargs):
+        """As in transformers, without the graphs of layers that were compiled one by one."""
+        # NOTE: each layer of a cache would take a graph of its own, until the compiler made no more for training.
+        is_compiled = self.model.layers[0]._compiled_call_impl is not None
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            return super().generate(*args, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | float | None = None,
+        num_documents_in_batch: torch.Tensor | float | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MiniMindCausalLMOutputWithPast:
+        """
+        Args:
+            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): unshifted token ids, -100 where
+                nothing is trained.
+            loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): non-negative weight of predicting
+                each label.
+            num_items_in_batch (scalar, *optional*): divisor of the cross-entropy, the sum of the weights over all
+                micro-batches of all ranks; by default over this call.
+            num_documents_in_batch (scalar, *optional*): the same for the router loss, in documents. Without it, and
+                with `num_items_in_batch`, the router loss is weighted by this call's share of the items.
+            output_router_logits (`bool`, *optional*): return the router logits of every layer, and `aux_loss` even
+                without `labels`.
+            skip_logits (`bool`, *optional*, defaults to `False`): with `labels`, return a loss and no logits, which then
+                are never in memory all at once.
+
+        See [`MiniMindModel.forward`] for the rest.
+        """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        needs_router_loss = bool(self.config.num_experts) and (labels is not None or output_router_logits)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=needs_router_loss,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        loss = ce_loss = aux_loss = logits = None
+        weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
+        # An adapter or a plan for tensor parallelism may have put something else around the head.
+        is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
+        if skip_logits and labels is not None and is_whole_head:
+            loss = ce_loss = self.lm_head(hidden_states, labels, **weighting)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, kept])
+            if labels is not None:
+                loss = ce_loss = masked_cross_entropy(logits, labels, **weighting)
+        if needs_router_loss:
+            documents = find_documents(
+                hidden_states.shape[:2],
+                device=hidden_states.device,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                loss_mask=loss_mask,
+            )
+            aux_loss = router_loss(
+                outputs.router_logits,
+                self.config.num_experts_per_tok,
+                documents,
+                level=self.config.router_aux_loss_level,
+            )
+            if num_documents_in_batch is not None:
+                aux_loss = aux_loss * (documents.count / num_documents_in_batch)
+            elif num_items_in_batch is not None and labels is not None:
+                aux_loss = aux_loss * (prediction_weights(labels, loss_mask).sum() / num_items_in_batch)
+            if labels is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss
+
+        return MiniMindCausalLMOutputWithPast(
+            loss=loss,
+            ce_loss=ce_loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits if output_router_logits else None,
+        )
+
+
+class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
+    """MiniMind with a score for each sequence, as reward models have it; without a router loss."""
+
+    def __init__(self, config: MiniMindConfig):
+        # NOTE: not the generic one's, whose AutoModel would ask once more whether to run this code.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MiniMindModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = ["MiniMindForCausalLM", "MiniMindForSequenceClassification", "MiniMindModel", "MiniMindPreTrainedModel"]

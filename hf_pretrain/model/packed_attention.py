@@ -1,0 +1,312 @@
+"""
+Attention over packed rows: each document attends to itself alone, and costs what its own length costs.
+
+`eager_attention_forward` is the reference. `packed_attention_forward` is registered with transformers as
+`attn_implementation="packed"`.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    HAS_VARLEN_ATTN = False
+else:
+    # Before torch 2.12, query heads could not share key heads.
+    HAS_VARLEN_ATTN = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# Tokens; documents up to this length are padded to the longest of them.
+SHORT_DOCUMENT = 32
+# Queries at a time, where attention is matrix products.
+ATTENTION_BLOCK = 256
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out; the reference for every other implementation. Returns output and attention weights."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(query)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+@dataclass(eq=False)
+class PackedDocuments:
+    """
+    Where the documents of packed rows are: found once a forward pass, used by each layer.
+
+    Args:
+        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`): where in the flattened batch each document
+            begins, and its end.
+        max_length (`int`): tokens of the longest document, or more.
+        in_groups (`bool`): whether what follows is there.
+        groups (`list` of `(num_documents, length)`): documents of similar lengths, padded to one.
+        gather (`torch.LongTensor` of shape `(num_slots,)`): the token in each slot of all groups; padding repeats one.
+        scatter (`torch.LongTensor` of shape `(batch_size * seq_len,)`): the slot of each token. Both are `None` where each
+            row is one document.
+    """
+
+    cu_seq_lens: torch.Tensor
+    max_length: int
+    in_groups: bool = False
+    groups: list[tuple[int, int]] | None = None
+    gather: torch.Tensor | None = None
+    scatter: torch.Tensor | None = None
+
+
+def find_packed_documents(
+    position_ids: torch.Tensor,
+    *,
+    in_groups: bool,
+    cu_seq_lens: torch.Tensor | None = None,
+    max_length: int | None = None,
+) -> PackedDocuments:
+    """
+    The documents of rows whose `position_ids (batch_size, seq_len)` do not go on by one where one begins, `in_groups` or
+    for `varlen_attn`. A collator that passes `cu_seq_lens` and `max_length` spares a GPU the wait for their number.
+
+    Raises:
+        `ValueError`: if `cu_seq_lens` do not end with the batch (on a CPU, where looking is free).
+    """
+    if cu_seq_lens is None:
+        is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
+        cu_seq_lens = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=position_ids.numel())
+    elif cu_seq_lens.device.type == "cpu" and cu_seq_lens[-1] != position_ids.numel():
+        raise ValueError(
+            f"cu_seq_lens_q end at {int(cu_seq_lens[-1])}, the batch has {position_ids.numel()} tokens: they are of "
+            "another batch. Pass those of this batch, or position_ids alone."
+        )
+    max_length = max_length or position_ids.shape[1]
+    if not in_groups:
+        return PackedDocuments(cu_seq_lens.int(), max_length)
+    starts = cu_seq_lens[:-1].long()
+    if len(starts) == len(position_ids):
+        return PackedDocuments(cu_seq_lens.int(), max_length, True, [tuple(position_ids.shape)])
+    lengths, order = cu_seq_lens.long().diff().sort(descending=True, stable=True)
+    groups: list[tuple[int, int]] = []
+    for length in lengths.tolist():
+        # A new group where more than a third would be padding.
+        if not groups or (length < groups[-1][1] * 2 // 3 and groups[-1][1] > SHORT_DOCUMENT):
+            groups.append((0, length))
+        groups[-1] = (groups[-1][0] + 1, groups[-1][1])
+    # (num_slots,): the document of each slot, and the place in it
+    padded = torch.tensor([length for count, length in groups for _ in range(count)], device=position_ids.device)
+    place = torch.arange(int(padded.sum()), device=padded.device)
+    place -= (padded.cumsum(0) - padded).repeat_interleave(padded)
+    is_token = place < lengths.repeat_interleave(padded)
+    gather = starts[order].repeat_interleave(padded) + place * is_token
+    filled = is_token.nonzero().flatten()
+    scatter = torch.empty_like(position_ids).flatten().index_copy_(0, gather[filled], filled)
+    return PackedDocuments(cu_seq_lens.int(), max_length, True, groups, gather, scatter)
+
+
+def find_visible(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    position_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Cache | None = None,
+    is_training: bool = False,
+    cu_seq_lens: torch.Tensor | None = None,
+    max_length: int | None = None,
+) -> tuple[torch.Tensor | None, PackedDocuments | None]:
+    """
+    Find what each token attends to.
+
+    Args:
+        config ([`MiniMindConfig`]): it names the attention implementation.
+        inputs_embeds (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`): only its shape, device and dtype matter.
+        position_ids (`torch.LongTensor` of shape `(batch_size or 1, seq_len)`)
+        is_training (`bool`): whether dropout applies.
+
+    The other arguments are those of the model and of [`find_packed_documents`].
+
+    Returns:
+        `tuple`: a mask in the form that the attention implementation takes, and `None`; or, for "packed" without a mask
+        and a cache, `None` and the documents. `varlen_attn` needs an Ampere GPU or newer and half precision, and has no
+        dropout; everything else attends in groups.
+    """
+    if config._attn_implementation != "packed" or attention_mask is not None or past_key_values is not None:
+        mask = create_causal_mask(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        return mask, None
+    device = inputs_embeds.device
+    in_groups = (
+        device.type != "cuda"
+        or not HAS_VARLEN_ATTN
+        or compute_dtype(inputs_embeds) not in (torch.bfloat16, torch.float16)
+        or config.head_dim % 8 > 0
+        or config.head_dim > 256
+        or (config.dropout > 0 and is_training)
+        or torch.cuda.get_device_capability(device) < (8, 0)
+    )
+    position_ids = position_ids.expand(inputs_embeds.shape[:2])
+    documents = find_packed_documents(
+        position_ids, in_groups=in_groups, cu_seq_lens=cu_seq_lens, max_length=max_length
+    )
+    return None, documents
+
+
+class _ToGroups(torch.autograd.Function):
+    """From tokens to slots. A token takes the gradient of its own slot; that of padding is zero."""
+
+    @staticmethod
+    def forward(ctx, states, gather, scatter):
+        ctx.save_for_backward(scatter)
+        return states.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _FromGroups(torch.autograd.Function):
+    """From slots to tokens, with no gradient for padding."""
+
+    @staticmethod
+    def forward(ctx, states, scatter):
+        ctx.save_for_backward(scatter)
+        ctx.num_slots = len(states)
+        return states.index_select(0, scatter)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        slots = gradient.new_zeros(ctx.num_slots, *gradient.shape[1:])
+        return slots.index_copy_(0, *ctx.saved_tensors, gradient), None
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    packed_documents: PackedDocuments | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """
+    Causal attention within each document, whose cost grows with the documents' lengths and not with the rows': through
+    `varlen_attn` on a GPU in half precision, else in groups of documents of similar length, which are padded on the right,
+    where causal attention needs no mask for it. Without `packed_documents` it is scaled dot product attention with the mask.
+    """
+    if packed_documents is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    batch_size, _, seq_len, _ = query.shape
+    # (batch_size, num_heads, seq_len, head_dim) -> (batch_size * seq_len, num_heads, head_dim)
+    query, key, value = (states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value))
+    if packed_documents.in_groups:
+        output = _attend_in_groups(query, key, value, packed_documents, scaling, dropout)
+    else:
+        cu_seq_lens = packed_documents.cu_seq_lens
+        lengths = (cu_seq_lens, cu_seq_lens, packed_documents.max_length, packed_documents.max_length)
+        is_grouped_query = module.num_key_value_groups > 1
+        output = varlen_attn(
+            query, key, value, *lengths, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped_query
+        )
+    return output.unflatten(0, (batch_size, seq_len)), None
+
+
+# NOTE: left out of compiled graphs, which would be compiled anew for each batch's lengths.
+@torch.compiler.disable
+def _attend_in_groups(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: PackedDocuments,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Of and to tokens, `(num_tokens, num_heads, head_dim)`."""
+    gather, scatter = documents.gather, documents.scatter
+    sizes = [count * length for count, length in documents.groups]
+    split = [
+        (states if gather is None else _ToGroups.apply(states, gather, scatter)).split(sizes)
+        for states in (query, key, value)
+    ]
+    # NOTE: on a CPU in half precision, torch's kernel takes 1.5 to 4 times as long as plain matrix products do.
+    attend: Callable = _attend_in_blocks if value.device.type == "cpu" and value.dtype != torch.float32 else _attend
+    outputs = []
+    for shape, *states in zip(documents.groups, *split, strict=True):
+        # (num_documents * length, num_heads, head_dim) -> (num_documents, num_heads, length, head_dim)
+        output = attend(*(part.unflatten(0, shape).transpose(1, 2) for part in states), scaling, dropout)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs) if gather is None else _FromGroups.apply(torch.cat(outputs), scatter)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
+    )
+
+
+def _attend_in_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
+    """
+    The same by matrix products, for some queries at a time and the keys up to them. Query heads that share a key head are
+    rows of one matrix.
+    """
+    batch_size, num_heads, seq_len, head_dim = query.shape
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
+    num_groups = num_heads * batch_size // len(key)
+    outputs = []
+    for start in range(0, seq_len, ATTENTION_BLOCK):
+        stop = min(start + ATTENTION_BLOCK, seq_len)
+        mask = torch.full((stop - start, stop), -torch.inf, dtype=query.dtype).triu_(start + 1).repeat(num_groups, 1)
+        rows = query[:, :, start:stop].reshape(len(key), num_groups * (stop - start), head_dim)
+        weights = torch.baddbmm(mask, rows, key[:, :stop].mT, alpha=scaling).softmax(dim=-1)
+        output = F.dropout(weights, p=dropout) @ value[:, :stop]
+        outputs.append(output.view(batch_size, num_heads, stop - start, head_dim))
+    return torch.cat(outputs, dim=2)
+
+
+# A name without a mask function of its own would get no mask at all.
+AttentionInterface.register("packed", packed_attention_forward)
+AttentionMaskInterface.register("packed", sdpa_mask)
+
+
+def compute_dtype(states: torch.Tensor) -> torch.dtype:
+    """The dtype that matrix products of `states` have: that of autocast where it is on."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+__all__ = [
+    "PackedDocuments",
+    "compute_dtype",
+    "eager_attention_forward",
+    "find_packed_documents",
+    "find_visible",
+    "packed_attention_forward",
+]

@@ -1,0 +1,99 @@
+"""The complex rotary table of MiniMind, and the rotation of queries and keys by it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .configuration_minimind import MiniMindConfig
+
+
+def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
+    """
+    The rotary table: `pos_cis[p, i] = scale * exp(1j * p / theta ** (2 * i / head_dim))`, with the frequencies
+    rescaled where `rope_parameters` ask for it (YaRN and the other static types), after
+    https://huggingface.co/papers/2104.09864.
+
+    Returns:
+        `torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64, always computed on the CPU, so
+        that every device holds the same bits.
+
+    Raises:
+        `ValueError`: for a `rope_type` whose frequencies change with the length of the input.
+    """
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type in ("dynamic", "longrope"):
+        raise ValueError(
+            f'rope_type="{rope_type}" depends on the input\'s length; MiniMind keeps one table: use "yarn".'
+        )
+    # NOTE: from integer ranges, because DeepSpeed's zero.Init turns the constructors of float tensors to its own dtype.
+    with torch.device("cpu"):
+        if rope_type == "default":
+            exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+            frequencies, scale = 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        angles = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies.float())
+        return torch.polar(torch.full_like(angles, scale), angles)
+
+
+def apply_rotary_pos_emb(states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """
+    Turns neighbouring channels `(2i, 2i + 1)` of each head as one complex number, in float32.
+
+    Args:
+        states (`torch.Tensor` of shape `(batch_size, seq_len, num_heads, head_dim)`)
+        rotation (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): the real view of rows of
+            `pos_cis`.
+    """
+    pairs = states.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        # NOTE: Inductor generates no code for complex numbers.
+        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
+        turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
+    return turned.flatten(-2).type_as(states)
+
+
+class MiniMindRotaryEmbedding(nn.Module):
+    """
+    Owns the complex rotary table.
+
+    Buffers:
+        pos_cis (`torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64): not saved; recomputed
+            when a model is built or loaded, moved between devices but never cast.
+    """
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__()
+        self.config = config
+        self.table_key = str((config.rope_parameters, config.head_dim, config.max_position_embeddings))
+        self.register_buffer("pos_cis", precompute_pos_cis(config), persistent=False)
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        # NOTE: `module.to(torch.bfloat16)` would drop the imaginary part. Only the device is taken from `fn`.
+        device = fn(torch.empty(0, device=self.pos_cis.device)).device
+        table = precompute_pos_cis(self.config) if self.pos_cis.is_meta else self.pos_cis
+        self.pos_cis = table.to(device)
+        return self
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
+
+        Returns:
+            The real view of their rows, `torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`.
+        """
+        return self._real_table(self.table_key)[position_ids].unsqueeze(2)
+
+    # NOTE: Inductor generates no code for complex numbers. Taken as a constant, the real view of `pos_cis` (the same
+    # memory) is made outside the graph; its key is compared on each call, so that no model runs on another one's table.
+    @torch.compiler.assume_constant_result
+    def _real_table(self, table_key: str) -> torch.Tensor:
+        return torch.view_as_real(self.pos_cis)
+
+
+__all__ = ["MiniMindRotaryEmbedding", "apply_rotary_pos_emb", "precompute_pos_cis"]

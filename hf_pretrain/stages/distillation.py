@@ -1,0 +1,316 @@
+"""
+Distillation: a student learns from a teacher's distribution over the next token beside the data
+(https://huggingface.co/papers/1503.02531; reverse KL: https://huggingface.co/papers/2306.08543).
+
+With `w[t]` the weight of predicting token `t`, `p` the teacher's and `q` the student's distribution at the temperature,
+
+    loss = ce_weight * sum of w * CE / sum of w
+         + (1 - ce_weight) * temperature ** 2 * sum of w * KL / sum of w
+         + router_aux_loss_coef * router loss
+
+with the sums over all micro-batches of all ranks, as in `trainer.py`; `KL` is `KL(p || q)` (forward) or `KL(q || p)`
+(reverse). The cross-entropy and the router loss are the student's own, at temperature 1.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import deepspeed as deepspeed_integration
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from ..model.loss import prediction_weights
+from ..tokenizer.loading import load_tokenizer
+from ..training.efficiency import num_active_parameters
+from ..training.trainer import MaskedLossTrainer
+from ..weights.files import check_shards
+from .teacher_cache import ROW_COLUMN, TeacherCollator, keep_top, open_cache
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class DistillationArguments:
+    """Which teacher to learn from, and how."""
+
+    teacher_name_or_path: str | None = field(
+        default=None, metadata={"help": "Directory or Hub id of any causal language model with the same tokenizer."}
+    )
+    kl: str = field(
+        default="forward",
+        metadata={"help": "forward, KL(teacher || student), or reverse, KL(student || teacher)."},
+    )
+    temperature: float = field(default=1.5, metadata={"help": "Divides the logits of both in the KL term."})
+    ce_weight: float = field(
+        default=0.5,
+        metadata={"help": "Share of the cross-entropy in the loss, from 0 to 1; the KL term has the rest."},
+    )
+    cache_teacher_logits: int | None = field(
+        default=None,
+        metadata={
+            "help": "Ask the teacher once, before training, and keep its so many largest log-probabilities a token and "
+            "the sum of the rest in <output_dir>/teacher_logits. The KL is then that with the rest as one class."
+        },
+    )
+
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run code that comes with the teacher: whatever its author put there."}
+    )
+
+    def __post_init__(self):
+        if not self.teacher_name_or_path:
+            raise ValueError("Distillation needs a teacher: --teacher_name_or_path DIRECTORY or Hub id.")
+        if self.kl not in ("forward", "reverse"):
+            raise ValueError(f"--kl {self.kl} is unknown; use forward or reverse.")
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature {self.temperature:g} must be above 0.")
+        if not 0 <= self.ce_weight <= 1:
+            raise ValueError(f"--ce_weight {self.ce_weight:g} must lie between 0 and 1.")
+
+
+def masked_divergence(
+    student_logits: torch.Tensor,
+    teacher_log_probs: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    teacher_indices: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | float,
+    temperature: float = 1.0,
+    kl: str = "forward",
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """
+    `temperature ** 2 * sum of w * KL / num_items_in_batch`, in float32, with the labels shifted inside.
+
+    Args:
+        student_logits (`torch.Tensor` of shape `(batch_size, seq_len, >= vocab_size)`)
+        teacher_log_probs (`torch.FloatTensor` of shape `(batch_size, seq_len, num_classes)`): at the temperature; of
+            the whole vocabulary, or of `teacher_indices` and the rest, as [`~stages.teacher_cache.keep_top`] gives them.
+        labels, loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`): as in [`~model.loss.masked_cross_entropy`].
+        vocab_size (`int`, *optional*): entries that teacher and student share; those past it are left out.
+
+    Returns:
+        `torch.FloatTensor`: a scalar, in nats.
+    """
+    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1))
+    student = (student_logits[..., :vocab_size].float() / temperature).log_softmax(dim=-1)
+    if teacher_indices is not None:
+        student = keep_top(student, teacher_indices)
+    p, q = (teacher_log_probs, student) if kl == "forward" else (student, teacher_log_probs)
+    divergences = (p.exp() * (p - q)).sum(dim=-1)
+    return temperature**2 * (divergences * weights).sum() / num_items_in_batch
+
+
+# Teacher
+
+
+@contextmanager
+def _whole_weights() -> Iterator[None]:
+    # NOTE: while a ZeRO-3 config is around, `from_pretrained` takes every model apart, and an engine that is not its own
+    # would have to put the teacher together.
+    reference = deepspeed_integration._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    deepspeed_integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed_integration.set_hf_deepspeed_config(config)
+
+
+def load_teacher(
+    name_or_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_packed: bool = True,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """
+    Loads the teacher, whole on every rank, frozen, in float32 and in eval mode.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerBase`]): the student's.
+        is_packed (`bool`): whether it will be given rows of several documents, told apart by `position_ids` alone.
+        trust_remote_code (`bool`): whether code that comes with it may run.
+
+    Raises:
+        `ValueError`: if it cannot be loaded, or a shard lies outside its directory; if its tokenizer is missing or another one; if it sees across documents
+            in packed rows.
+    """
+    check_shards(name_or_path)
+    check_same_vocabulary(tokenizer, load_tokenizer(name_or_path, trust_remote_code=trust_remote_code))
+    try:
+        with _whole_weights():
+            # NOTE: without a value, transformers asks on stdin whether to run the code.
+            teacher = AutoModelForCausalLM.from_pretrained(
+                name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
+    teacher.eval().requires_grad_(False)
+    if is_packed and not keeps_documents_apart(teacher):
+        raise ValueError(
+            f"--teacher_name_or_path {name_or_path}: {type(teacher).__name__} sees across the documents of a packed row. "
+            "Pass --packing none."
+        )
+    return teacher
+
+
+def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `ValueError`, naming the first difference, if the ids of two tokenizers do not mean the same."""
+    ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (tokenizer, teacher_tokenizer))
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            raise ValueError(
+                f"The teacher has another vocabulary than the student: id {index} is {theirs.get(index)!r} there and "
+                f"{ours.get(index)!r} here ({len(theirs)} and {len(ours)} entries). Train the student with the teacher's "
+                "tokenizer: --tokenizer_name_or_path."
+            )
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Whether restarting `position_ids` alone keep a model from looking into the document before."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, 12), generator=generator).to(model.device)
+    positions = torch.arange(12, device=model.device)[None] % 6
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
+    alone = model(input_ids=ids[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits
+    return torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * alone.abs().max().item())
+
+
+class DistillationTrainer(MaskedLossTrainer):
+    """
+    [`MaskedLossTrainer`] with the loss described above. It logs `kl_loss` beside `ce_loss`, temperature squared
+    included, and evaluates the same as `eval_kl`; `eval_loss` stays the student's cross-entropy.
+
+    Args:
+        teacher ([`~transformers.PreTrainedModel`]): as [`load_teacher`] gives it. Neither wrapped nor sharded.
+        distillation_args ([`DistillationArguments`])
+    """
+
+    def __init__(self, *args, teacher: PreTrainedModel, distillation_args: DistillationArguments, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.distillation_args = distillation_args
+        # Heads may be padded past the tokenizer to different widths.
+        self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
+        self.teacher: PreTrainedModel | None = teacher.to(self.args.device)
+        # Of each batch that was evaluated: the sum of w * divergence, and of w.
+        self._eval_divergences: list[torch.Tensor] = []
+        self._targets: dict[str, torch.Tensor] = {}
+        if distillation_args.cache_teacher_logits is not None:
+            self._ask_once(distillation_args.cache_teacher_logits)
+
+    def _extra_flops_per_token(self) -> float:
+        return 0.0 if self.teacher is None else 2 * num_active_parameters(self.teacher)
+
+    def _ask_once(self, top_k: int):
+        """Takes the teacher's answers from the cache from here on, and lets go of the teacher."""
+        row_sets = [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
+        weights = hashlib.blake2b(digest_size=8)
+        for parameter in self.teacher.parameters():
+            weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        cache, numbered = open_cache(
+            Path(self.args.output_dir, "teacher_logits"),
+            row_sets,
+            self._ask,
+            collator=self.data_collator,
+            top_k=top_k,
+            vocab_size=self._shared_vocab_size,
+            described_by={
+                "teacher": type(self.teacher).__name__,
+                "config": hashlib.blake2b(self.teacher.config.to_json_string().encode(), digest_size=8).hexdigest(),
+                "weights": weights.hexdigest(),
+                "temperature": self.distillation_args.temperature,
+                "dtype": str(self._autocast_dtype),
+            },
+            args=self.args,
+        )
+        self.train_dataset = numbered[0]
+        if self.eval_dataset is not None:
+            self.eval_dataset = numbered[1]
+        collator: Any = TeacherCollator(self.data_collator, cache)
+        self.data_collator = collator
+        self.teacher = None
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list({*self._signature_columns, ROW_COLUMN})
+
+    @property
+    def _skips_logits(self) -> bool:
+        return False
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+
+    @torch.no_grad()
+    def _ask(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The teacher's log-probabilities at the temperature, `(batch_size, seq_len, vocab_size)` in float32."""
+        names = ("input_ids", "position_ids", "attention_mask")
+        given = {name: inputs[name].to(self.args.device) for name in names if name in inputs}
+        dtype = self._autocast_dtype
+        with torch.autocast(self.args.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            logits = self.teacher(**given, use_cache=False).logits
+        logits = logits[..., : self._shared_vocab_size].float()
+        return (logits / self.distillation_args.temperature).log_softmax(dim=-1)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        self._targets = {name: inputs.pop(name) for name in ("teacher_log_probs", "teacher_indices") if name in inputs}
+        if self.teacher is not None:
+            self._targets["teacher_log_probs"] = self._ask(inputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _divergence(self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch) -> torch.Tensor:
+        return masked_divergence(
+            outputs.logits,
+            labels=inputs["labels"],
+            loss_mask=inputs.get("loss_mask"),
+            num_items_in_batch=num_items_in_batch,
+            temperature=self.distillation_args.temperature,
+            kl=self.distillation_args.kl,
+            vocab_size=self._shared_vocab_size,
+            **self._targets,
+        )
+
+    def _combine_losses(self, outputs, inputs, num_items_in_batch):
+        loss, parts = super()._combine_losses(outputs, inputs, num_items_in_batch)
+        kl_loss = self._divergence(outputs, inputs, num_items_in_batch)
+        loss = loss + (1 - self.distillation_args.ce_weight) * (kl_loss - outputs.ce_loss)
+        return loss, parts | {"kl_loss": kl_loss}
+
+    def _add_to_evaluation(self, outputs, inputs):
+        super()._add_to_evaluation(outputs, inputs)
+        self._eval_divergences.append(
+            torch.stack([self._divergence(outputs, inputs, 1.0).detach(), self._eval_weight])
+        )
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+        self._eval_divergences = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._eval_divergences:
+            total, weight = self._add_up(self._eval_divergences)
+            output.metrics[f"{metric_key_prefix}_kl"] = total / weight
+        return output
+
+
+__all__ = [
+    "DistillationArguments",
+    "DistillationTrainer",
+    "check_same_vocabulary",
+    "keeps_documents_apart",
+    "load_teacher",
+    "masked_divergence",
+]

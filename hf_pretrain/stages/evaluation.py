@@ -1,0 +1,142 @@
+"""What `recipes/evaluate.py` is told, and what it leaves: `evaluation.json`, a table, and a card's `model-index`."""
+
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard
+
+from ..checkpoints.directory import find_newest_run
+from ..data.arguments import ChatArguments
+from ..hub.model_card import CARD_NAME, HELD_OUT_METRICS, RunFacts, add_results, held_out_results
+from ..training.arguments import LMTrainingArguments
+
+
+RESULTS_NAME = "evaluation.json"
+
+
+@dataclass
+class HeldOutArguments(ChatArguments):
+    """Which text, or with `--dataset_kind auto` which conversations, to hold out and measure."""
+
+    dataset_kind: str = field(
+        default="text",
+        metadata={"help": "What the records are: text, or of conversations auto or one of their kinds."},
+    )
+
+
+@dataclass
+class EvaluationArguments(LMTrainingArguments):
+    """
+    Those of a training run, so that its `--config` gives its own numbers again, and what to measure besides.
+
+    Raises:
+        `ValueError`: for tasks without lm-eval, or in several processes.
+    """
+
+    output_dir: str | None = field(
+        default=None,
+        metadata={"help": "The run to evaluate where --model_name_or_path names none; by default the newest in out/."},
+    )
+    results_dir: str | None = field(
+        default=None, metadata={"help": "Where the results go; by default the model's own directory."}
+    )
+    tasks: str | None = field(default=None, metadata={"help": "Tasks of lm-eval, separated by commas."})
+    include_path: list[str] | None = field(default=None, metadata={"help": "Directories of more task YAMLs."})
+    num_fewshot: int | None = field(default=None, metadata={"help": "Examples before each question of a task."})
+    limit: float | None = field(
+        default=None, metadata={"help": "Examples of each task, or below 1 the share of them."}
+    )
+
+    def __post_init__(self):
+        self.run_dir = self.output_dir
+        if self.tasks and importlib.util.find_spec("lm_eval") is None:
+            raise ValueError(f"--tasks {self.tasks} needs lm-eval: pip install 'hf_pretrain[eval]'.")
+        super().__post_init__()
+        if self.tasks and self.world_size > 1:
+            raise ValueError(
+                f"--tasks {self.tasks} run in one process, and {self.world_size} were started: launch with python."
+            )
+        self.eval_strategy = "no"
+
+    def settle(self, model_name_or_path: str | None) -> str:
+        """
+        The model to evaluate; `output_dir` is where its results go from here on.
+
+        Raises:
+            `ValueError`: if there is no model, or no place for its results.
+        """
+        name = model_name_or_path or self.run_dir or find_newest_run()
+        if model_name_or_path is None and not Path(name, "config.json").is_file():
+            raise ValueError(
+                f"{name} holds no model to evaluate. Train it first, or name one: --model_name_or_path DIR."
+            )
+        if self.results_dir is None and not Path(name).is_dir():
+            raise ValueError(f"{name} is not a directory here: say where its results go with --results_dir DIR.")
+        if self.push_to_hub and self.results_dir is not None:
+            raise ValueError(
+                "--push_to_hub pushes a model's directory with its results in it: leave out --results_dir."
+            )
+        self.output_dir = self.results_dir or name
+        return name
+
+
+def format_results(results: dict[str, Any]) -> str:
+    """The table of what was measured."""
+    rows = [("on", "metric", "value", "")]
+    held_out = results["held_out"]
+    for key, value in held_out.items():
+        unit = " (nats per token)" if key == "eval_loss" else ""
+        rows.append(("held out", HELD_OUT_METRICS[key] + unit, f"{value:.4f}", ""))
+    for task, result in results["tasks"].items():
+        for metric, entry in result["metrics"].items():
+            error = f"± {entry['stderr']:.4f}" if entry["stderr"] is not None else ""
+            rows.append((task, metric, f"{entry['value']:.4f}", error))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
+    """
+    Writes `evaluation.json`, and the same figures into the `model-index` of the card, whose text stays as it is. Where
+    there is no card, one of these figures alone is made.
+
+    Returns:
+        `Path`: the JSON file.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / RESULTS_NAME
+    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    entries = held_out_results(results["held_out"], facts)
+    # Of a part of its examples a task has no score that a card could give.
+    if results.get("limit") is None:
+        entries += _task_results(results["tasks"])
+    if entries:
+        card_path = directory / CARD_NAME
+        card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\n{}\n---\n")
+        add_results(card, entries, model_name=directory.resolve().name)
+        card.save(card_path)
+    return path
+
+
+def _task_results(tasks: dict[str, Any]) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=result["dataset"] or "custom",
+            dataset_config=task,
+            dataset_name=task,
+            metric_type=metric.split(" (")[0],
+            metric_name=f"{metric}, {result['num_fewshot']}-shot" if result["num_fewshot"] else metric,
+            metric_value=round(entry["value"], 6),
+        )
+        for task, result in tasks.items()
+        for metric, entry in result["metrics"].items()
+    ]
+
+
+__all__ = ["RESULTS_NAME", "EvaluationArguments", "format_results", "write_results"]

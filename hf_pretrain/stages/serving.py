@@ -1,0 +1,193 @@
+"""
+transformers' own server for one model of ours: it serves that model and no other, and refuses what would keep it busy
+or fill its memory before any work is done.
+
+| a request | gets |
+|---|---|
+| for another model, `/load_model` included | 400, and the Hub is not asked |
+| from a web page of another origin, or without the content type JSON | 403, 415: no page can unload the model |
+| with more bytes or tokens than the model has positions for, or more stop strings than `MAX_STOP_STRINGS` | 400 |
+| with a chat template, or another argument of the rendering, in `chat_template_kwargs` | 400 |
+"""
+
+import inspect
+import json
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+from urllib.parse import urlsplit
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving import model_manager, server
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
+
+from ..model.modeling_minimind import MiniMindForCausalLM
+
+
+try:
+    from fastapi import FastAPI, HTTPException
+    from starlette.datastructures import Headers
+    from starlette.responses import JSONResponse
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+except ImportError as error:
+    raise ImportError('Serving needs FastAPI: pip install "hf_pretrain[serve]"') from error
+
+# transformers compares each with the whole vocabulary: 1,000 take 20 seconds.
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 64
+# What a body may hold beside the prompt.
+_MAX_OTHER_BYTES = 2**16
+# Arguments of the rendering itself; what else a request names goes to the template.
+_RENDERING_ARGUMENTS = {
+    name
+    for name, parameter in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+}
+
+
+def adapt_server(name: str) -> None:
+    """Prepares transformers' server in this process to serve the model `name`, and no other."""
+    # NOTE: it looks up the class that config.json names in transformers itself, in the module object that it imported:
+    # transformers replaces that object while it is being imported.
+    model_manager.transformers.MiniMindForCausalLM = MiniMindForCausalLM
+    # NOTE: it lists what is in the Hub's cache, and fails where there is none; clients ask what they can talk to.
+    served = {"id": name, "object": "model", "owned_by": "hf_pretrain", "created": int(time.time())}
+    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [served])
+    # NOTE: it has no limits, and no way to set any.
+    server.build_server = partial(_build_guarded, server.build_server, name)
+    for manager in (GenerateManager, CBGenerateManager):
+        for method in ("generate_streaming", "generate_non_streaming"):
+            setattr(manager, method, _bounded(getattr(manager, method)))
+
+
+def _build_guarded(
+    build: Callable[..., FastAPI], name: str, manager: ModelManager, *args: Any, **kwargs: Any
+) -> FastAPI:
+    """transformers' app behind a [`RequestGuard`]; the model is loaded already."""
+    (loaded,) = manager.loaded_models.values()
+    longest = max(len(token.encode()) for token in loaded.processor.get_vocab())
+    # JSON writes a byte of text as two at most, as a rule.
+    max_bytes = 2 * longest * loaded.model.config.max_position_embeddings + _MAX_OTHER_BYTES
+    app = build(manager, *args, **kwargs)
+    app.add_middleware(RequestGuard, name=name, max_bytes=max_bytes)
+    return app
+
+
+def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A manager's way to generate, for prompts that fit into the model's positions, and no further than these go."""
+
+    @wraps(generate)
+    def bounded(
+        self: Any,
+        model: PreTrainedModel,
+        processor: Any,
+        inputs: Any,
+        config: GenerationConfig,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # Continuous batching has lists, the other way tensors of one row.
+        ids = inputs["input_ids"]
+        num_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+        num_left = model.config.max_position_embeddings - num_tokens
+        if num_left < 1:
+            raise HTTPException(
+                400,
+                f"The prompt has {num_tokens:,} tokens, and the model {model.config.max_position_embeddings:,} "
+                "positions for it and the answer. Shorten it.",
+            )
+        _check_stop_strings(config.stop_strings)
+        config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
+        return generate(self, model, processor, inputs, config, *args, **kwargs)
+
+    return bounded
+
+
+def _check_stop_strings(given: Any) -> None:
+    strings = [given] if isinstance(given, str) else given or []
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise HTTPException(400, f"stop: {given!r:.100} must be text, or a list of texts.")
+    if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_CHARS for string in strings):
+        raise HTTPException(
+            400, f"stop: at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters; there are {len(strings)}."
+        )
+
+
+class RequestGuard:
+    """
+    ASGI middleware that refuses requests by their headers, size and fields.
+
+    Args:
+        app (`ASGIApp`): what the others go to.
+        name (`str`): the model that is served.
+        max_bytes (`int`): of a body.
+    """
+
+    def __init__(self, app: ASGIApp, *, name: str, max_bytes: int):
+        self.app = app
+        self.name = name
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await self._read(receive)
+            self._check_headers(Headers(scope=scope))
+            self._check_fields(body)
+        except HTTPException as error:
+            await JSONResponse({"detail": error.detail}, error.status_code)(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self.app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body. One that is too long is read to its end, since clients listen after they have sent, but not kept."""
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size <= self.max_bytes:
+                parts.append(part)
+        if size > self.max_bytes:
+            raise HTTPException(
+                400, f"The request has {size:,} bytes. The model's positions have room for {self.max_bytes:,} at most."
+            )
+        return b"".join(parts)
+
+    def _check_headers(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise HTTPException(403, f"A page of {origin} may not ask this server.")
+        # Pages send this one to other origins only where the server agrees, and it does not.
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
+
+    def _check_fields(self, body: bytes) -> None:
+        try:
+            request = json.loads(body) if body else {}
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"The body is not JSON: {error}") from error
+        if not isinstance(request, dict):
+            raise HTTPException(400, "The body is not a JSON object.")
+        if request.get("model", self.name) != self.name:
+            raise HTTPException(400, f"This server has one model, {self.name}, and not {request['model']!r:.100}.")
+        kwargs = request.get("chat_template_kwargs") or {}
+        if not isinstance(kwargs, dict):
+            raise HTTPException(400, "chat_template_kwargs must be an object.")
+        if taken := kwargs.keys() & _RENDERING_ARGUMENTS:
+            raise HTTPException(
+                400,
+                f"chat_template_kwargs holds variables of the model's own template, not {', '.join(sorted(taken))}.",
+            )
+
+
+__all__ = ["MAX_STOP_CHARS", "MAX_STOP_STRINGS", "RequestGuard", "adapt_server"]

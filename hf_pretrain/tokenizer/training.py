@@ -1,0 +1,153 @@
+"""Train byte-level BPE tokenizers."""
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from datasets import Dataset, IterableDataset
+from huggingface_hub.constants import HF_HOME
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from .loading import load_tokenizer, save_tokenizer
+from .special_tokens import (
+    BOS_TOKEN,
+    CHAT_TEMPLATE_PATH,
+    EOS_TOKEN,
+    MARKS,
+    PAD_TOKEN,
+    RESPONSE_TEMPLATE_PATH,
+    SPECIAL_TOKENS,
+)
+
+
+logger = logging.get_logger(__name__)
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrainedTokenizerFast:
+    """
+    Trains a byte-level BPE tokenizer. The same texts in the same order give the same tokenizer.
+
+    Args:
+        texts (`Iterable[str]`): the text to learn from.
+        vocab_size (`int`, defaults to 6400): entries in total, `SPECIAL_TOKENS` and the 256 bytes included. Little
+            text gives fewer.
+
+    Returns:
+        [`PreTrainedTokenizerFast`]: with `<|endoftext|>` 0 (pad), `<|im_start|>` 1 (bos), `<|im_end|>` 2 (eos) and the
+        chat and response templates. `tokenizer(text)` adds neither bos nor eos; [`encode_documents`] does.
+
+    Raises:
+        `ValueError`: if `vocab_size` has no room for the special tokens and the bytes.
+    """
+    smallest = len(SPECIAL_TOKENS) + 256
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens and 256 bytes need at least "
+            f"{smallest}."
+        )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=token not in MARKS, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        chat_template=CHAT_TEMPLATE_PATH.read_text(encoding="utf-8"),
+        response_template=json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8")),
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def load_or_train_tokenizer(
+    name_or_path: str | None,
+    documents: Dataset | IterableDataset,
+    *,
+    vocab_size: int,
+    cache_dir: str | Path | None = None,
+    max_training_chars: int = 50_000_000,
+) -> PreTrainedTokenizerFast:
+    """
+    Loads a tokenizer, or trains one on the documents and keeps it for the next run on the same ones.
+
+    Args:
+        name_or_path (`str`, *optional*): a directory or Hub id to load; `None` trains.
+        documents ([`Dataset`] or [`IterableDataset`]): with a column `text`.
+        vocab_size (`int`): entries of the trained tokenizer, in total.
+        cache_dir (`str` or `Path`, *optional*): where trained tokenizers are kept, by the content of what they were
+            trained on; by default `hf_pretrain/tokenizers` in `HF_HOME`.
+        max_training_chars (`int`, defaults to 50,000,000): above this, training sees evenly spaced documents; of a
+            stream, the first ones.
+
+    Raises:
+        `ValueError`: if the named tokenizer cannot be loaded, or `vocab_size` is too small.
+    """
+    if name_or_path is not None:
+        return load_tokenizer(name_or_path)
+    texts = _sample_texts(documents, max_training_chars)
+    digest = hashlib.blake2b(digest_size=16)
+    templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
+    recipe = [vocab_size, SPECIAL_TOKENS, *templates, _TRAINING_CODE, tokenizers.__version__]
+    for part in (json.dumps(recipe), *texts):
+        digest.update(part.encode() + b"\0")
+    directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest.hexdigest()
+    if directory.is_dir():
+        logger.info(f"Taking the tokenizer trained before on these documents: {directory}")
+        return load_tokenizer(directory)
+
+    logger.info(f"Training a tokenizer of {vocab_size} entries on {len(texts)} documents")
+    tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed: another process never sees half of it, and whoever is second finds the same content.
+    scratch = tempfile.mkdtemp(dir=directory.parent)
+    try:
+        save_tokenizer(tokenizer, scratch)
+        os.rename(scratch, directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return load_tokenizer(directory)
+
+
+def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[str]:
+    """Texts of at most about `max_chars` characters: evenly spaced, or the first ones of a stream."""
+    if isinstance(documents, Dataset):
+        probe = documents.select(np.linspace(0, len(documents) - 1, min(len(documents), 1000), dtype=np.int64))
+        mean_chars = sum(map(len, probe["text"])) / max(len(probe), 1)
+        if mean_chars * len(documents) <= max_chars:
+            return list(documents["text"])
+        count = max(1, int(max_chars / mean_chars))
+        return list(documents.select(np.linspace(0, len(documents) - 1, count, dtype=np.int64))["text"])
+    texts, num_chars = [], 0
+    for document in documents:
+        texts.append(document["text"])
+        num_chars += len(texts[-1])
+        if num_chars >= max_chars:
+            break
+    return texts
+
+
+# A tokenizer that an older version trained is not taken for one of this version.
+_TRAINING_CODE = inspect.getsource(train_tokenizer)
+
+
+__all__ = ["load_or_train_tokenizer", "train_tokenizer"]

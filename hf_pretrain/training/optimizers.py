@@ -1,0 +1,213 @@
+"""
+Muon, and learning-rate schedules: transformers' own, completed where they need a number that only the run knows.
+
+Muon (https://kellerjordan.github.io/posts/muon/) makes the update of a matrix orthogonal. Scaled to the size of AdamW's
+updates (https://arxiv.org/abs/2502.16982), it takes the same learning rate and weight decay.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import TrainingArguments
+
+from ..runtime.devices import has_bfloat16_units
+
+
+OPTIM_PRESETS = ("adamw", "muon")
+# Of the quintic iteration, chosen for its slope at zero.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NUM_NEWTON_SCHULZ_STEPS = 5
+# Elements that are made orthogonal at a time; of sharded matrices, so many are gathered.
+MAX_ELEMENTS = 2**24
+
+
+def optimizer_name(args: TrainingArguments) -> str:
+    """`muon`, or what `--optim` says."""
+    is_muon = getattr(args, "optim_preset", "adamw") == "muon"
+    return "muon" if is_muon else str(getattr(args.optim, "value", args.optim))
+
+
+def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon trains it: the matrices of the layers, stacked experts too; not embeddings, head or routers."""
+    return parameter.ndim >= 2 and ".layers." in f".{name}" and not name.endswith("mlp.gate.weight")
+
+
+def muon_parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for [`Muon`]: its matrices, AdamW's matrices, and without weight decay all that is none."""
+    groups: dict[tuple[bool, float, Any], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            decay = weight_decay if parameter.ndim >= 2 else 0.0
+            groups[is_matrix_of_muon(name, parameter), decay, mesh].append(parameter)
+    return [
+        {"params": parameters, "use_muon": use_muon, "weight_decay": decay}
+        # AdamW's first, whose learning rate is the one that is logged.
+        for (use_muon, decay, _), parameters in sorted(groups.items(), key=lambda item: item[0][:2])
+    ]
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Muon for matrices and torch's AdamW for the rest, as one optimizer. Matrices that are stacked in one parameter, such as
+    experts, are made orthogonal one by one; of sharded ones the whole is gathered for it.
+
+    Args:
+        groups (`Iterable[dict]`): of [`muon_parameter_groups`].
+        lr (`float`): for both; an update of Muon is scaled by `0.2 * sqrt(max(rows, columns))`.
+        momentum (`float`, defaults to 0.95): Nesterov's, of Muon.
+        betas, eps: AdamW's.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ):
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
+        rest = [group for group in self.param_groups if not group["use_muon"]]
+        # It shares groups and state, and completes the groups with its own settings.
+        self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._adamw is not None:
+            # Loading a state puts other objects in their place.
+            self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+            self._adamw.state = self.state
+            self._adamw.step()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._step_muon(group)
+        return loss
+
+    def _step_muon(self, group: dict[str, Any]):
+        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+            by_shape[parameter.shape].append(parameter)
+        for shape, parameters in by_shape.items():
+            at_a_time = max(1, MAX_ELEMENTS // shape.numel())
+            for start in range(0, len(parameters), at_a_time):
+                self._update_matrices(parameters[start : start + at_a_time], group)
+
+    def _update_matrices(self, parameters: list[nn.Parameter], group: dict[str, Any]):
+        """Of one shape, which are made orthogonal together."""
+        matrices: list[torch.Tensor] = []
+        for parameter in parameters:
+            update = parameter.grad.lerp(self.state[parameter]["momentum_buffer"], group["momentum"])
+            matrices.append(update.full_tensor() if isinstance(update, DTensor) else update)
+        stacked = torch.stack(matrices)
+        updates = orthogonalize(stacked.flatten(0, -3)).view(stacked.shape).to(stacked.dtype)
+        scale = 0.2 * math.sqrt(max(stacked.shape[-2:]))
+        for parameter, update in zip(parameters, updates, strict=True):
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                update = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                update = update.redistribute(mesh, parameter.placements)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"] * scale)
+
+
+def deepspeed_muon(
+    groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    """
+    DeepSpeed's Muon of the same groups, which alone knows how ZeRO-1 and 2 cut matrices into flat pieces. Its updates have
+    another size, `sqrt(max(1, rows / columns))`: the learning rates make up for it, and the weight decays for them.
+    """
+    # Importing it compiles kernels.
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    # Its standard iteration is in bfloat16 on any CPU; the other one is in float32 where there are no float16 units.
+    ns_method = "standard" if has_bfloat16_units(get_accelerator().device_name()) else "gram"
+
+    of_deepspeed: list[dict[str, Any]] = []
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.use_muon = group["use_muon"]
+        if not group["use_muon"]:
+            of_deepspeed.append({**group, "lr": lr, "betas": betas, "eps": eps})
+            continue
+        by_columns: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            by_columns[parameter.shape[-1]].append(parameter)
+        for columns, parameters in by_columns.items():
+            scale = 0.2 * math.sqrt(columns)
+            own = {"params": parameters, "lr": lr * scale, "weight_decay": group["weight_decay"] / scale}
+            of_deepspeed.append({**group, **own, "ns_method": ns_method})
+    return MuonWithAuxAdam(of_deepspeed)
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """
+    The nearest orthogonal matrices, roughly: by five steps of a Newton-Schulz iteration the singular values come to lie
+    between about 0.7 and 1.2 (https://kellerjordan.github.io/posts/muon/).
+
+    Args:
+        matrices (`torch.Tensor` of shape `(num_matrices, rows, columns)`)
+
+    Returns:
+        `torch.Tensor`: of the same shape; bfloat16 where the device has units for it, else float32.
+    """
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    states = matrices.to(torch.bfloat16 if has_bfloat16_units(matrices.device.type) else torch.float32)
+    if is_tall:
+        states = states.mT
+    states = states / torch.linalg.matrix_norm(states, keepdim=True).clamp(min=1e-7)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(NUM_NEWTON_SCHULZ_STEPS):
+        gram = states @ states.mT
+        states = torch.baddbmm(states, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), states, beta=a)
+    return states.mT if is_tall else states
+
+
+def complete_schedule_kwargs(name: str, kwargs: dict[str, Any] | None, *, num_training_steps: int) -> dict[str, Any]:
+    """
+    Fills in what `warmup_stable_decay` and `cosine_with_min_lr` cannot do without.
+
+    Args:
+        name (`str`): of a transformers schedule.
+        kwargs (`dict`, *optional*): `lr_scheduler_kwargs` as the user gave them; what they hold stays.
+        num_training_steps (`int`): optimizer steps of the whole run.
+
+    Returns:
+        `dict`: for WSD, a decay over the last 20 % of the steps; for both, a floor of 10 % of the peak.
+    """
+    kwargs = dict(kwargs or {})
+    if name == "warmup_stable_decay":
+        kwargs.setdefault("num_decay_steps", math.ceil(0.2 * num_training_steps))
+        kwargs.setdefault("min_lr_ratio", 0.1)
+    elif name == "cosine_with_min_lr" and not kwargs.keys() & {"min_lr", "min_lr_rate"}:
+        kwargs["min_lr_rate"] = 0.1
+    return kwargs
+
+
+__all__ = [
+    "OPTIM_PRESETS",
+    "Muon",
+    "complete_schedule_kwargs",
+    "deepspeed_muon",
+    "muon_parameter_groups",
+    "optimizer_name",
+    "orthogonalize",
+]

@@ -1,0 +1,93 @@
+"""
+What users type: which model, which data, and the parser that reads a recipe's flags ([`~training.arguments`] has the rest).
+
+`--config file.yaml` gives defaults, the command line wins, and a key that no dataclass knows is an error.
+"""
+
+import dataclasses
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.utils import logging
+
+from ..runtime.command_line import RecipeParser
+from ..weights.model_arguments import default_preset
+
+
+logger = logging.get_logger(__name__)
+
+
+def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:
+    return [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
+
+
+def _yaml_to_argv(path: str, known_keys: list[str]) -> list[str]:
+    """Turns a YAML file into command-line words, so that its values are checked as typed ones are."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--config {path}: no such file.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold `key: value` lines.")
+    argv = []
+    for key, value in content.items():
+        if key not in known_keys:
+            nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
+            raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
+        if isinstance(value, list):
+            argv += [f"--{key}", *map(str, value)]
+        elif value is not None:
+            argv.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
+    return argv
+
+
+def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] | None = None) -> tuple[Any, ...]:
+    """
+    Parses the command line into instances of `dataclass_types`.
+
+    Args:
+        stage (`str`): where no `--config` is given, `recipes/<preset>/<stage>.yaml` beside the recipe is read, with
+            the preset of `--model_preset`, or the default for this machine.
+        argv (`list[str]`, *optional*): the words after the program's name; `sys.argv[1:]` by default.
+
+    Raises:
+        `ValueError`: for an unknown YAML key or flag, naming the nearest known one; for a value of the wrong type, or
+            one that a dataclass refuses.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    # Bare, --debug is for `one_line_errors`; with a value, it is TrainingArguments' own.
+    pairs = zip(argv, [*argv, "--"][1:], strict=True)
+    argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
+    parser = RecipeParser(dataclass_types, allow_abbrev=False, epilog="--debug shows the traceback of a mistake, too.")
+    known_keys = _known_keys(dataclass_types)
+
+    config = None
+    if "config" in known_keys:
+        known, _ = parser.parse_known_args(argv)
+        config = known.config or _default_config(known, stage)
+    defaults = _yaml_to_argv(config, known_keys) + ["--config", config] if config else []
+    namespace, rest = parser.parse_known_args(defaults + argv)
+    unknown = [word for word in rest if word.startswith("--")]
+    if rest:
+        word = (unknown or rest)[0]
+        nearest = difflib.get_close_matches(word.lstrip("-").split("=")[0], known_keys, n=1, cutoff=0)[0]
+        raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
+    try:
+        return parser.parse_dict(vars(namespace), allow_extra_keys=False)
+    except ValueError as error:
+        # transformers and TRL check their own flags there.
+        raise ValueError(str(error)) from error
+
+
+def _default_config(known: Any, stage: str) -> str | None:
+    """The YAML of the preset, from the repository that the running recipe belongs to."""
+    if known.model_name_or_path:
+        return None
+    path = Path(sys.argv[0]).parent / (known.model_preset or default_preset()) / f"{stage}.yaml"
+    return str(path) if path.is_file() else None

@@ -1,0 +1,269 @@
+"""What a run says at its end: the held-out figures beside a baseline, samples, the loss curve, the next command."""
+
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
+from transformers.utils import logging
+
+from ..tokenizer.encoding import encode_prompt
+from .arguments import LMTrainingArguments
+from .optimizers import optimizer_name
+
+
+logger = logging.get_logger(__name__)
+
+
+def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, vocab_size: int) -> float:
+    """
+    Held-out loss, in nats per token, of a model that knows only how often each token occurs in the training rows
+    (plus one): what a language model has to beat. The first token of a document is not predicted.
+    """
+    train_tokens, eval_tokens = (np.delete(*_tokens_and_starts(rows)) for rows in (train_rows, eval_rows))
+    counts = 1 + np.bincount(train_tokens, minlength=vocab_size)
+    return float(-np.log(counts / counts.sum())[eval_tokens].mean())
+
+
+def _tokens_and_starts(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens of packed rows, and where among them each document starts."""
+    table = rows.with_format("arrow")[:]
+    tokens, lengths = (table[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "seq_lengths"))
+    return tokens, np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def sample_continuations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    eval_rows: datasets.Dataset,
+    *,
+    num_samples: int = 3,
+    prompt_tokens: int = 16,
+    max_new_tokens: int = 48,
+    seed: int = 0,
+) -> list[tuple[str, str]]:
+    """
+    Continuations of the beginnings of held-out documents, as pairs of prompt and continuation. Every rank of a sharded
+    model must call this alike.
+    """
+    tokens, starts = _tokens_and_starts(eval_rows)
+    ends = np.append(starts[1:], len(tokens))
+    samples = []
+    # From the first, the middle and the last of the set, which follows the order of its sources.
+    for number in np.linspace(0, len(starts) - 1, num_samples).astype(int):
+        length = max(2, min(prompt_tokens, (ends[number] - starts[number]) // 2))
+        prompt = tokens[starts[number] : starts[number] + length]
+        continuation = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        samples.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, continuation)))
+    return samples
+
+
+def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> str:
+    """Rows as text for a terminal: what is trained on in green, with another weight than 1 in yellow."""
+    lines = []
+    for row in itertools.islice(rows, num_rows):
+        lines.append(f"--- a row of {len(row['input_ids'])} tokens, {len(row['seq_lengths'])} documents\n")
+        weights = row.get("loss_mask", [1] * len(row["input_ids"]))
+        runs = itertools.groupby(zip(weights, row["input_ids"], strict=True), key=lambda pair: pair[0])
+        for weight, run in runs:
+            text = tokenizer.decode([token for _, token in run])
+            colour = "\033[32m" if weight == 1 else "\033[33m"
+            lines[-1] += f"{colour}{text}\033[0m" if weight else text
+    return "\n".join(lines)
+
+
+def sample_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: datasets.Dataset,
+    *,
+    num_samples: int = 3,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+) -> list[tuple[str, str]]:
+    """
+    Answers to the first questions of held-out conversations, stop token included, as pairs of question and answer.
+    Every rank of a sharded model must call this alike.
+    """
+    samples = []
+    for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
+        messages = json.loads(conversations[int(number)]["text"])["messages"]
+        turn = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        prompt = encode_prompt(tokenizer, messages[:turn])
+        answer = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        samples.append((messages[turn - 1]["content"], tokenizer.decode(answer)))
+    return samples
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[int] | np.ndarray,
+    *,
+    max_new_tokens: int,
+    seed: int,
+) -> list[int]:
+    """Ids sampled after a prompt, always the same."""
+    model.eval()
+    input_ids = torch.tensor(prompt, device=model.device).long()[None]
+    set_seed(seed)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_p=0.9,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return output[0, input_ids.shape[1] :].tolist()
+
+
+def plot_loss_curve(
+    log_history: list[dict[str, Any]],
+    path: Path,
+    *,
+    unigram: float | None = None,
+    loss_unit: str = "nats per token",
+):
+    """
+    Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`); of a run with
+    rewards, the rewards.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("No loss curve: matplotlib is missing (pip install 'hf_pretrain[plots]').")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    measure = "reward" if any("reward" in entry for entry in log_history) else "loss"
+    for key, label, style in ((measure, "training", "-"), (f"eval_{measure}", "held out", "o-")):
+        points = [
+            (entry["num_input_tokens_seen"] / 1e6, entry[key])
+            for entry in log_history
+            if {key, "num_input_tokens_seen"} <= entry.keys()
+        ]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label, markersize=3, linewidth=1.2)
+    if unigram is not None:
+        axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")
+    axes.set(xlabel="tokens seen (millions)", ylabel="mean reward" if measure == "reward" else f"loss ({loss_unit})")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def format_report(
+    args: LMTrainingArguments,
+    *,
+    metrics: dict[str, float],
+    unigram: float | None,
+    samples: list[tuple[str, str]],
+    start: dict[str, float] | None = None,
+    loss_unit: str = "nats per token",
+    push_report: str | None = None,
+) -> str:
+    """The lines that a training recipe prints at its end; `start` holds the metrics from before the first step."""
+    lines = ["", f"Checkpoint         {args.output_dir}"]
+    for key, name, unit in (
+        ("eval_loss", "Held-out loss", f" {loss_unit}"),
+        ("eval_bits_per_byte", "Bits per byte", ""),
+        ("eval_kl", "Divergence", " nats per token from the teacher"),
+        ("eval_rewards/accuracies", "Reward accuracy", ""),
+        ("eval_reward", "Held-out reward", ""),
+    ):
+        if key in metrics:
+            beside = f" ({start[key]:.4f} before)" if start and key in start else ""
+            if key == "eval_loss" and unigram is not None:
+                beside = f" (a unigram model: {unigram:.4f})"
+            lines.append(f"{name:<18} {metrics[key]:.4f}{unit}{beside}")
+    lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
+    lines.append(f"To go on           {continue_command(args)}")
+    if push_report is not None:
+        lines.append(f"Hub                {push_report}")
+    return "\n".join(lines)
+
+
+def continue_command(args: LMTrainingArguments) -> str:
+    """The command that trains on from a run's end, with its other arguments, into a directory beside it."""
+    replaced = (
+        *("--output_dir", "--model_name_or_path", "--local_rank", "--config"),
+        *("--resume_from_checkpoint", "--resume_from_hub", "--hub_token"),
+    )
+    words, skip = [], False
+    for word in sys.argv:
+        name = word.split("=")[0]
+        if not skip and name not in replaced:
+            words.append(word)
+        skip = name in replaced and "=" not in word
+    # As short as it can be typed: an environment below this directory by its relative path.
+    interpreter = Path(sys.executable)
+    if interpreter.is_relative_to(Path.cwd()):
+        interpreter = interpreter.relative_to(Path.cwd())
+    launch = [str(interpreter)]
+    if args.world_size > 1:
+        num_local = os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size))
+        launch = [str(interpreter.with_name("torchrun")), "--standalone", "--nproc_per_node", num_local]
+    config = ["--config", args.config] if args.config else []
+    continued = f"{args.output_dir.rstrip('/')}-continued"
+    return shlex.join([*launch, *words, *config, "--model_name_or_path", args.output_dir, "--output_dir", continued])
+
+
+def describe_training(args: LMTrainingArguments, state: TrainerState, sharding: str) -> list[tuple[str, str]]:
+    """Return how a run was trained, as rows of a table for its model card."""
+    rows_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    rows = [
+        ("tokens seen", f"{state.num_input_tokens_seen:,}"),
+        ("optimizer steps", f"{state.global_step:,}"),
+        (
+            "rows a step",
+            f"{rows_a_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x "
+            f"{args.world_size} processes)",
+        ),
+        ("learning rate", f"{args.learning_rate:g}, {schedule} {args.lr_scheduler_kwargs or ''}".strip()),
+        ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),
+        (
+            "optimizer",
+            f"{optimizer_name(args)}, betas ({args.adam_beta1:g}, {args.adam_beta2:g}), weight decay "
+            f"{args.weight_decay:g}, gradients clipped at {args.max_grad_norm:g}",
+        ),
+        ("seed", str(args.seed)),
+        ("launcher", f"{args.launcher}, {sharding}"),
+        ("hardware", f"{args.launch_description}{f' ({_cpu_name()})' if args.device.type == 'cpu' else ''}"),
+    ]
+    seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
+    if seconds:
+        rows.append(("duration of the last launch", f"{seconds[-1]:,.0f} seconds"))
+    packages = [("torch", torch.__version__), ("transformers", transformers.__version__)]
+    packages.append(("hf_pretrain", importlib.metadata.version("hf_pretrain")))
+    return rows + [("versions", ", ".join(f"{name} {version}" for name, version in packages))]
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def resume_command(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
+    """Return the command that continues a run from what it pushed to `repo_id`."""
+    strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
+    if strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
+        return f"python recipes/{recipe}.py --resume_from_hub {repo_id}   # with the flags of this run"
+    return f"python recipes/{recipe}.py --model_name_or_path {repo_id}"

@@ -1,0 +1,121 @@
+"""
+What a run was: `run.json` in its `output_dir`, for whoever finds the model later.
+
+The file holds a list, an entry for each time that the run was started or went on: command, arguments, versions, commit
+and data when it starts, figures and report when it ends. An entry without `ended` did not come to its end. Tokens are
+left out, and the file is never pushed.
+"""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_token
+from transformers.utils import logging
+
+from .arguments import LMTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+RECORD_NAME = "run.json"
+_PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "deepspeed", "trl", "peft")
+
+
+def begin_record(training_args: LMTrainingArguments, arguments: tuple[Any, ...], *, checkpoint: str | None) -> None:
+    """
+    Adds the entry of a run that starts. The main process calls it.
+
+    Args:
+        arguments (`tuple` of dataclasses): what else the run was told.
+        checkpoint (`str`, *optional*): what it goes on from.
+    """
+    given = {key: value for part in arguments for key, value in vars(part).items()}
+    entry = {
+        "started": _now(),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "launcher": training_args.launcher,
+        "launch": training_args.launch_description,
+        "directory": os.getcwd(),
+        "resumed_from": checkpoint,
+        "arguments": given | training_args.to_dict(),
+        "versions": {"python": platform.python_version()}
+        | {name: found for name in _PACKAGES if (found := _find(name))},
+        "commit": _commit(),
+    }
+    path = Path(training_args.output_dir, RECORD_NAME)
+    _write(path, [*_read(path), entry])
+
+
+def add_to_record(training_args: LMTrainingArguments, **fields: Any) -> None:
+    """Adds fields to the entry of the run under way. The main process calls it."""
+    path = Path(training_args.output_dir, RECORD_NAME)
+    *earlier, entry = _read(path) or [{}]
+    _write(path, [*earlier, entry | fields])
+
+
+def end_record(training_args: LMTrainingArguments, **fields: Any) -> None:
+    """The same, at the end of the run."""
+    add_to_record(training_args, ended=_now(), **fields)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        entries = None
+    if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
+        return entries
+    aside = path.with_name(f"unreadable-{path.name}")
+    logger.warning(f"{path} cannot be read and is now called {aside.name}.")
+    path.replace(aside)
+    return []
+
+
+def _write(path: Path, entries: list[dict[str, Any]]) -> None:
+    text = json.dumps(entries, indent=1, ensure_ascii=False, default=str)
+    token = get_token()
+    if token:
+        text = text.replace(token, "<token>")
+    scratch = path.with_name(f".{path.name}")
+    try:
+        scratch.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        scratch.replace(path)
+    except OSError as error:
+        # The run matters more than its record.
+        logger.warning(f"{path} could not be written: {error}.")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _find(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package is run from, with a mark where files were changed since."""
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+__all__ = ["RECORD_NAME", "add_to_record", "begin_record", "end_record"]

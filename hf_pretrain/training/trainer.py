@@ -1,0 +1,544 @@
+"""
+`MaskedLossTrainer`: a `Trainer` whose loss means the same at any batch size, accumulation and world size.
+
+A step's loss is `sum of w * CE / sum of w + router_aux_loss_coef * sum of aux_d / number of documents`, the sums over
+all micro-batches of all ranks (`loss.py`). Each micro-batch is divided by the totals of the whole step, and multiplied
+by the number of data-parallel ranks, over which DDP, FSDP and DeepSpeed average the gradients.
+
+An epoch ends with rows of weight zero where the rows do not fill the last global batch, never with repeated ones.
+Evaluation is one ratio of sums over the whole set.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import datasets
+import torch
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from ..data.collators import DataCollatorForPackedRows
+from ..data.filling import FILLER_COLUMN, ROW_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
+from ..model.loss import find_documents, prediction_weights
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..tokenizer.loading import token_byte_lengths
+from ..weights.adapters import base_model_of, is_adapted
+from .checkpointing import DATA_POSITION_NAME
+from .efficiency import PeakRate, flops_per_token, peak_memory_bytes
+from .optimizers import complete_schedule_kwargs
+from .pushing import HubPushMixin
+
+
+logger = logging.get_logger(__name__)
+
+
+class MaskedLossTrainer(HubPushMixin):
+    """
+    A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
+    -100 and for a float `loss_mask` beside them. Without a `data_collator`, rows are those of
+    [`~data.collators.DataCollatorForPackedRows`]: `input_ids` of any lengths are enough. It logs `ce_loss`, `aux_loss`, `tokens_per_second`,
+    `model_flops_per_second`, `mfu` (that over the peak of all devices) and `peak_memory_gib` besides, and evaluates
+    `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`, `eval_bits_per_byte`. Everything
+    else is Trainer's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ):
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        super().__init__(model=model, args=args, data_collator=data_collator, **data, **kwargs)
+        if data_collator is None:
+            pad_token_id = base_model_of(self.model).config.pad_token_id
+            self.data_collator: Any = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
+        self._check_arguments()
+        self._is_evaluating = self._wants_loss_alone = False
+        # Of each batch that was evaluated: the sum of w * CE, of w, and of the bytes.
+        self._eval_sums: list[torch.Tensor] = []
+        # Since the last log: sums over micro-batches of this rank, on the device, and what they are called.
+        self._logged_losses: torch.Tensor | None = None
+        self._logged_names: tuple[str, ...] = ()
+        self._new_tokens: torch.Tensor | None = None
+        # Of the step under way: its micro-batches' rows, and whether their losses are finite.
+        self._epoch = self._batches_taken = 0
+        self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._step_is_finite: list[torch.Tensor] = []
+        self._steps_since_log = 0
+        self._unlogged: dict[str, Any] | None = None
+        self._tokens_at_last_log = 0
+        self._last_log_time: float | None = None
+
+    def _check_arguments(self):
+        """Refuses what would train something else than it says."""
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                "--train_sampling_strategy batch_rebalance makes batches of uneven size, which cannot be filled up with "
+                "rows of weight zero. Use random, sequential or group_by_length; packed rows are even anyway."
+            )
+        if self.args.label_smoothing_factor:
+            # NOTE: Trainer shifts the labels for it only in models of its own list, and trains others to copy.
+            raise ValueError("--label_smoothing_factor is not supported by the masked loss; leave it at 0.")
+        if self.get_cp_size() * self.get_sp_size() > 1:
+            raise ValueError(
+                "Context and sequence parallelism cut rows apart, and the masked loss shifts labels inside a row: not "
+                "supported. Use data parallelism, ZeRO or --fsdp_size."
+            )
+
+    def create_accelerator_and_postprocess(self):
+        if self.args.accelerator_config.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches would cut the batches of one process into pieces, and their lists of documents with "
+                "them. Leave it out of --accelerator_config: each process reads the data itself."
+            )
+        self.args.accelerator_config.dispatch_batches = False
+        super().create_accelerator_and_postprocess()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different rows."""
+        return self.accelerator.num_processes // self.get_tp_size()
+
+    # Rows
+
+    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        """Trainer's loader over rows that are filled up to whole global batches."""
+        batch_size = self._fit_batch(dataset, batch_size, is_training)
+        multiple = batch_size * self.data_parallel_size
+        if is_training:
+            multiple *= self.args.gradient_accumulation_steps
+        collator: Any = self.data_collator
+        vocab_size = getattr(self.accelerator.unwrap_model(self.model).config, "vocab_size", None)
+        self.data_collator = FillingCollator(collator, is_training=is_training, vocab_size=vocab_size)
+        try:
+            if not (is_training and self.args.dataloader_drop_last):
+                dataset, sampler_fn = self._fill(dataset, sampler_fn, multiple=multiple, is_training=is_training)
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+        finally:
+            self.data_collator = collator
+
+    def _fit_batch(self, dataset, batch_size: int, is_training: bool) -> int:
+        """
+        At most as many rows for each device as there are, since the rest would be fillers; `ValueError` if
+        accumulation would add micro-batches of fillers alone.
+        """
+        if isinstance(dataset, (IterableDataset, datasets.IterableDataset)) or self.args.dataloader_drop_last:
+            return batch_size
+        fitting = max(1, min(batch_size, math.ceil(len(dataset) / self.data_parallel_size)))
+        num_batches = math.ceil(len(dataset) / (fitting * self.data_parallel_size))
+        accumulation = self.args.gradient_accumulation_steps
+        if is_training and num_batches < accumulation and len(dataset):
+            raise ValueError(
+                f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
+                f"{batch_size:,} a device, so that a step would be larger than the data. Lower it to at most "
+                f"{num_batches:,}."
+            )
+        if is_training and fitting < batch_size:
+            logger.warning(
+                f"--per_device_train_batch_size {batch_size:,} is more than the {len(dataset):,} rows of the data give "
+                f"{self.data_parallel_size} device(s): each step takes all rows, {fitting:,} a device."
+            )
+        return fitting
+
+    def _fill(self, dataset, sampler_fn, *, multiple: int, is_training: bool):
+        if isinstance(dataset, (IterableDataset, datasets.IterableDataset)):
+            # One process evaluates a stream as it is: nothing would take the fillers from its predictions.
+            if is_training or self.data_parallel_size > 1:
+                dataset = FilledStream(dataset, multiple=multiple, is_training=is_training)
+            return dataset, None
+        if len(dataset) == 0:
+            raise ValueError("The dataset has no rows.")
+
+        def filled_sampler(_):
+            # Made of the caller's dataset, since some samplers read its columns.
+            sampler = sampler_fn(dataset) if sampler_fn is not None else None
+            seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+            rows = sampler if sampler is not None else range(len(dataset))
+            filled.sampler = FilledSampler(rows, multiple=multiple, seed=seed)
+            return filled.sampler
+
+        filled = FilledDataset(dataset, is_numbered=is_training)
+        return filled, filled_sampler
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list({*self._signature_columns, "seq_lengths", FILLER_COLUMN, ROW_COLUMN})
+
+    # Where in the data a run is. NOTE: Trainer derives it from the number of steps, as if a stream had no second pass.
+
+    def _run_epoch(self, *args, epoch, epochs_trained, steps_trained_in_current_epoch, **kwargs):
+        is_resumed = epoch == epochs_trained and kwargs["resume_from_checkpoint"] is not None
+        self._epoch, self._batches_taken = epoch, steps_trained_in_current_epoch if is_resumed else 0
+        position = {"epochs_trained": epochs_trained, "steps_trained_in_current_epoch": steps_trained_in_current_epoch}
+        return super()._run_epoch(*args, epoch=epoch, **position, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        sums = torch.stack([self._tr_loss, *(self._logged_losses if self._logged_losses is not None else ())])
+        sums = self.accelerator.gather(sums[None])
+        if self.args.should_save:
+            position = {
+                "epoch": self._epoch,
+                "num_rows": self._batches_taken * self.args.per_device_train_batch_size * self.data_parallel_size,
+                "evaluation_is_due": self._evaluation_is_due,
+                # What the next log is the mean of, for each rank.
+                "unlogged": {
+                    "sums": sums.tolist(),
+                    "last_logged": self._globalstep_last_logged,
+                    "steps": self._steps_since_log,
+                    "skipped": self._num_skipped_steps,
+                },
+            }
+            Path(output_dir, DATA_POSITION_NAME).write_text(json.dumps(position), encoding="utf-8")
+
+    def _read_data_position(self, checkpoint: str, epochs_trained: int, num_batches: int) -> tuple[int, int]:
+        """The pass, and the micro-batches of it that each rank has had; from the number of steps in old checkpoints."""
+        path = Path(checkpoint, DATA_POSITION_NAME)
+        position = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        self.args.eval_on_start = position.get("evaluation_is_due", False)
+        self._unlogged = position.get("unlogged")
+        if self.args.ignore_data_skip or not position:
+            return epochs_trained, num_batches
+        accumulation = self.args.gradient_accumulation_steps
+        rows_a_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
+        return position["epoch"], position["num_rows"] // rows_a_step * accumulation
+
+    def _restore_unlogged(self, unlogged: dict[str, Any]):
+        """Goes on with the sums since the last log; where the ranks are others, the first one has them all."""
+        sums = torch.tensor(unlogged["sums"], device=self.args.device)
+        self._total_loss_scalar -= fmean(losses[0] for losses in unlogged["sums"])
+        if len(sums) == self.args.world_size:
+            sums = sums[self.args.process_index]
+        else:
+            # Trainer takes the mean over the ranks, `log` the sum.
+            mean = sums[:, :1].mean(dim=0) * self.args.world_size
+            sums = torch.cat([mean, sums[:, 1:].sum(dim=0)]) * (self.args.process_index == 0)
+        self._tr_loss = sums[0].to(self._tr_loss)
+        self._logged_losses = sums[1:] if len(sums) > 1 else None
+        self._globalstep_last_logged, self._steps_since_log = unlogged["last_logged"], unlogged["steps"]
+        self._num_skipped_steps = unlogged["skipped"]
+
+    # Loss
+
+    def get_batch_samples(self, *args, **kwargs):
+        if self._unlogged is not None:
+            # NOTE: Trainer's own sum exists from here on.
+            self._restore_unlogged(self._unlogged)
+            self._unlogged = None
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._batches_taken += len(batches)
+        self._losses_before_step = self._logged_losses
+        self._step_rows = [(batch.pop(ROW_COLUMN), batch["input_ids"]) for batch in batches if ROW_COLUMN in batch]
+        self._step_is_finite = []
+        return batches, num_items
+
+    def _skip_step(self):
+        super()._skip_step()
+        self._logged_losses = self._losses_before_step
+        self._steps_since_log -= 1
+
+    def _describe_step(self) -> list[dict[str, Any]]:
+        rows = []
+        for (numbers, input_ids), is_finite in zip(self._step_rows, self._step_is_finite, strict=True):
+            for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True):
+                if number >= 0:
+                    text = self.processing_class.decode(ids) if self.processing_class is not None else None
+                    rows.append({"row_number": number, "is_finite": bool(is_finite), "input_ids": ids, "text": text})
+        return rows
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """
+        Sums over the micro-batches of a step, and over all ranks, of the weights (returned), the documents and the
+        tokens. In evaluation, over this rank's batch alone.
+        """
+        if not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        columns = zip(*map(self._count, batch_samples), strict=True)
+        weights, counts = (torch.stack(column).sum(0).to(device) for column in columns)
+        if self._is_evaluating:
+            self._eval_weight = weights
+            return weights
+        if self.accelerator.num_processes > 1:
+            weights, counts = self.accelerator.reduce((weights, counts), "sum")
+            weights, counts = weights / self.get_tp_size(), counts // self.get_tp_size()
+        num_documents, num_tokens = counts.unbind()
+        self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
+        self._steps_since_log += 1
+        # A step without any weight has a sum of zero, and something must divide it.
+        self._num_documents = num_documents.clamp(min=1).float()
+        return torch.where(weights > 0, weights, 1.0)
+
+    @staticmethod
+    def _count(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The sum of the weights of one batch in float32, and its documents and tokens, `torch.LongTensor` of shape `(2,)`.
+
+        NOTE: not in float64, which MPS and some GPUs lack. Sums of a step's weights of 0 and 1 are exact up to 2**24
+        tokens, and divide a loss in float32. Tokens are added up over a whole run, so they are integers.
+        """
+        labels, loss_mask = batch["labels"], batch.get("loss_mask")
+        documents = find_documents(
+            labels.shape,
+            device=labels.device,
+            position_ids=batch.get("position_ids"),
+            attention_mask=batch.get("attention_mask"),
+            labels=labels,
+            loss_mask=loss_mask,
+        )
+        counts = torch.stack([documents.count, documents.token_mask.sum()])
+        return prediction_weights(labels, loss_mask).sum(), counts
+
+    def _prepare_input(self, data):
+        # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. These are the loss's and keep theirs.
+        prepared = super()._prepare_input(data)
+        if isinstance(data, Mapping):
+            for name in ("loss_mask", "teacher_log_probs"):
+                if name in data:
+                    prepared[name] = data[name].to(self.args.device)
+        return prepared
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.compute_loss_func is not None or num_items_in_batch is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._is_evaluating:
+            outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits)
+            self._check_outputs(outputs)
+            self._add_to_evaluation(outputs, inputs)
+            loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
+            return (loss, outputs) if return_outputs else loss
+
+        outputs = model(
+            **inputs,
+            num_items_in_batch=num_items_in_batch,
+            num_documents_in_batch=self._num_documents,
+            skip_logits=self._skips_logits,
+        )
+        self._check_outputs(outputs)
+        loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
+        self._logged_names, losses = tuple(parts), torch.stack(list(parts.values())).detach()
+        self._logged_losses = losses if self._logged_losses is None else self._logged_losses + losses
+        # Gradients are averaged over the ranks, so that each brings in its share this many times.
+        loss = self._mark_if_not_finite(loss * self.data_parallel_size)
+        return (loss, outputs) if return_outputs else loss
+
+    def _mark_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
+        """
+        Sees to it that a loss that is not finite shows in the gradients, and so on every rank, before the update.
+        Under DeepSpeed, whose backward pass updates, the ranks have to ask each other before.
+        """
+        is_finite = loss.detach().isfinite()
+        self._step_is_finite.append(is_finite)
+        if self.is_deepspeed_enabled:
+            if self.accelerator.sync_gradients and self._any_rank(int(not self._is_loss_finite())):
+                self._meet_nonfinite("The loss is not finite")
+            return loss
+        return loss * torch.where(is_finite, 1.0, torch.nan)
+
+    def _is_loss_finite(self) -> bool:
+        return all(self._step_is_finite)
+
+    @property
+    def _skips_logits(self) -> bool:
+        """Whether nobody reads the logits, which are then never in memory all at once."""
+        return not self._is_evaluating or self._wants_loss_alone
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self._wants_loss_alone = prediction_loss_only
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _combine_losses(
+        self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """This micro-batch's share of the loss that is trained, and those of its parts that are logged."""
+        parts = {"ce_loss": outputs.ce_loss}
+        if outputs.aux_loss is not None:
+            parts["aux_loss"] = outputs.aux_loss
+        return outputs.loss, parts
+
+    @staticmethod
+    def _check_outputs(outputs: Any):
+        if "ce_loss" not in outputs:
+            raise ValueError(
+                f"{type(outputs).__name__} has no `ce_loss`: MaskedLossTrainer trains MiniMindForCausalLM (adapters "
+                "around it too). Use transformers' Trainer for other models, or pass compute_loss_func."
+            )
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        self.args.lr_scheduler_kwargs = complete_schedule_kwargs(
+            str(getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)),
+            self.args.lr_scheduler_kwargs,
+            num_training_steps=num_training_steps,
+        )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # Logs
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
+        progress = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
+        )
+        if checkpoint is not None:
+            epoch, num_batches = self._read_data_position(checkpoint, *progress)
+            # At the end of a pass, Trainer restores random numbers for the next one alone.
+            steps_left = num_update_steps_per_epoch - num_batches // self.args.gradient_accumulation_steps
+            progress = (epoch, num_batches) if steps_left > 0 else (epoch + 1, 0)
+            if self.state.global_step >= max_steps:
+                # NOTE: Trainer would train one step more.
+                progress = (num_train_epochs, 0)
+        self._logged_losses = self._new_tokens = None
+        self._steps_since_log = 0
+        base_model = base_model_of(self.model)
+        self._flops_per_token = flops_per_token(base_model) + self._extra_flops_per_token()
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        self._peak_rate = PeakRate(self.args.device, dtype)
+        self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen
+        return progress
+
+    def _extra_flops_per_token(self) -> float:
+        """Of other models than the one that is trained."""
+        return 0.0
+
+    def _track_num_input_tokens(self, inputs):
+        """Tokens are counted with the weights, once a step; reading them back waits for the next log or save."""
+
+    def _read_token_count(self):
+        if self._new_tokens is not None:
+            self.state.num_input_tokens_seen += self._new_tokens.item()
+            self._new_tokens = None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None):
+        self._read_token_count()
+        if "loss" in logs and self._logged_losses is not None:
+            losses = self._logged_losses
+            if self.accelerator.num_processes > 1:
+                losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
+            logs |= dict(zip(self._logged_names, (losses / self._steps_since_log).tolist(), strict=True))
+            now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
+            speed = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
+            logs |= {"tokens_per_second": speed, "model_flops_per_second": speed * self._flops_per_token}
+            self._last_log_time, self._tokens_at_last_log = now, tokens
+            reached = speed * self._flops_per_token / self.args.world_size
+            with self._clock_stopped():
+                logs["mfu"] = reached / self._peak_rate.update(reached)
+            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
+            self._logged_losses, self._steps_since_log = None, 0
+        # Without a start time: Trainer's own throughput counts evaluation and saving as training.
+        super().log(logs)
+
+    @contextmanager
+    def _clock_stopped(self):
+        """Keeps evaluation and saving out of `tokens_per_second`."""
+        start = time.perf_counter()
+        yield
+        if self._last_log_time is not None:
+            self._last_log_time += time.perf_counter() - start
+
+    def _save_checkpoint(self, *args, **kwargs):
+        self._read_token_count()
+        with self._clock_stopped():
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _evaluate(self, *args, **kwargs):
+        # Random numbers of training do not depend on whether there was an evaluation.
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with self._clock_stopped(), torch.random.fork_rng(devices):
+            return super()._evaluate(*args, **kwargs)
+
+    # Saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None):
+        """Saves float32 weights, also where DeepSpeed trains in bf16 and keeps the float32 ones in its optimizer."""
+        half_precision_model = self.model
+        weights = self._deepspeed_float32_weights()
+        if weights is not None and is_adapted(self.model):
+            state_dict = weights
+        elif weights is not None and self.args.should_save:
+            self.model = type(half_precision_model)(half_precision_model.config)
+            self.model.load_state_dict(weights)
+            state_dict = None
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model = half_precision_model
+
+    def _deepspeed_float32_weights(self) -> dict[str, torch.Tensor] | None:
+        """
+        The optimizer's copy of the weights on the CPU, gathered by all ranks, of an adapter alone where there is one;
+        `None` where there is none.
+        """
+        base_model = base_model_of(self.model)
+        is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
+        if not self.is_deepspeed_enabled or not is_half_precision:
+            return None
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if is_adapted(self.model) and not parameter.requires_grad:
+                continue
+            weight = safe_get_full_fp32_param(parameter)
+            if weight is None:
+                return None
+            weights[name] = weight.cpu()
+        return weights
+
+    # Evaluation
+
+    def _add_to_evaluation(self, outputs: Any, inputs: dict[str, torch.Tensor]):
+        labels = inputs["labels"]
+        num_bytes = torch.zeros((), device=labels.device)
+        if self._token_bytes is not None:
+            weights = prediction_weights(labels, inputs.get("loss_mask"))
+            num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
+        self._eval_sums.append(torch.stack([outputs.ce_loss.detach(), self._eval_weight, num_bytes]))
+
+    def _add_up(self, sums: list[torch.Tensor]) -> list[float]:
+        """The sums of batches over all of them and all ranks, on the host and without rounding."""
+        return [math.fsum(column) for column in zip(*self.accelerator.gather(torch.stack(sums)).tolist(), strict=True)]
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+        """
+        Trainer's loop; the loss is replaced by `sum of w * CE / sum of w` over the whole set, without router loss.
+
+        Raises:
+            `FloatingPointError`: if that is not finite; `ValueError`: if the set has nothing to predict.
+        """
+        is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
+        self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
+        self._eval_sums = []
+        self._is_evaluating = True
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+        finally:
+            self._is_evaluating = False
+        if not self._eval_sums:  # No labels, or a loss of the caller's own.
+            return output
+        ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
+        if weight == 0:
+            raise ValueError(f"{description}: no token of the set is to be predicted (all labels are -100).")
+        loss = ce_sum / weight
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"{description}: {metric_key_prefix}_loss is {loss} at step {self.state.global_step}. The weights or "
+                "the numerics are broken; go back to an earlier checkpoint, and lower --learning_rate."
+            )
+        output.metrics[f"{metric_key_prefix}_loss"] = loss
+        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(min(loss, 700.0))
+        if num_bytes:
+            output.metrics[f"{metric_key_prefix}_bits_per_byte"] = ce_sum / math.log(2) / num_bytes
+        return output

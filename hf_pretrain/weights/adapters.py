@@ -1,0 +1,271 @@
+"""
+Adapters through peft: LoRA (https://huggingface.co/papers/2106.09685), DoRA (https://huggingface.co/papers/2402.09353)
+and QLoRA (https://huggingface.co/papers/2305.14314) on attention, MLP and stacked experts.
+
+    model = add_adapter(model_args.load_model(tokenizer), adapter_args)
+
+An adapter directory holds `adapter_model.safetensors` in float32 and `adapter_config.json`, which names the base model.
+It is a `--model_name_or_path` to train on from, loads with peft's `AutoPeftModelForCausalLM`, and is merged into its
+base by `recipes/convert.py --from ADAPTER`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import is_bitsandbytes_available, is_peft_available, logging
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from ..model.experts import MiniMindExperts
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.names import may_be_checkpoint
+from .loading import load_upstream
+
+
+logger = logging.get_logger(__name__)
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+
+
+@dataclass
+class AdapterArguments:
+    """Whether to train an adapter in place of all weights, and which. The names are those of TRL's `ModelConfig`."""
+
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train a LoRA adapter on top of --model_name_or_path, which stays frozen."}
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter, of each expert's too."})
+    lora_alpha: int = field(default=32, metadata={"help": "The adapter's output is scaled by lora_alpha / lora_r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "On the adapter's input; not with stacked experts."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": f"Which of {', '.join(dict.fromkeys(MODULES + EXPERT_PARAMETERS))} to adapt; by default all that "
+            "the model has. gate_up_proj and down_proj are also the stacked experts."
+        },
+    )
+    use_dora: bool = field(
+        default=False,
+        metadata={"help": "Train the length of each weight vector apart (DoRA); not of stacked experts."},
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Keep the frozen linear layers in 4 bits (QLoRA); needs CUDA, bitsandbytes."}
+    )
+
+    def __post_init__(self):
+        if self.lora_r < 1:
+            raise ValueError(f"--lora_r {self.lora_r}: the rank of an adapter is at least 1.")
+        if self.load_in_4bit and not self.use_peft:
+            raise ValueError("--load_in_4bit freezes the model, so that nothing would be trained: add --use_peft.")
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether `model` is a `PeftModel`."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def base_model_of(model: Any) -> PreTrainedModel:
+    """The model itself, without peft's wrapper; its layers may hold adapters still."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
+    """
+    Puts an adapter on a model and freezes the rest; gives the model back as it is without `--use_peft`, and where it
+    has an adapter already, which is then trained on. The first weights follow from the seed alone.
+
+    Returns:
+        [`~peft.PeftModelForCausalLM`] with the adapter in float32, or `model`.
+
+    Raises:
+        `ValueError`: if peft is missing; for a model without a name, which a saved adapter could not find again, or
+            sharded by FSDP; for targets that it does not have; for dropout or DoRA on stacked experts, or stacked
+            experts under ZeRO-3; for `--load_in_4bit` without CUDA and bitsandbytes.
+    """
+    if is_adapted(model):
+        if args.load_in_4bit:
+            raise ValueError("--load_in_4bit quantizes the base of a new adapter; leave it out to train on from one.")
+        logger.warning("Going on with the adapter that was loaded, as its adapter_config.json has it.")
+        return model
+    if not args.use_peft:
+        return model
+    _check_peft("--use_peft")
+    from peft import LoraConfig, get_peft_model
+
+    if not model.name_or_path:
+        raise ValueError(
+            "--use_peft adapts a checkpoint of this package, which the adapter refers to: give --model_name_or_path. "
+            "Convert weights of another program first, with recipes/convert.py."
+        )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "--use_peft does not work with --fsdp_size; use DDP or ZeRO (--deepspeed ds_configs/zero2.json)."
+        )
+    modules, parameters = _find_targets(model, args)
+    if args.load_in_4bit:
+        model = _quantize(model)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        use_dora=args.use_dora,
+        target_modules=modules,
+        target_parameters=parameters,
+    )
+    with torch.random.fork_rng():
+        # Whatever was drawn before, as some launchers do and others do not.
+        torch.manual_seed(torch.initial_seed())
+        adapted = get_peft_model(model, config)
+    return _finish(adapted)
+
+
+def register_peft_defaults() -> None:
+    """Gives peft's methods the default `target_modules` of Llama, whose layers have the names of ours."""
+    if not is_peft_available():
+        return
+    from peft.utils import constants
+
+    for name, mapping in vars(constants).items():
+        if name.endswith("_MODULES_MAPPING") and "llama" in mapping:
+            mapping.setdefault("minimind", mapping["llama"])
+
+
+def _finish(adapted: Any) -> Any:
+    """What `MiniMindPreTrainedModel` asks of DDP, by the names that the parts have in peft's wrapper."""
+    tables = {name for name, _ in adapted.named_buffers() if name.endswith("rotary_emb.pos_cis")}
+    adapted._ddp_params_and_buffers_to_ignore = tables
+    return adapted
+
+
+def _check_peft(flag: str):
+    if not is_peft_available():
+        raise ValueError(f"{flag} needs peft: pip install 'hf_pretrain[peft]'.")
+
+
+def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str] | None]:
+    """Names of modules and of stacked parameters, as peft takes them; raises `ValueError` as [`add_adapter`] does."""
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    has_experts = any(isinstance(module, MiniMindExperts) for module in model.modules())
+    known = [name for name in MODULES if name in linear]
+    known += [name for name in EXPERT_PARAMETERS if has_experts and name not in known]
+    asked = args.lora_target_modules or known
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise ValueError(f"--lora_target_modules {' '.join(unknown)}: this model has {', '.join(known)} to adapt.")
+    parameters = [f"experts.{name}" for name in EXPERT_PARAMETERS if has_experts and name in asked]
+    if parameters:
+        dense = [name for name in known if name not in EXPERT_PARAMETERS]
+        reasons = {
+            f"--lora_dropout {args.lora_dropout:g}": args.lora_dropout > 0,
+            "--use_dora": args.use_dora,
+            # NOTE: peft adds to the experts before they run, when ZeRO-3 may have prefetched them, or not yet.
+            "ZeRO-3": is_deepspeed_zero3_enabled(),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise ValueError(
+                    f"{reason} does not work on stacked experts ({', '.join(parameters)}) in peft: leave it out, or "
+                    f"adapt the rest with --lora_target_modules {' '.join(dense)}."
+                )
+    return [name for name in asked if name in linear], parameters or None
+
+
+def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
+    """The same model with its linear layers in 4 bits. Embeddings, norms, head and stacked experts stay as they are."""
+    if not (torch.cuda.is_available() and is_bitsandbytes_available()):
+        missing = "there is no CUDA device here" if not torch.cuda.is_available() else "pip install bitsandbytes"
+        raise ValueError(f"--load_in_4bit needs CUDA and bitsandbytes: {missing}. Without it, --use_peft is LoRA.")
+    if is_deepspeed_zero3_enabled():
+        raise ValueError("--load_in_4bit does not work under ZeRO-3, which takes weights apart: use ZeRO-2.")
+    from peft import prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    quantized = type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        attn_implementation=model.config._attn_implementation,
+        dtype=torch.float32,
+        device_map={"": torch.cuda.current_device()},
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if has_bf16 else torch.float16,
+        ),
+    )
+    quantized.name_or_path = quantized.config._name_or_path = model.name_or_path
+    return prepare_model_for_kbit_training(quantized, use_gradient_checkpointing=False)
+
+
+# Adapters that are saved already
+
+
+def adapter_base(path: str | Path | None) -> str | None:
+    """
+    The base model of the adapter at `path`, a directory or Hub id; `None` if there is no adapter.
+
+    Raises:
+        `ValueError`: if there is one that does not say what its base is.
+    """
+    if path is None or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
+        return None
+    _check_peft(f"{path} is an adapter, which")
+    from peft import PeftConfig
+
+    base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+    if not base:
+        raise ValueError(f"{path}/adapter_config.json does not name its base: set base_model_name_or_path in it.")
+    return base
+
+
+def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: bool = True) -> Any:
+    """Puts the adapter at `path`, a directory or Hub id, on its base model: [`~peft.PeftModelForCausalLM`]."""
+    from peft import PeftModel
+
+    return _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
+
+
+def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> MiniMindForCausalLM:
+    """
+    The base model of the adapter at `path` with the adapter added to its weights, in eval mode.
+
+    Raises:
+        `ValueError`: if `path` is no adapter, or its base cannot be loaded.
+    """
+    base = adapter_base(path)
+    if base is None:
+        raise ValueError(f"{path} is no adapter: it has no adapter_config.json.")
+    try:
+        model = load_upstream(base, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"The adapter {path} needs its base model {base} (base_model_name_or_path in adapter_config.json, seen from "
+            f"the current directory): {error}"
+        ) from error
+    merged = load_adapter(model, path, is_trainable=False).merge_and_unload(safe_merge=True)
+    return merged.eval()
+
+
+__all__ = [
+    "AdapterArguments",
+    "adapter_base",
+    "add_adapter",
+    "base_model_of",
+    "is_adapted",
+    "load_adapter",
+    "merge_adapter",
+    "register_peft_defaults",
+]

@@ -1,0 +1,450 @@
+"""
+Checkpoints out: MiniMind's own generations, the architectures that stock transformers (and so vLLM) loads, and GGUF for
+llama.cpp and Ollama.
+
+[`export`] writes one form, reads it back with the program that it is meant for, and compares the logits of that with
+the model's. What a form cannot hold is refused before anything is written (`check_fits`).
+"""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from ..model.configuration_minimind import MiniMindConfig
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.writing import check_writable, written_whole
+from ..tokenizer.loading import check_tokenizer, save_tokenizer
+from .gguf_format import check_gguf, check_gguf_fields, gguf_form, read_ernie_weights, write_gguf
+from .layouts import FORMS, describe_form, to_half_split
+from .loading import V3_YARN, load_upstream
+
+
+logger = logging.get_logger(__name__)
+
+EXPORT_FORMS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+# What MiniMind's scripts call the stages, in the names of their files.
+UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
+# The default of v1's max_seq_len.
+V1_LENGTH = 8192
+CARD_NAME = "README.md"
+ROWS, ROW_TOKENS = 8, 64
+
+
+def misfit(config: MiniMindConfig, form: str) -> str | None:
+    """The part of a model that `form` (a key of `FORMS`, or `"minimind"`) cannot hold; `None` where all fits."""
+    if form == "minimind":
+        return None
+    layout = FORMS[form]
+    parts = {
+        "experts": layout.has_experts is False and config.num_experts > 0,
+        "dense layers (no experts)": layout.has_experts is True and config.num_experts == 0,
+        "q/k norms": config.qk_norm and not layout.has_qk_norm,
+        "attention without q/k norms": layout.has_qk_norm and not config.qk_norm,
+        "shared experts": form in ("v3", "qwen3_moe") and config.num_experts and config.num_shared_experts > 0,
+        "several shared experts": form == "v1" and config.num_experts and config.num_shared_experts > 1,
+    }
+    if form in ("v1", "v2"):
+        is_top1 = config.num_experts > 0 and config.num_experts_per_tok == 1
+        parts |= {
+            "an output head apart from the embedding": not config.tie_word_embeddings,
+            "heads of another width than hidden_size / num_attention_heads": (
+                config.head_dim * config.num_attention_heads != config.hidden_size
+            ),
+            "normalised top-1 routing": is_top1 and config.norm_topk_prob,
+            "scaled rotary positions": config.rope_parameters["rope_type"] != "default",
+            f"the activation {config.hidden_act}": form == "v1" and config.hidden_act != "silu",
+            "more positions than the 32,768 of its table": form == "v1" and config.max_position_embeddings > 32768,
+        }
+    elif form == "v3":
+        rope = config.rope_parameters
+        yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "attention_factor": 1.0}
+        is_long = config.max_position_embeddings > V3_YARN["original_max_position_embeddings"]
+        is_v3_yarn = rope == yarn and is_long
+        parts["scaled rotary positions other than its own YaRN"] = rope["rope_type"] != "default" and not is_v3_yarn
+    return next((part for part, is_there in parts.items() if is_there), None)
+
+
+def check_fits(config: MiniMindConfig, form: str) -> None:
+    """Raises `ValueError` where `form` cannot hold the model, saying which part does not fit and which forms would."""
+    part = misfit(config, form)
+    if part is None:
+        return
+    fitting = [other for other in FORMS if misfit(config, other) is None]
+    generations = [other for other in fitting if FORMS[other].is_generation]
+    others = ["minimind", *(other for other in fitting if other not in generations)]
+    if generations:
+        others.append(f"upstream ({', '.join(generations)})")
+    raise ValueError(
+        f"{describe_form(form)} has no place for {part}. Forms that hold this model: {', '.join(others)}."
+    )
+
+
+def default_generation(config: MiniMindConfig) -> str:
+    """The generation that `--format upstream` writes: the one the weights came from, or the newest that fits."""
+    if config.upstream_generation is not None and misfit(config, config.upstream_generation) is None:
+        return config.upstream_generation
+    return next(
+        (form for form in ("v3", "v2", "v1") if misfit(config, form) is None), "v3" if config.qk_norm else "v2"
+    )
+
+
+def to_state_dict(model: MiniMindForCausalLM, form: str) -> dict[str, torch.Tensor]:
+    """The weights of `model` by the names and in the layout of `form`, contiguous; tied ones share their memory."""
+    check_fits(model.config, form)
+    state_dict: dict[str, torch.Tensor] = {}
+    for ours, tensor in model.state_dict().items():
+        for name, part in FORMS[form].split(ours, tensor.detach().cpu(), model.config):
+            state_dict[name] = part.contiguous()
+    if model.config.tie_word_embeddings:
+        state_dict[FORMS[form].name("lm_head.weight")] = state_dict[FORMS[form].name("model.embed_tokens.weight")]
+    return state_dict
+
+
+def to_stock_model(model: MiniMindForCausalLM, form: str) -> PreTrainedModel:
+    """The same model as `LlamaForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM` or `Ernie4_5_MoeForCausalLM`."""
+    check_fits(model.config, form)
+    config = AutoConfig.for_model(form, **_write_stock_fields(model.config, form))
+    stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    layout = FORMS[form]
+    # In memory transformers stacks experts as we do; saving unstacks them.
+    state_dict = {
+        name: to_half_split(tensor, model.config.head_dim)
+        if layout.half_split and re.search(r"\.[qk]_(proj|norm)\.", name)
+        else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    if form == "ernie4_5_moe":
+        zeros = torch.zeros(1, model.config.num_experts, dtype=model.dtype)
+        for layer in range(model.config.num_hidden_layers):
+            state_dict[f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias"] = zeros
+    stock.load_state_dict(state_dict, strict=True)
+    stock.generation_config = model.generation_config
+    return stock.to(model.dtype).eval()
+
+
+def _write_stock_fields(config: MiniMindConfig, form: str) -> dict[str, Any]:
+    fields = {
+        name: getattr(config, name)
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "intermediate_size", "hidden_act", "max_position_embeddings", "initializer_range"),
+            *("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+            "pad_token_id",
+        )
+    }
+    if form != "ernie4_5_moe":
+        fields["attention_dropout"] = config.dropout
+    if form in ("llama", "qwen3"):
+        return fields
+    fields["moe_intermediate_size"] = config.moe_intermediate_size
+    fields["router_aux_loss_coef"] = (
+        config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
+    )
+    if form == "qwen3_moe":
+        return fields | {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "norm_topk_prob": config.norm_topk_prob,
+        }
+    return fields | {
+        "moe_num_experts": config.num_experts,
+        "moe_k": config.num_experts_per_tok,
+        "moe_num_shared_experts": config.num_shared_experts,
+        "moe_layer_start_index": 0,
+        # The sum of the top-k probabilities is divided by, and is at most 1: a floor of 1 switches that off.
+        "moe_norm_min": 1e-12 if config.norm_topk_prob else 1.0,
+    }
+
+
+def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any]:
+    """The config.json that MiniMind's own code of that generation writes."""
+    check_fits(config, generation)
+    fields: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("rms_norm_eps", "dropout", "bos_token_id", "eos_token_id", "hidden_act", "max_position_embeddings"),
+        )
+    }
+    width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
+    fields |= {
+        "model_type": "minimind",
+        "intermediate_size": width,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "use_moe": config.num_experts > 0,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
+    }
+    if generation == "v3":
+        return fields | {
+            "head_dim": config.head_dim,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "inference_rope_scaling": config.rope_parameters["rope_type"] == "yarn",
+            "num_experts": config.num_experts or 4,
+            "moe_intermediate_size": width,
+            "norm_topk_prob": config.norm_topk_prob,
+            "router_aux_loss_coef": config.router_aux_loss_coef / config.num_experts_per_tok,
+        }
+    fields |= {
+        "n_routed_experts": config.num_experts or 4,
+        "n_shared_experts": config.num_shared_experts,
+        "scoring_func": "softmax",
+        "aux_loss_alpha": config.router_aux_loss_coef,
+        "seq_aux": config.router_aux_loss_level == "sequence",
+    }
+    if generation == "v1":
+        fields["n_shared_experts"] = True if config.num_shared_experts else None
+        # Its code allocates a mask of this size squared in each layer, and turns by 32,768 positions whatever it is.
+        fields["max_position_embeddings"] = config.upstream_max_seq_len or min(
+            config.max_position_embeddings, V1_LENGTH
+        )
+        theirs = {ours: name for name, ours in MiniMindConfig.attribute_map.items()}
+        fields = {theirs.get(name, name): value for name, value in fields.items()}
+    return fields
+
+
+# Writing and reading back
+
+
+@dataclass
+class ExportReport:
+    """
+    What [`export`] wrote and how far it is from the model it came from.
+
+    Args:
+        form (`str`): what was written; for GGUF, its architecture besides.
+        dtype (`str`): of the weights.
+        max_difference (`float`, *optional*): the largest difference of a logit on `ROWS` rows of `ROW_TOKENS` random
+            ids, both sides computed in float32; `None` where nothing here runs the form (then the tensors were
+            compared).
+        relative_difference (`float`, *optional*): the norm of the differences over that of the logits.
+        max_weight_difference (`float`, *optional*): of a weight, where the logits could not be compared.
+        decisive_difference (`float`): the one that must be nothing but rounding where the dtype is the model's: of the
+            weights, or of all logits; with experts, that of the second worst row alone, for in a near tie of two
+            experts rounding decides, and the rest of that row differs.
+    """
+
+    form: str
+    dtype: str
+    max_difference: float | None = None
+    relative_difference: float | None = None
+    max_weight_difference: float | None = None
+    decisive_difference: float = math.nan
+
+    def __str__(self) -> str:
+        if self.max_difference is None:
+            return f"{self.form}, {self.dtype}: read back; largest difference of a weight {self.max_weight_difference:.2e}"
+        return (
+            f"{self.form}, {self.dtype}: read back; largest logit difference on {ROWS} rows {self.max_difference:.2e} "
+            f"({self.relative_difference:.1e} of the logits' norm)"
+        )
+
+
+def export(
+    model: MiniMindForCausalLM,
+    output_dir: str | Path,
+    form: str,
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    dtype: str | None = None,
+    generation: str | None = None,
+    model_name: str = "MiniMind",
+    stage: str = "full_sft",
+    card: Callable[[str], str] | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """
+    Writes `model` in another form, reads it back, and compares the logits.
+
+    Args:
+        output_dir (`str` or `Path`): must not exist, or be empty. After an error nothing is in it.
+        form (`str`): one of `EXPORT_FORMS`.
+        tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside (GGUF: into) the weights; its special
+            tokens become those of the config.
+        dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0` for GGUF; by default the model's.
+        generation (`str`, *optional*): for `upstream`: `v1`, `v2` or `v3`; by default the one that the weights came
+            from, or the newest that fits.
+        model_name (`str`, *optional*): what a GGUF file calls the model.
+        stage (`str`, *optional*): for `upstream`: what its scripts call the training stage, in the name of the file.
+        card (`Callable`, *optional*): makes the model card from the report in words.
+        overwrite (`bool`, *optional*): replace the model in `output_dir`.
+
+    Raises:
+        `ValueError`: if the form cannot hold the model, naming the part that does not fit and the forms that would;
+            for an unknown form or dtype, a directory that is not empty, weights that overflow `dtype`.
+        `RuntimeError`: if what was written does not give the model's logits although it has its dtype, or no finite
+            ones.
+    """
+    output_dir = Path(output_dir)
+    if form not in EXPORT_FORMS:
+        raise ValueError(f"The form {form!r} is unknown; use one of {', '.join(EXPORT_FORMS)}.")
+    source_dtype = str(model.dtype).removeprefix("torch.")
+    dtype = dtype or source_dtype
+    known = GGUF_TYPES if form == "gguf" else DTYPES
+    if dtype not in known:
+        raise ValueError(f"--dtype {dtype} is not one that {form} is written in; use {', '.join(known)}.")
+    check_writable(output_dir, overwrite=overwrite)
+    generation = generation or default_generation(model.config)
+    target = {"upstream": generation, "gguf": gguf_form(model.config)}.get(form, form)
+    if form == "gguf":
+        check_gguf(model.config, tokenizer)
+    check_fits(model.config, target)
+
+    if tokenizer is None:
+        logger.warning(
+            "No tokenizer goes with these weights: their ids mean nothing without the one that they were trained on. "
+            "MiniMind's own do not stand in for each other: of 6,400 ids, 9 mean the same in v1/v2 and in v3."
+        )
+    is_per_document = model.config.num_experts and model.config.router_aux_loss_level == "sequence"
+    if is_per_document and target not in ("minimind", "v1", "v2"):
+        logger.warning(
+            f"{describe_form(target)} takes its router loss over a whole batch, this model over each document: training "
+            "on there will balance differently. The logits are the same."
+        )
+    if form in ("qwen3_moe", "ernie4_5_moe"):
+        # With it on, transformers' generate() fails on padded prompts.
+        logger.warning(
+            f"{form} is written with output_router_logits=False, with which transformers trains it without any router "
+            "loss. Set it to True in the config to train on there, and back to generate."
+        )
+    reference = copy.deepcopy(model).float().eval()
+    # GGUF rounds tensor by tensor, and leaves norms and routers as they are.
+    converted = _cast(copy.deepcopy(model), torch.float32 if form == "gguf" else DTYPES[dtype])
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(converted.config, name, getattr(tokenizer, name))
+            setattr(converted.generation_config, name, getattr(tokenizer, name))
+    with written_whole(output_dir, overwrite=overwrite) as aside:
+        if form == "gguf":
+            path = write_gguf(
+                converted, aside, model_name=model_name, tokenizer=tokenizer, tensor_type=GGUF_TYPES[dtype]
+            )
+            report = _compare_gguf(reference, path, dtype)
+        elif form == "upstream":
+            torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
+            fields = json.dumps(to_upstream_fields(converted.config, generation), indent=2)
+            (aside / "config.json").write_text(fields + "\n", encoding="utf-8")
+            report = _compare(reference, load_upstream(aside, dtype=torch.float32), target, dtype)
+        else:
+            if form == "minimind":
+                converted.save_pretrained(aside)
+            else:
+                to_stock_model(converted, form).save_pretrained(aside)
+                _add_older_names(aside / "config.json")
+            written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
+            report = _compare(reference, written, target, dtype)
+        difference = report.decisive_difference
+        if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
+            raise RuntimeError(
+                f"What was written for {output_dir} is not the same model: {report}. Please report this."
+            )
+        if tokenizer is not None and form != "gguf":
+            save_tokenizer(tokenizer, aside)
+        if card is not None:
+            (aside / CARD_NAME).write_text(card(str(report)), encoding="utf-8")
+    return report
+
+
+def upstream_file_name(config: MiniMindConfig, stage: str) -> str:
+    """The file that MiniMind's own scripts look for, such as `full_sft_512.pth` or `pretrain_640_moe.pth`."""
+    return f"{stage}_{config.hidden_size}{'_moe' if config.num_experts else ''}.pth"
+
+
+def upstream_stage(source: str | Path) -> str:
+    """What MiniMind's scripts call the stage of `source`, by its name: `full_sft` of `out/sft-tiny`, and by default."""
+    name = Path(source).name
+    match = re.fullmatch(r"(\w+?)_\d+(_moe)?\.pth", name)
+    return match[1] if match else UPSTREAM_STAGES.get(name.partition("-")[0], "full_sft")
+
+
+def _add_older_names(config_file: Path) -> None:
+    """
+    Says once more in a stock config.json, by the names of transformers 4, what transformers 5 renamed. Without them
+    transformers 4 (and who follows it) would rotate by the default of the architecture, without a word.
+    """
+    fields = json.loads(config_file.read_text(encoding="utf-8"))
+    scaling = dict(fields["rope_parameters"])
+    fields["rope_theta"] = scaling.pop("rope_theta")
+    if scaling["rope_type"] != "default":
+        fields["rope_scaling"] = scaling
+    if "num_local_experts" in fields:
+        fields["num_experts"] = fields["num_local_experts"]
+    config_file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:
+    model = model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} holds values too large for {dtype}; use bfloat16 or float32.")
+    return model
+
+
+@torch.no_grad()
+def _compare(reference: PreTrainedModel, written: PreTrainedModel, form: str, dtype: str) -> ExportReport:
+    generator = torch.Generator().manual_seed(0)
+    length = min(ROW_TOKENS, reference.config.max_position_embeddings)
+    input_ids = torch.randint(reference.config.vocab_size, (ROWS, length), generator=generator)
+    expected = reference(input_ids).logits
+    difference = written.eval()(input_ids).logits - expected
+    rows = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    relative_difference = (difference.norm() / expected.norm()).item()
+    is_tie_possible = reference.config.num_experts and math.isfinite(relative_difference)
+    return ExportReport(
+        form,
+        dtype,
+        max_difference=difference.abs().max().item(),
+        relative_difference=relative_difference,
+        decisive_difference=rows.topk(2).values[1].item() if is_tie_possible else relative_difference,
+    )
+
+
+def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> ExportReport:
+    """Logits through transformers' reader; of the Ernie form, which it does not know, the weights."""
+    form = gguf_form(reference.config)
+    name = f"GGUF ({form})"
+    check_gguf_fields(path, reference.config)
+    if form == "ernie4_5_moe":
+        written, expected = read_ernie_weights(path), reference.state_dict()
+        if reference.config.tie_word_embeddings:
+            del expected["lm_head.weight"]
+        if written.keys() != expected.keys():
+            raise RuntimeError(f"{path} holds other tensors than it should: {written.keys() ^ expected.keys()}.")
+        differences = torch.stack([(written[key] - tensor).abs().max() for key, tensor in expected.items()])
+        difference = differences.max().item()
+        return ExportReport(name, dtype, max_weight_difference=difference, decisive_difference=difference)
+    # The reader finds the config of a llama in the file, and not those of the others.
+    loading: dict[str, Any] = {}
+    if form != "llama":
+        loading["config"] = AutoConfig.for_model(form, **_write_stock_fields(reference.config, form))
+    stock = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **loading)
+    return _compare(reference, stock, name, dtype)
+
+
+__all__ = [
+    "DTYPES",
+    "EXPORT_FORMS",
+    "GGUF_TYPES",
+    "ExportReport",
+    "check_fits",
+    "default_generation",
+    "export",
+    "misfit",
+    "to_state_dict",
+    "to_stock_model",
+    "to_upstream_fields",
+    "upstream_file_name",
+    "upstream_stage",
+]

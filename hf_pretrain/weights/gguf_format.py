@@ -1,0 +1,304 @@
+"""
+GGUF files for llama.cpp and Ollama, through the `gguf` package (`hf_pretrain[gguf]`).
+
+Tensor names come from the package's own tables, keys and layouts follow llama.cpp's `convert_hf_to_gguf.py`. llama.cpp
+turns neighbouring channels in its `llama` and `ernie4_5-moe` graphs, as MiniMind v1 does, and the two halves of a head
+in `qwen3` and `qwen3moe`.
+"""
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from ..model.configuration_minimind import MiniMindConfig
+from ..model.modeling_minimind import MiniMindForCausalLM
+from .layouts import to_half_split
+
+
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "ernie4_5_moe": "ernie4_5-moe"}
+FILE_NAME = "model.gguf"
+# What llama.cpp's ernie4_5-moe graph takes its weights by, written out: the check of a file must not use the table that
+# wrote it.
+_ERNIE_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("GGUF needs the gguf package: pip install 'hf_pretrain[gguf]'.") from None
+    return gguf
+
+
+def gguf_form(config: MiniMindConfig) -> str:
+    """The architecture of transformers (a key of `ARCHITECTURES`) that the GGUF file is one of."""
+    if config.num_experts:
+        return "qwen3_moe" if config.qk_norm else "ernie4_5_moe"
+    return "qwen3" if config.qk_norm else "llama"
+
+
+def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Raises `ValueError` for what llama.cpp has no key for, besides what the architecture itself cannot hold."""
+    _gguf()
+    problem = None
+    if config.num_experts and not config.norm_topk_prob:
+        problem = "llama.cpp always normalises the top-k probabilities, and this model does not (norm_topk_prob=False)"
+    elif config.rope_parameters["rope_type"] != "default":
+        problem = f"scaled rotary positions ({config.rope_parameters['rope_type']}) are not written"
+    elif config.hidden_act != "silu":
+        problem = f"llama.cpp's graphs have the activation silu, this model has {config.hidden_act}"
+    if problem is not None:
+        raise ValueError(f"No GGUF: {problem}. Forms that hold it: minimind, {gguf_form(config)}.")
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer)
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
+    """Raises `ValueError` unless llama.cpp's `gpt-2` splits text as `tokenizer` does."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    split = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
+    model = backend["model"]
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    beyond = {name: model[name] for name in names if model.get(name)}
+    is_gpt2 = (
+        backend["normalizer"] is None
+        and split == {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+        and model["type"] == "BPE"
+        and not beyond
+    )
+    if not is_gpt2:
+        raise ValueError(
+            f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} ({beyond or 'plain'}) "
+            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE such as recipes/tokenizer.py trains."
+        )
+    _adds_bos(tokenizer)
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether `tokenizer(text)` begins with bos; a `ValueError` if it adds anything else."""
+    plain, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+    if whole not in (plain, [tokenizer.bos_token_id, *plain]):
+        raise ValueError(
+            f"No GGUF: llama.cpp can put bos before a text, this tokenizer makes {whole} of {plain}. Change its "
+            "post_processor."
+        )
+    return whole != plain
+
+
+def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by GGUF names and in GGUF layout, float32 on the CPU; a tied head is left out."""
+    config = model.config
+    gguf = _gguf()
+    form = gguf_form(config)
+    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[form]], config.num_hidden_layers)
+    for ours, tensor in model.state_dict().items():
+        if ours == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        tensor = tensor.detach().cpu().float()
+        if form.startswith("qwen3") and re.search(r"\.[qk]_(proj|norm)\.", ours):
+            tensor = to_half_split(tensor, config.head_dim)
+        parts = {ours: tensor}
+        if ours.endswith("gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            parts = {ours.replace("gate_up_proj", "gate_proj"): gate, ours.replace("gate_up_proj", "up_proj"): up}
+        for name, part in parts.items():
+            yield f"{names.get_name(name.removesuffix('.weight'))}.weight", part.contiguous()
+
+
+def write_gguf(
+    model: MiniMindForCausalLM,
+    output_dir: Path,
+    *,
+    model_name: str,
+    tokenizer: PreTrainedTokenizerFast | None,
+    tensor_type: str,
+) -> Path:
+    """
+    Writes `model.gguf`.
+
+    Args:
+        model_name (`str`): what programs show.
+        tensor_type (`str`): `F32`, `F16`, `BF16` or `Q8_0`, for matrices. Norms and routers stay float32, as in
+            llama.cpp; rows that Q8_0's blocks of 32 do not divide are F16.
+    """
+    gguf = _gguf()
+    writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_form(model.config)])
+    is_float = tensor_type == "F32"
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if is_float else f"MOSTLY_{tensor_type}"])
+    writer.add_name(model_name)
+    _add_config(writer, model.config)
+    if tokenizer is not None:
+        _add_tokenizer(writer, tokenizer, model.config.vocab_size)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+    for name, tensor in gguf_tensors(model):
+        quantized = gguf.GGMLQuantizationType[tensor_type]
+        if tensor.dim() == 1 or "ffn_gate_inp" in name:
+            quantized = gguf.GGMLQuantizationType.F32
+        elif tensor_type == "Q8_0" and tensor.shape[-1] % 32 != 0:
+            quantized = gguf.GGMLQuantizationType.F16
+        values = gguf.quantize(tensor.numpy(), quantized)
+        if quantized == gguf.GGMLQuantizationType.F16 and not np.isfinite(values).all():
+            raise ValueError(f"{name} holds values too large for float16; use bfloat16 or float32.")
+        writer.add_tensor(name, values, raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return output_dir / FILE_NAME
+
+
+def _add_config(writer: Any, config: MiniMindConfig):
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if not config.num_experts:
+        return
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if gguf_form(config) == "ernie4_5_moe":
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        writer.add_interleave_moe_layer_step(1)
+        writer.add_leading_dense_block_count(0)
+
+
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
+    gguf = _gguf()
+    pieces = {index: piece for piece, index in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    tokens, types = [], []
+    for index in range(vocab_size):
+        tokens.append(pieces.get(index, f"[PAD{index}]"))
+        if index not in pieces:
+            types.append(gguf.TokenType.UNUSED)
+        elif index in added:
+            types.append(gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED)
+        else:
+            types.append(gguf.TokenType.NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_add_bos_token(_adds_bos(tokenizer))
+    writer.add_add_eos_token(False)
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        merges = gguf.SpecialVocab(directory, load_merges=True).merges
+    writer.add_token_merges(merges)
+    for kind in ("bos", "eos", "pad", "unk"):
+        index = getattr(tokenizer, f"{kind}_token_id")
+        if index is not None:
+            getattr(writer, f"add_{kind}_token_id")(index)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, dequantized to float32."""
+    gguf = _gguf()
+    return {
+        tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).float()
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of an `ernie4_5-moe` file by our names, dequantized; what it should not hold, by its own."""
+    tensors = read_gguf_tensors(path)
+    ends = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    weights = {f"{ends[name]}.weight": tensors.pop(f"{name}.weight") for name in ends if f"{name}.weight" in tensors}
+    for name in [name for name in tensors if name.endswith(".ffn_gate_exps.weight")]:
+        layer = f"model.layers.{name.split('.')[1]}.mlp.experts"
+        gate, up = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        weights[f"{layer}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        weights[f"{layer}.down_proj"] = tensors.pop(name.replace("gate", "down"))
+    for name, tensor in tensors.items():
+        layer, _, part = name.removeprefix("blk.").removesuffix(".weight").partition(".")
+        weights[f"model.layers.{layer}.{_ERNIE_NAMES[part]}.weight" if part in _ERNIE_NAMES else name] = tensor
+    return weights
+
+
+def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
+    """Raises `RuntimeError` unless the sizes and constants in a file are those of `config`, no more and no less."""
+    architecture = ARCHITECTURES[gguf_form(config)]
+    expected: dict[str, float] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+    if config.num_experts:
+        expected |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    if architecture == "ernie4_5-moe":
+        expected |= {
+            "expert_shared_count": config.num_shared_experts,
+            "expert_shared_feed_forward_length": config.num_shared_experts * config.moe_intermediate_size,
+            "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 0,
+        }
+    expected = {f"{architecture}.{name}": value for name, value in expected.items()}
+    fields = _gguf().GGUFReader(path).fields
+    written = {name: field.contents() for name, field in fields.items() if name.startswith(f"{architecture}.")}
+    # Numbers with a fraction stand there in float32.
+    wrong = [
+        f"{name} is {written.get(name)} and should be {expected.get(name)}"
+        for name in sorted(written.keys() | expected.keys())
+        if not math.isclose(written.get(name, math.nan), expected.get(name, math.nan), rel_tol=1e-6)
+    ]
+    if wrong:
+        raise RuntimeError(f"{path} was written wrongly: {'; '.join(wrong)}. Please report this.")
+
+
+__all__ = [
+    "FILE_NAME",
+    "check_gguf",
+    "check_gguf_fields",
+    "gguf_form",
+    "gguf_tensors",
+    "read_ernie_weights",
+    "read_gguf_tensors",
+    "write_gguf",
+]

@@ -1,0 +1,112 @@
+"""
+How MiniMind's generations and the architectures of transformers name and lay out the weights that we train.
+
+The generations of https://github.com/jingyaogong/minimind: v1 turns neighbouring channels by a complex `pos_cis`, as we
+do; v2 and v3 turn the channels `(i, i + head_dim / 2)`, as Llama does, which is a permutation of the rows of the query
+and key projections (and of v3's query and key norms).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..model.configuration_minimind import MiniMindConfig
+
+
+def to_half_split(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Moves the rows `(2i, 2i + 1)` of each head to `(i, i + head_dim / 2)`. Shape `(num_heads * head_dim, ...)`."""
+    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_interleaved(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of [`to_half_split`]."""
+    return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+@dataclass(frozen=True)
+class Form:
+    """
+    How one program names and lays out the weights.
+
+    Args:
+        is_generation (`bool`): a MiniMind release, as opposed to an architecture of transformers.
+        has_qk_norm, has_experts (`bool`, *optional*): what the form cannot be without, or (`False`) with.
+        half_split (`bool`): which channels of a head turn together.
+        lists_shared_experts (`bool`): shared experts are a list, not one MLP of their summed width.
+        renames: pairs of a part of our name and what stands there instead.
+    """
+
+    is_generation: bool = False
+    has_qk_norm: bool = False
+    has_experts: bool | None = None
+    half_split: bool = True
+    lists_shared_experts: bool = False
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def name(self, name: str) -> str:
+        """What this form calls our tensor `name`."""
+        for ours, theirs in self.renames:
+            name = name.replace(ours, theirs)
+        return name
+
+    def split(self, name: str, tensor: torch.Tensor, config: MiniMindConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, with their names, that one of ours is in this form."""
+        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
+            yield self.name(name), to_half_split(tensor, config.head_dim)
+        elif name.endswith("experts.gate_up_proj"):
+            for expert, gate_and_up in enumerate(tensor):
+                for part, weight in zip(("gate_proj", "up_proj"), gate_and_up.chunk(2), strict=True):
+                    yield self.name(name.replace("gate_up_proj", f"{expert}.{part}.weight")), weight
+        elif name.endswith("experts.down_proj"):
+            for expert, weight in enumerate(tensor):
+                yield self.name(name.replace("down_proj", f"{expert}.down_proj.weight")), weight
+        elif self.lists_shared_experts and "shared_experts." in name:
+            widths = tensor.chunk(config.num_shared_experts, dim=int("down_proj" in name))
+            for expert, weight in enumerate(widths):
+                yield self.name(name.replace("shared_experts.", f"shared_experts.{expert}.")), weight
+        else:
+            yield self.name(name), tensor
+
+    def join(self, name: str, parts: list[torch.Tensor], config: MiniMindConfig) -> torch.Tensor:
+        """Our tensor `name` from its parts, in the order in which [`split`] gives them."""
+        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
+            return to_interleaved(parts[0], config.head_dim)
+        if name.endswith("experts.gate_up_proj"):
+            return torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
+        if name.endswith("experts.down_proj"):
+            return torch.stack(parts)
+        return torch.cat(parts, dim=int("down_proj" in name)) if len(parts) > 1 else parts[0]
+
+
+_V1_NAMES = (
+    ("model.embed_tokens", "tok_embeddings"),
+    ("model.", ""),
+    ("lm_head", "output"),
+    ("self_attn.", "attention."),
+    *((f"{letter}_proj", f"w{letter}") for letter in "qkvo"),
+    ("input_layernorm", "attention_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("mlp.", "feed_forward."),
+    ("gate_proj", "w1"),
+    ("down_proj", "w2"),
+    ("up_proj", "w3"),
+)
+FORMS = {
+    "v1": Form(is_generation=True, half_split=False, renames=_V1_NAMES),
+    "v2": Form(is_generation=True, lists_shared_experts=True),
+    "v3": Form(is_generation=True, has_qk_norm=True),
+    "llama": Form(has_experts=False),
+    "qwen3": Form(has_experts=False, has_qk_norm=True),
+    "qwen3_moe": Form(has_experts=True, has_qk_norm=True),
+    "ernie4_5_moe": Form(has_experts=True, half_split=False),
+}
+
+
+def describe_form(form: str) -> str:
+    """What messages call a form."""
+    return f"MiniMind {form}" if FORMS[form].is_generation else form
+
+
+__all__ = ["FORMS", "Form", "describe_form", "to_half_split", "to_interleaved"]

@@ -1,0 +1,432 @@
+"""
+Checkpoints in: three MiniMind generations, and the architectures of transformers that MiniMind's scripts export.
+
+A [`~weights.layouts.Form`] says how a program names and lays out the weights, `_read_fields` how its config.json says the same
+things as ours. Reading builds an empty model from what the shapes tell, writes *its* tensors out in the file's
+form, and compares names and shapes: so whatever a file lacks or has too much is met before any value is taken.
+
+    tensors in some form -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from ..model.config_fields import check_fields
+from ..model.configuration_minimind import MiniMindConfig
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.names import may_be_checkpoint
+from .files import check_content, check_shards, read_json, read_tensors, resolve
+from .layouts import FORMS, describe_form
+
+
+logger = logging.get_logger(__name__)
+
+# Names in MiniMind's own configs for what ours says otherwise.
+UPSTREAM_FIELDS = frozenset(
+    ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
+    + ("inference_rope_scaling", "rope_scaling")
+)
+# Fields that are taken from MiniMind's code where no config gives them, by any of its names.
+_ASSUMED = {
+    "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
+    "rope_parameters": {"rope_parameters", "rope_theta"},
+    "max_position_embeddings": {"max_position_embeddings", "max_seq_len"},
+    "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
+    "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
+}
+# YaRN as v3 (and v2 from 2025-12) computes it; upstream's code has these values, its config.json need not.
+V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def is_ours(path: str | Path) -> bool:
+    """Whether `path` is a directory or a Hub id with a checkpoint that this package wrote."""
+    if not may_be_checkpoint(path):
+        return False
+    try:
+        return "format_version" in MiniMindConfig.get_config_dict(path)[0]
+    except OSError:
+        return False
+
+
+def load_upstream(
+    path: str | Path, *, config: Mapping[str, Any] | str | Path | None = None, dtype: torch.dtype | None = None
+) -> MiniMindForCausalLM:
+    """
+    Loads weights of any MiniMind generation, or of an architecture of transformers that MiniMind's scripts export.
+
+    Args:
+        path (`str` or `Path`): a `.pth` file; a directory with `config.json` and `model.safetensors` (or shards),
+            `pytorch_model.bin` or exactly one `.pth`; a Hub id, or one file in it (`owner/name:full_sft_512.pth`). Of the generations v1, v2 and v3, of `llama`,
+            `qwen3`, `qwen3_moe` and `ernie4_5_moe`, or of this package.
+        config (`dict` or path of a JSON file, *optional*): fields of that form's own config.json, by its own names or
+            ours, that add to those in the directory or beside the file and win over them.
+        dtype (`torch.dtype`, *optional*): of the model; by default that of the file.
+
+    Returns:
+        [`MiniMindForCausalLM`] in eval mode, with the same logits and the same router loss.
+
+    Raises:
+        `ValueError`: where nothing fits: a tensor is missing, unexpected, of another shape or not finite; a size
+            cannot be inferred or contradicts the config; a pickle holds more than tensors (nothing of it is run).
+    """
+    path = resolve(path)
+    if is_ours(path):
+        if config:
+            raise ValueError(f"{path} was written by hf_pretrain and says all about itself: leave the config out.")
+        return load_ours(path, dtype=dtype or "auto").eval()
+    if isinstance(config, str | Path):
+        config = read_json(Path(config))
+    tensors = read_tensors(path)
+
+    try:
+        raw = _merge(_read_config(path), config or {})
+        form = _recognise(tensors, raw, path)
+        given = _read_fields(raw, form, has_experts=any(".experts." in name for name in tensors))
+        inferred = _infer_sizes(tensors, form, given)
+        minimind_config = MiniMindConfig(**given | inferred)
+    except StrictDataclassError as error:
+        raise ValueError(f"{path}: a field of the config is of the wrong type. {error}") from error
+    # A head that the file leaves out is the embedding.
+    tensors.setdefault(FORMS[form].name("lm_head.weight"), tensors[FORMS[form].name("model.embed_tokens.weight")])
+    state_dict = _join(tensors, form, minimind_config, path)
+
+    dtypes = {tensor.dtype for tensor in state_dict.values()}
+    file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
+    model.load_state_dict(state_dict, strict=True)
+    _check_finite(model, path)
+    model.config.dtype = model.dtype
+    sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
+    assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
+    defaults = f" By MiniMind's defaults, for want of a config: {assumed}." if assumed else ""
+    logger.warning(f"{path}: {describe_form(form)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
+    return model
+
+
+def load_ours(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
+    """
+    `from_pretrained` of a checkpoint that this package wrote, which fills in nothing.
+
+    Raises:
+        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite, the file damaged, or a shard
+            outside the directory.
+    """
+    check_shards(path)
+    for file in Path(path).glob("*.safetensors"):
+        check_content(file)
+    try:
+        model, info = MiniMindForCausalLM.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **loading
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} has no weights that can be read: {error}") from error
+    shapes = [
+        f"{name} is {tuple(found)} and should be {tuple(shape)}" for name, found, shape in info["mismatched_keys"]
+    ]
+    _check_names(f"{path} does not fit its config", info["missing_keys"], info["unexpected_keys"], shapes)
+    _check_finite(model, path)
+    return model
+
+
+def _check_finite(model: MiniMindForCausalLM, path: str | Path):
+    # NOTE: under ZeRO-3 the parameters are elsewhere and pass; there the first loss tells.
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(
+                f"{path}: {name} holds values that are not finite in {parameter.dtype}. The file is damaged, or they "
+                "are too large for this dtype: use bfloat16 or float32."
+            )
+
+
+def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[str], shapes: Iterable[str]):
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
+        for what, names in (
+            ("missing", sorted(missing)),
+            ("unexpected", sorted(unexpected)),
+            ("of another shape", sorted(shapes)),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(f"{complaint}. Tensors {'; '.join(problems)}.")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The fields of the config.json in or beside `path`."""
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    if not config.is_file():
+        return {}
+    raw = read_json(config)
+    if "format_version" in raw:
+        logger.warning(f"{config} belongs to a checkpoint of hf_pretrain, not to {path.name}, and is left aside.")
+        return {}
+    return raw
+
+
+def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config, `given` above those of the file; with transformers' defaults for its architectures."""
+    fields = {**raw, **given}
+    check_fields(fields)
+    if fields.get("model_type") in FORMS:
+        # transformers writes into what it is given.
+        fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
+        try:
+            fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
+        except Exception as error:
+            # It checks some of the fields, and computes with the others.
+            raise ValueError(f"The config is not one of {model_type}: {error}") from error
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5 as the two fields of transformers 4, which can be given apart."""
+    rope = dict(fields.get("rope_parameters") or {})
+    split = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
+    if rope:
+        split["rope_scaling"] = rope
+    return {name: value for name, value in fields.items() if name != "rope_parameters"} | split
+
+
+def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
+    """The form of the weights, by their names; which architecture of transformers, by its config."""
+    if "tok_embeddings.weight" in tensors:
+        return "v1"
+    if "model.embed_tokens.weight" not in tensors:
+        raise ValueError(
+            f"{path}: no generation of MiniMind has these names: {', '.join(list(tensors)[:4])}... (v1 has "
+            "tok_embeddings.weight, v2 and v3 have model.embed_tokens.weight)."
+        )
+    model_type = raw.get("model_type", "minimind")
+    if model_type in FORMS:
+        return model_type
+    if model_type != "minimind":
+        raise ValueError(f"{path}: model_type={model_type!r} is not one of minimind, {', '.join(list(FORMS)[3:])}.")
+    return "v3" if any(name.endswith("q_norm.weight") for name in tensors) else "v2"
+
+
+def _read_fields(raw: dict[str, Any], form: str, *, has_experts: bool) -> dict[str, Any]:
+    """
+    Our config fields from those of `form`, as far as they are given; constants of the form's code besides.
+
+    The router loss of v3, Qwen3-MoE and Ernie4.5-MoE lacks our division by top-k; the latter two average over layers
+    where MiniMind sums.
+    """
+    aliases = MiniMindConfig.attribute_map if form == "v1" else {}
+    raw = {aliases.get(name, name): value for name, value in raw.items()}
+    if form == "ernie4_5_moe":
+        names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+        raw = {names.get(name, name): value for name, value in raw.items()}
+        # The sum of the top-k probabilities, at most 1, is divided by unless it is below this floor.
+        if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
+            raise ValueError(
+                f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
+                "1e-6) or never (exactly 1)."
+            )
+        raw["norm_topk_prob"] = raw["moe_norm_min"] != 1.0
+    raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
+    if raw.get("use_moe", has_experts) != has_experts:
+        raise ValueError(
+            f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
+        )
+    if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise ValueError("Sliding windows, and layers without experts among layers with, have no place in MiniMind.")
+    if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("MiniMind turns whole heads: partial_rotary_factor must be 1.")
+
+    given = {
+        name: raw[name]
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "intermediate_size", "hidden_act", "initializer_range", "dropout", "tie_word_embeddings"),
+            *("bos_token_id", "eos_token_id", "pad_token_id"),
+        )
+        if raw.get(name) is not None
+    }
+    given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if FORMS[form].has_qk_norm else 1e-5)
+    given["rope_parameters"] = _read_rope(raw, form)
+    # v1's max_seq_len is the length of its training rows; its table has 32,768 positions.
+    given["max_position_embeddings"] = 32768 if form == "v1" else raw.get("max_position_embeddings", 32768)
+    if FORMS[form].is_generation:
+        given["upstream_generation"] = form
+    if form == "v1":
+        given["upstream_max_seq_len"] = raw.get("max_position_embeddings")
+    if has_experts:
+        given |= _read_router_fields(raw, form)
+    return given
+
+
+def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
+    if "num_experts_per_tok" not in raw:
+        raise ValueError(
+            "How many experts a token is sent to cannot be seen in the weights: give the config.json, or "
+            "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
+        )
+    top_k = raw["num_experts_per_tok"]
+    given = {"num_experts_per_tok": top_k}
+    if raw["num_experts"] is not None:
+        given["num_experts"] = raw["num_experts"]
+    if form in ("v1", "v2"):
+        if raw.get("scoring_func", "softmax") != "softmax":
+            raise ValueError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
+        if raw.get("intermediate_size") is not None:
+            given["moe_intermediate_size"] = raw["intermediate_size"]
+        return given | {
+            "norm_topk_prob": top_k > 1 and raw.get("norm_topk_prob", True),
+            "router_aux_loss_coef": raw.get("aux_loss_alpha", 0.1),
+            "router_aux_loss_level": "sequence" if raw.get("seq_aux", True) else "batch",
+        }
+    if "moe_intermediate_size" in raw:
+        given["moe_intermediate_size"] = raw["moe_intermediate_size"]
+    layers = 1 if form == "v3" else raw["num_hidden_layers"]
+    return given | {
+        "norm_topk_prob": raw.get("norm_topk_prob", True),
+        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 5e-4) * top_k / layers,
+        "router_aux_loss_level": "batch",
+    }
+
+
+def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
+    rope = dict(raw.get("rope_parameters") or {})
+    rope.pop("type", None)
+    if raw.get("rope_theta") is not None:
+        rope["rope_theta"] = raw["rope_theta"]
+    # Written as null, it says nothing.
+    if rope.get("rope_theta", 0) is None:
+        del rope["rope_theta"]
+    if form == "v1" and "rope_theta" not in rope:
+        raise ValueError(
+            "Nothing says the base of v1's rotary table: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
+            "MiniMind-V1 of 2024, whose config.json lacks it)."
+        )
+    if not FORMS[form].is_generation:
+        return rope
+    theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
+    if not raw.get("inference_rope_scaling"):
+        return theta
+    # Which of transformers' versions wrote the file decides under which name.
+    scaling = raw.get("rope_scaling") or rope
+    if form == "v3" and "factor" not in scaling:
+        scaling = V3_YARN | {"attention_factor": 1.0}
+    if "attention_factor" not in scaling:
+        raise ValueError(
+            "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that it "
+            "is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
+            "attention_factor."
+        )
+    # MiniMind's code leaves a table alone that is no longer than the original.
+    if raw.get("max_position_embeddings", 32768) <= scaling["original_max_position_embeddings"]:
+        return theta
+    names = (*V3_YARN, "attention_factor")
+    return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in names if name in scaling}
+
+
+def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that the shapes tell; a `ValueError` where a shape is missing or `given` contradicts."""
+
+    def shape(name: str) -> torch.Size:
+        name = FORMS[form].name(name)
+        if name not in tensors:
+            raise ValueError(f"The weights lack {name}, which every MiniMind {form} has.")
+        if tensors[name].dim() != 2 or tensors[name].numel() == 0:
+            raise ValueError(f"{name} is {tuple(tensors[name].shape)} and should be a matrix.")
+        return tensors[name].shape
+
+    attention = "model.layers.0.self_attn."
+    layers = {int(match[1]) for match in (re.search(r"\blayers\.(\d{1,9})\.", name) for name in tensors) if match}
+    # A model of as many layers as one name says would be built below.
+    gap = next(number for number in range(len(layers) + 1) if number not in layers)
+    if gap < len(layers):
+        raise ValueError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
+    vocab_size, hidden_size = shape("model.embed_tokens.weight")
+    q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
+    if f"{attention}q_norm.weight" in tensors:
+        head_dim = tensors[f"{attention}q_norm.weight"].numel()
+    elif "head_dim" in given:
+        head_dim = given["head_dim"]
+    elif "num_attention_heads" in given:
+        head_dim = q_rows // given["num_attention_heads"]
+    else:
+        raise ValueError(
+            "The number of heads cannot be seen in the weights: give the config.json, or num_attention_heads "
+            "(MiniMind2 has 8, MiniMind-V1 of 2024 has 16)."
+        )
+    if head_dim == 0:
+        raise ValueError(f"{attention}q_proj.weight has {q_rows} rows: too few for that many heads.")
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": max(layers) + 1,
+        "num_attention_heads": q_rows // head_dim,
+        "num_key_value_heads": k_rows // head_dim,
+        "head_dim": head_dim,
+        "qk_norm": FORMS[form].has_qk_norm,
+    }
+    mlp = "model.layers.0.mlp."
+    experts = {
+        int(match[1]) for match in (re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name) for name in tensors) if match
+    }
+    if experts:
+        width = shape(f"{mlp}experts.0.gate_proj.weight")[0]
+        shared = [
+            len(t)
+            for n, t in tensors.items()
+            if t.dim() and re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", n)
+        ]
+        sizes |= {
+            "num_experts": len(experts),
+            "moe_intermediate_size": width,
+            "num_shared_experts": sum(shared) // width,
+        }
+    else:
+        sizes["intermediate_size"] = shape(f"{mlp}gate_proj.weight")[0]
+    head = tensors.get(FORMS[form].name("lm_head.weight"))
+    is_same = head is None or head.equal(tensors[FORMS[form].name("model.embed_tokens.weight")])
+    if head is None and not given.get("tie_word_embeddings", True):
+        raise ValueError("The config says tie_word_embeddings=False, but the weights have no output head.")
+    # Two equal matrices may be two by intention.
+    sizes["tie_word_embeddings"] = is_same and given.get("tie_word_embeddings", True)
+
+    for name, size in sizes.items():
+        if given.get(name, size) != size:
+            raise ValueError(f"The config says {name}={given[name]}, the weights say {size}.")
+    return sizes
+
+
+def _join(tensors: dict[str, torch.Tensor], form: str, config: MiniMindConfig, path: Path) -> dict[str, torch.Tensor]:
+    """Our state dict from `tensors`, once names and shapes are exactly those that `config` needs in `form`."""
+    with torch.device("meta"):
+        empty = MiniMindForCausalLM(config).state_dict()
+    parts = {ours: dict(FORMS[form].split(ours, tensor, config)) for ours, tensor in empty.items()}
+    expected = {name: tensor.shape for split in parts.values() for name, tensor in split.items()}
+    if form == "ernie4_5_moe":
+        tensors = _without_correction_biases(tensors, path)
+
+    shapes = [
+        f"{name} is {tuple(tensors[name].shape)} and should be {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    complaint = f"{path} does not fit {describe_form(form)} of the sizes found"
+    _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), shapes)
+    return {ours: FORMS[form].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}
+
+
+def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    biases = {name for name in tensors if name.endswith("moe_statics.e_score_correction_bias")}
+    used = [name for name in biases if tensors[name].any()]
+    if used:
+        raise ValueError(f"{path}: {used[0]} is not zero; MiniMind's routers choose by their scores alone.")
+    return {name: tensor for name, tensor in tensors.items() if name not in biases}
+
+
+__all__ = ["UPSTREAM_FIELDS", "V3_YARN", "is_ours", "load_ours", "load_upstream"]
