@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, run_probe, start

@@ -18,8 +18,8 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub import repository as hub
+from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.model.configuration_minimind import CODE_FILES
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.pushing import pull_checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from hf_pretrain.hub.repository import create_repository, push_folder
 from hf_pretrain.hub import repository as hub
+from hf_pretrain.hub.repository import create_repository, push_folder
 from tests.hub_server import HubServer
 from tests.invariants.launching import cpu_environment
 
