@@ -1,4 +1,4 @@
-"""A batch that is larger than the data makes no fillers but what fills up the devices."""
+"""A batch that is larger than the data makes no more padding rows than fill the devices."""
 
 import pytest
 import torch

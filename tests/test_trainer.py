@@ -557,7 +557,7 @@ def test_rows_of_a_batch_are_read_at_once(tmp_path):
     counted = Counted(rows.data, rows.info)
     batches = list(make_trainer(tmp_path, counted, batch=8).get_train_dataloader())
     assert [len(keys) for keys in read] == [8, 8]
-    # Thirteen rows in the sampler's order, then three fillers without labels.
+    # Thirteen rows in the sampler's order, then three padding rows without labels.
     numbers = [number for batch in batches for number in batch["row_number"].tolist()]
     assert sorted(numbers[:13]) == list(range(13)) and numbers[13:] == [-1] * 3
     for batch in batches:

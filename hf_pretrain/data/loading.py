@@ -19,9 +19,9 @@ from .conversations import SCHEMAS, first_question
 from .corpora import load_embedded
 from .formats import BadRecord, read_file, read_json_lines, read_text
 from .parts import cache_key, work_on
-from .rejected import RATIO_INTERVAL, _RejectedLines
+from .rejected import RATIO_INTERVAL, RejectedLines
 from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file_state, find_sources
-from .splitting import DOCUMENT_FEATURES, _split
+from .splitting import DOCUMENT_FEATURES, split_documents
 
 
 logger = logging.get_logger(__name__)
@@ -96,7 +96,7 @@ def load_documents(
             bad, or an argument makes no sense.
     """
     _check_arguments(dataset_names, weights, validation_fraction, train_fraction, max_rejected_ratio)
-    rejected = _RejectedLines(max_rejected_ratio, rejected_path)
+    rejected = RejectedLines(max_rejected_ratio, rejected_path)
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
     if streaming:
@@ -110,9 +110,11 @@ def load_documents(
             raise ValueError(f"{name} holds no document to train on.{rejected.describe()}")
     rejected.check_ratio()
 
-    validation = datasets.concatenate_datasets([_split(head, 0.0, validation_fraction, num_proc) for head in heads])
+    validation = datasets.concatenate_datasets(
+        [split_documents(head, 0.0, validation_fraction, num_proc) for head in heads]
+    )
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
-    parts = [_split(part, validation_fraction, stop, num_proc) for part in parts]
+    parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
     for name, part in zip(dataset_names, parts, strict=True):
         if not streaming and len(part) == 0:
             raise ValueError(
@@ -290,7 +292,7 @@ def _make_row(
 # From rows to documents, held out or not
 
 
-def _keep_documents(rows: Dataset, rejected: _RejectedLines) -> Dataset:
+def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
     """The documents among rows; the others are noted as rejected."""
     is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)
     rejected.num_lines += len(rows)

@@ -18,7 +18,7 @@ MAX_WARNINGS = 20
 RATIO_INTERVAL = 1000
 
 
-class _RejectedLines:
+class RejectedLines:
     """
     The bad lines of one load: warned of, listed in a file, counted against a limit.
 
@@ -95,4 +95,4 @@ class _RejectedLines:
         return "".join(f"\n  {line}" for line in lines)
 
 
-__all__ = ["MAX_WARNINGS", "RATIO_INTERVAL"]
+__all__ = ["MAX_WARNINGS", "RATIO_INTERVAL", "RejectedLines"]

@@ -13,11 +13,11 @@ from .parts import cache_key, cut, work_on
 DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
 
 
-def _split(
+def split_documents(
     documents: Dataset | IterableDataset, start: float, stop: float, num_proc: int | None
 ) -> Dataset | IterableDataset:
     """The documents whose hash is in [`start`, `stop`), with the column `text` alone."""
-    is_wanted = partial(_are_between, start=start, stop=stop)
+    is_wanted = partial(hashes_are_between, start=start, stop=stop)
     if isinstance(documents, IterableDataset):
         documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
     else:
@@ -31,7 +31,7 @@ def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: s
     return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
 
 
-def _are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
+def hashes_are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
     """
     For each document, whether its hash, as a number in [0, 1), is in [`start`, `stop`). It is that of the document's
     origin, such as the first question of a conversation, so that all of one origin are on one side of a split; or of
@@ -42,4 +42,4 @@ def _are_between(texts: list[str], origins: list[str | None], start: float, stop
     return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]
 
 
-__all__ = ["DOCUMENT_FEATURES"]
+__all__ = ["DOCUMENT_FEATURES", "hashes_are_between", "split_documents"]

@@ -29,8 +29,8 @@ from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, file_format, read_file, write_json
 from .loading import find_sources
-from .rejected import _RejectedLines
-from .splitting import _are_between
+from .rejected import RejectedLines
+from .splitting import hashes_are_between
 
 
 NUM_EMBEDDED = 2000
@@ -298,7 +298,7 @@ def _load_tasks(
     name: str,
     seed: int,
     describe_tools: bool,
-    rejected: _RejectedLines,
+    rejected: RejectedLines,
     types: _ColumnTypes,
     check: Callable[[dict[str, Any]], None] | None,
 ) -> list[tuple[dict[str, Any], list[str]]]:
@@ -355,13 +355,13 @@ def load_tasks(
     Raises:
         `ValueError`: if a name leads to no task, too many lines are bad, or nothing is left to train on.
     """
-    rejected = _RejectedLines(max_rejected_ratio, rejected_path)
+    rejected = RejectedLines(max_rejected_ratio, rejected_path)
     reading = (seed, describe_tools, rejected, _ColumnTypes(), check)
     loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
     rows, origins = zip(*loaded, strict=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     held_out = [
-        all(_are_between(task_origins, [None] * len(task_origins), 0.0, validation_fraction))
+        all(hashes_are_between(task_origins, [None] * len(task_origins), 0.0, validation_fraction))
         for task_origins in origins
     ]
     sides = [

@@ -28,7 +28,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from ..data.filling import FilledDataset, FilledSampler
+from ..data.padding_rows import PaddedDataset, PaddedSampler
 from ..training.arguments import LMTrainingArguments
 from .trl_support import RouterLossMixin
 
@@ -104,11 +104,11 @@ class _WholeBatchesMixin(Trainer):
             return reachable.sampler
 
         # After a resume on several ranks accelerate reaches the dataset alone, to say which epoch it is.
-        reachable = FilledDataset(dataset)
+        reachable = PaddedDataset(dataset)
         return super()._get_dataloader(reachable, description, batch_size, whole_batches, is_training, **kwargs)
 
 
-class WholeBatchSampler(FilledSampler):
+class WholeBatchSampler(PaddedSampler):
     """The indices of another sampler, as many as fill whole batches."""
 
     def __len__(self) -> int:

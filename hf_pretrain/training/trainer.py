@@ -26,7 +26,14 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..data.collators import DataCollatorForPackedRows
-from ..data.filling import FILLER_COLUMN, ROW_COLUMN, FilledDataset, FilledSampler, FilledStream, FillingCollator
+from ..data.padding_rows import (
+    PADDING_ROW_COLUMN,
+    ROW_NUMBER_COLUMN,
+    PaddedDataset,
+    PaddedSampler,
+    PaddedStream,
+    PaddingRowCollator,
+)
 from ..model.loss import find_documents, prediction_weights
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..tokenizer.loading import token_byte_lengths
@@ -122,7 +129,7 @@ class MaskedLossTrainer(HubPushMixin):
             multiple *= self.args.gradient_accumulation_steps
         collator: Any = self.data_collator
         vocab_size = getattr(self.accelerator.unwrap_model(self.model).config, "vocab_size", None)
-        self.data_collator = FillingCollator(collator, is_training=is_training, vocab_size=vocab_size)
+        self.data_collator = PaddingRowCollator(collator, is_training=is_training, vocab_size=vocab_size)
         try:
             if not (is_training and self.args.dataloader_drop_last):
                 dataset, sampler_fn = self._fill(dataset, sampler_fn, multiple=multiple, is_training=is_training)
@@ -132,8 +139,8 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _fit_batch(self, dataset, batch_size: int, is_training: bool) -> int:
         """
-        At most as many rows for each device as there are, since the rest would be fillers; `ValueError` if
-        accumulation would add micro-batches of fillers alone.
+        At most as many rows for each device as there are, since the rest would be padding rows; `ValueError` if
+        accumulation would add micro-batches of padding rows alone.
         """
         if isinstance(dataset, (IterableDataset, datasets.IterableDataset)) or self.args.dataloader_drop_last:
             return batch_size
@@ -155,9 +162,9 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _fill(self, dataset, sampler_fn, *, multiple: int, is_training: bool):
         if isinstance(dataset, (IterableDataset, datasets.IterableDataset)):
-            # One process evaluates a stream as it is: nothing would take the fillers from its predictions.
+            # One process evaluates a stream as it is: nothing would take the padding rows from its predictions.
             if is_training or self.data_parallel_size > 1:
-                dataset = FilledStream(dataset, multiple=multiple, is_training=is_training)
+                dataset = PaddedStream(dataset, multiple=multiple, is_training=is_training)
             return dataset, None
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
@@ -167,15 +174,17 @@ class MaskedLossTrainer(HubPushMixin):
             sampler = sampler_fn(dataset) if sampler_fn is not None else None
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             rows = sampler if sampler is not None else range(len(dataset))
-            filled.sampler = FilledSampler(rows, multiple=multiple, seed=seed)
+            filled.sampler = PaddedSampler(rows, multiple=multiple, seed=seed)
             return filled.sampler
 
-        filled = FilledDataset(dataset, is_numbered=is_training)
+        filled = PaddedDataset(dataset, is_numbered=is_training)
         return filled, filled_sampler
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list({*self._signature_columns, "seq_lengths", FILLER_COLUMN, ROW_COLUMN})
+        self._signature_columns = list(
+            {*self._signature_columns, "seq_lengths", PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN}
+        )
 
     # Where in the data a run is. NOTE: Trainer derives it from the number of steps, as if a stream had no second pass.
 
@@ -241,7 +250,9 @@ class MaskedLossTrainer(HubPushMixin):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._batches_taken += len(batches)
         self._losses_before_step = self._logged_losses
-        self._step_rows = [(batch.pop(ROW_COLUMN), batch["input_ids"]) for batch in batches if ROW_COLUMN in batch]
+        self._step_rows = [
+            (batch.pop(ROW_NUMBER_COLUMN), batch["input_ids"]) for batch in batches if ROW_NUMBER_COLUMN in batch
+        ]
         self._step_is_finite = []
         return batches, num_items
 

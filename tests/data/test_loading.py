@@ -39,10 +39,10 @@ def test_the_rule_of_the_split():
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
     # By the text, or by what it is of the same origin with.
     for text, origin in (("日本 text", None), ("another", "日本 text")):
-        assert splitting._are_between([text], [origin], 0.0, share + 1e-9) == [True]
-        assert splitting._are_between([text], [origin], 0.0, share - 1e-9) == [False]
-        assert splitting._are_between([text], [origin], share - 1e-9, 1.0) == [True]
-        assert splitting._are_between([text], [origin], share + 1e-9, 1.0) == [False]
+        assert splitting.hashes_are_between([text], [origin], 0.0, share + 1e-9) == [True]
+        assert splitting.hashes_are_between([text], [origin], 0.0, share - 1e-9) == [False]
+        assert splitting.hashes_are_between([text], [origin], share - 1e-9, 1.0) == [True]
+        assert splitting.hashes_are_between([text], [origin], share + 1e-9, 1.0) == [False]
 
 
 @pytest.fixture(scope="module")

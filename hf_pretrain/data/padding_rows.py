@@ -13,21 +13,21 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, g
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
-FILLER_COLUMN = "is_filler"
+PADDING_ROW_COLUMN = "is_padding_row"
 # The number of a row in the training data, or of its turn in a stream.
-ROW_COLUMN = "row_number"
+ROW_NUMBER_COLUMN = "row_number"
 
 
-class FilledDataset(Dataset):
+class PaddedDataset(Dataset):
     """
-    Map-style rows of which any index past the end is a filler: the first row, marked to be given no weight. The others
+    Map-style rows. An index past the end gives a padding row: the first row, marked to get no weight. The others
     carry their number, if `is_numbered`.
     """
 
     def __init__(self, dataset: Any, *, is_numbered: bool = False):
         self.dataset = dataset
         self.is_numbered = is_numbered
-        self.sampler: FilledSampler | None = None
+        self.sampler: PaddedSampler | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -49,11 +49,11 @@ class FilledDataset(Dataset):
 
     def _mark(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         if index >= len(self.dataset):
-            return {**row, FILLER_COLUMN: True}
-        return {**row, ROW_COLUMN: index} if self.is_numbered else row
+            return {**row, PADDING_ROW_COLUMN: True}
+        return {**row, ROW_NUMBER_COLUMN: index} if self.is_numbered else row
 
 
-class FilledSampler(Sampler[int]):
+class PaddedSampler(Sampler[int]):
     """
     The indices of another sampler, then as many past the end as fill up a multiple of `multiple`. A sampler that draws
     is seeded for each epoch: the global generator may have been used differently on each rank.
@@ -78,9 +78,9 @@ class FilledSampler(Sampler[int]):
         self.epoch = epoch
 
 
-class FilledStream(IterableDataset):
+class PaddedStream(IterableDataset):
     """
-    The same for a stream: after its last row come fillers, up to a multiple of `multiple`; `ValueError` if training
+    The same for a stream: after its last row come padding rows, up to a multiple of `multiple`; `ValueError` if training
     would see more of them than of rows.
     """
 
@@ -92,7 +92,7 @@ class FilledStream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         num_rows, row = 0, {}
         for row in self.dataset:
-            yield {**row, ROW_COLUMN: num_rows}
+            yield {**row, ROW_NUMBER_COLUMN: num_rows}
             num_rows += 1
         worker = get_worker_info()
         if self.is_training and 2 * num_rows * (worker.num_workers if worker else 1) < self.multiple:
@@ -101,17 +101,17 @@ class FilledStream(IterableDataset):
                 "--per_device_train_batch_size or --gradient_accumulation_steps, or add data."
             )
         for _ in range(-num_rows % self.multiple):
-            yield {**row, FILLER_COLUMN: True}
+            yield {**row, PADDING_ROW_COLUMN: True}
 
     def set_epoch(self, epoch: int):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
 
-class FillingCollator:
+class PaddingRowCollator:
     """
-    Collates as another collator does, then takes the weight from filler rows and checks `loss_mask` and that all ids
-    are below `vocab_size`. In training, the batch has `row_number` besides, of shape `(num_rows,)`: -1 for a filler.
+    Collates as another collator does, then takes the weight from padding rows and checks `loss_mask` and that all ids
+    are below `vocab_size`. In training, the batch has `row_number` besides, of shape `(num_rows,)`: -1 for a padding row.
     """
 
     def __init__(
@@ -126,18 +126,18 @@ class FillingCollator:
         self.vocab_size = vocab_size
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        fillers = torch.tensor([bool(feature.get(FILLER_COLUMN)) for feature in features])
-        own = (FILLER_COLUMN, ROW_COLUMN)
+        is_padding_row = torch.tensor([bool(feature.get(PADDING_ROW_COLUMN)) for feature in features])
+        own = (PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN)
         batch = self.collator([{k: v for k, v in f.items() if k not in own} for f in features])
         if self.is_training:
-            batch[ROW_COLUMN] = torch.tensor([feature.get(ROW_COLUMN, -1) for feature in features])
-        if fillers.any() and "labels" in batch:
+            batch[ROW_NUMBER_COLUMN] = torch.tensor([feature.get(ROW_NUMBER_COLUMN, -1) for feature in features])
+        if is_padding_row.any() and "labels" in batch:
             if len(batch["labels"]) != len(features):
                 raise ValueError(
                     f"The collator made {len(batch['labels'])} rows of labels from {len(features)} features. "
                     "MaskedLossTrainer needs one row a feature: pack rows before (data.packing), not in the collator."
                 )
-            batch["labels"][fillers] = -100
+            batch["labels"][is_padding_row] = -100
         if self.vocab_size is not None and "input_ids" in batch:
             self._check_ids(batch["input_ids"], features)
         if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
@@ -149,7 +149,7 @@ class FillingCollator:
         is_bad = (input_ids < 0) | (input_ids >= self.vocab_size)
         if is_bad.any():
             place = int(is_bad.flatten(1).any(dim=1).nonzero()[0])
-            number = features[place].get(ROW_COLUMN, "?") if len(features) == len(input_ids) else "?"
+            number = features[place].get(ROW_NUMBER_COLUMN, "?") if len(features) == len(input_ids) else "?"
             raise ValueError(
                 f"Row {number} holds the id {int(input_ids[is_bad][0])}, and the model knows 0 to {self.vocab_size - 1}. "
                 "Prepare the rows with the model's own tokenizer."
