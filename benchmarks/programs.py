@@ -78,7 +78,7 @@ class Setting:
     @cached_property
     def concatenated_rows(self) -> Dataset:
         """As `run_clm.py` makes them: all documents one after the other, cut where a row is full."""
-        rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length, packing="wrapped")
+        rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length, packing_strategy="wrapped")
         rows = rows.select(range(len(rows) - 1)).remove_columns("seq_lengths")
         return rows.map(lambda batch: {"labels": batch["input_ids"]}, batched=True)
 

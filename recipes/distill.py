@@ -44,7 +44,7 @@ def main(
     teacher = load_teacher(
         distillation_args.teacher_name_or_path,
         tokenizer,
-        is_packed=data_args.packing != "none",
+        is_packed=data_args.packing_strategy != "none",
         trust_remote_code=trust,
     )
     model_args.vocab_size = teacher.config.vocab_size

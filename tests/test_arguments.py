@@ -39,6 +39,12 @@ def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path):
     assert training.max_steps == -1
 
 
+def test_packing_is_an_older_name_of_packing_strategy(tmp_path):
+    assert parse(tmp_path, "--packing", "wrapped")[1].packing_strategy == "wrapped"
+    assert parse(tmp_path, config={"packing": "none"})[1].packing_strategy == "none"
+    assert parse(tmp_path, "--packing_strategy", "bfd", config={"packing": "none"})[1].packing_strategy == "bfd"
+
+
 def test_defaults_for_small_language_models(tmp_path):
     _, data, training = parse(tmp_path)
     assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (0.9, 0.95, 0.1)

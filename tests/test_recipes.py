@@ -152,7 +152,7 @@ def test_the_recipe_refuses_a_used_directory(workspace):
 
 @pytest.mark.parametrize("packing", ["wrapped", "none"])
 def test_streaming_and_other_packings_run(workspace, packing):
-    arguments = [*toy_arguments(workspace, f"stream-{packing}"), "--packing", packing, "--streaming", "true"]
+    arguments = [*toy_arguments(workspace, f"stream-{packing}"), "--packing_strategy", packing, "--streaming", "true"]
     result = start([*launcher_command("python"), RECIPE, *arguments])
     assert result.returncode == 0 and "Held-out loss" in result.stdout, result.stdout[-3000:]
 

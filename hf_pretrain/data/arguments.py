@@ -66,12 +66,18 @@ class DataArguments(SourceArguments):
     streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
     text_column: str = field(default="text", metadata={"help": "The column or JSON field that holds the text."})
     max_length: int = field(default=512, metadata={"help": "Tokens a row."})
-    packing: str = field(default="bfd", metadata={"help": "bfd (best fit decreasing), none, or of text also wrapped."})
+    packing_strategy: str = field(
+        default="bfd",
+        metadata={
+            "help": "How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
+            "aliases": ["--packing"],
+        },
+    )
 
     @property
     def row_length(self) -> int | None:
         """Tokens of every packed row: one width, so one compiled graph. `None` where a row is one document."""
-        return None if self.packing == "none" else self.max_length
+        return None if self.packing_strategy == "none" else self.max_length
 
     @property
     def schema(self) -> str:
@@ -99,7 +105,7 @@ class DataArguments(SourceArguments):
             documents,
             tokenizer,
             max_length=self.max_length,
-            packing=self.packing,
+            packing_strategy=self.packing_strategy,
             num_proc=self.num_proc,
             encoder=self.encoder,
         )

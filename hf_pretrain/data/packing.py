@@ -22,7 +22,7 @@ from .encoding import ConversationEncoder
 from .parts import GROUP_SIZE, cache_key, cut, digest, work_on
 
 
-PACKINGS = ("bfd", "wrapped", "none")
+PACKING_STRATEGIES = ("bfd", "wrapped", "none")
 MIN_LENGTH = 8
 
 TOKEN_FEATURES = {"input_ids": List(Value("int32"))}
@@ -74,7 +74,7 @@ def prepare_rows(
     tokenizer: PreTrainedTokenizerFast,
     *,
     max_length: int,
-    packing: str = "bfd",
+    packing_strategy: str = "bfd",
     num_proc: int | None = None,
     encoder: ConversationEncoder | None = None,
 ) -> tuple[Dataset | IterableDataset, PackingReport | None]:
@@ -85,7 +85,7 @@ def prepare_rows(
         documents ([`Dataset`] or [`IterableDataset`]): with the single column `text`.
         tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos, which enclose each document.
         max_length (`int`): most tokens a row.
-        packing (`str`, defaults to `"bfd"`): `bfd` fills each row's rest with the longest document that fits and
+        packing_strategy (`str`, defaults to `"bfd"`): `bfd` fills each row's rest with the longest document that fits and
             splits documents longer than a row; `wrapped` cuts the stream of documents into rows, where a document
             that is cut goes on as another one; `none` gives each document a row and drops what is over `max_length`.
             Documents are packed 10,000 at a time.
@@ -101,18 +101,18 @@ def prepare_rows(
         `loss_mask` (`float32`, a weight for each token); and the report, `None` for a stream.
 
     Raises:
-        `ValueError`: if `packing` is unknown, or `wrapped` with an encoder, `max_length` is below 8, or no conversation
+        `ValueError`: if `packing_strategy` is unknown, or `wrapped` with an encoder, `max_length` is below 8, or no conversation
             has anything to train on.
     """
-    if packing not in PACKINGS:
-        raise ValueError(f"packing={packing!r} is unknown; there are {', '.join(PACKINGS)}.")
+    if packing_strategy not in PACKING_STRATEGIES:
+        raise ValueError(f"packing_strategy={packing_strategy!r} is unknown. Use {', '.join(PACKING_STRATEGIES)}.")
     if max_length < MIN_LENGTH:
         raise ValueError(f"max_length={max_length} is too short to learn from; take at least {MIN_LENGTH}.")
-    if encoder is not None and packing == "wrapped":
-        raise ValueError("packing='wrapped' would cut conversations apart; use bfd or none.")
+    if encoder is not None and packing_strategy == "wrapped":
+        raise ValueError("packing_strategy='wrapped' would cut conversations apart; use bfd or none.")
     is_weighted = encoder is not None
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
-    how: dict[str, Any] = {"max_length": max_length, "packing": packing}
+    how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
     # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
@@ -126,7 +126,9 @@ def prepare_rows(
             remove_columns=["text"],
             **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
         )
-        rows.info.description = str((documents.info.description, key, how))
+        # A resumed run compares this text with the one in its checkpoint, so the key keeps the flag's older name.
+        described = {"max_length": max_length, "packing": packing_strategy}
+        rows.info.description = str((documents.info.description, key, described))
         return rows, None
     if len(documents) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
@@ -218,7 +220,7 @@ def _encode_and_pack_batch(
     batch: dict[str, list[str]],
     encode: Callable[[dict[str, list[str]]], dict[str, list]],
     max_length: int,
-    packing: str,
+    packing_strategy: str,
 ) -> dict[str, list]:
     """Both steps at once, for streams: `datasets` is slow at handing Arrow tables on from one to the other there."""
     types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
@@ -226,10 +228,10 @@ def _encode_and_pack_batch(
     if not encoded["input_ids"]:
         return {name: [] for name in (WEIGHTED_ROW_FEATURES if "loss_mask" in encoded else ROW_FEATURES)}
     arrays = {name: pa.chunked_array([pa.array(encoded[name], types[name])]) for name in types if name in encoded}
-    return _pack_batch(pa.table(arrays), max_length, packing).to_pydict()
+    return _pack_batch(pa.table(arrays), max_length, packing_strategy).to_pydict()
 
 
-def _pack_batch(batch: pa.Table, max_length: int, packing: str) -> pa.Table:
+def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.Table:
     """Rows of one group of documents."""
     lists = {
         name: batch.column(name).combine_chunks() for name in ("input_ids", "loss_mask") if name in batch.schema.names
@@ -240,10 +242,10 @@ def _pack_batch(batch: pa.Table, max_length: int, packing: str) -> pa.Table:
     offsets -= offsets[0]
     starts, lengths = offsets[:-1], np.diff(offsets)
     # Pieces of documents that stay together, in the order of the tokens, and the row of each piece.
-    if packing == "none":
+    if packing_strategy == "none":
         lengths = np.minimum(lengths, max_length)
         row_of = np.arange(len(starts))
-    elif packing == "wrapped":
+    elif packing_strategy == "wrapped":
         cuts = np.arange(0, offsets[-1], max_length)
         starts = np.union1d(starts, cuts)
         lengths = np.diff(starts, append=offsets[-1])

@@ -161,7 +161,7 @@ def load_teacher(
     if is_packed and not keeps_documents_apart(teacher):
         raise ValueError(
             f"--teacher_name_or_path {name_or_path}: {type(teacher).__name__} sees across the documents of a packed row. "
-            "Pass --packing none."
+            "Pass --packing_strategy none."
         )
     return teacher
 

@@ -25,7 +25,13 @@ def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:
     return [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
 
 
-def _yaml_to_argv(path: str, known_keys: list[str]) -> list[str]:
+def _known_aliases(dataclass_types: tuple[type, ...]) -> list[str]:
+    """Return older names of flags, which the command line and YAML files still accept."""
+    fields = [field for cls in dataclass_types for field in dataclasses.fields(cls)]
+    return [alias.removeprefix("--") for field in fields for alias in field.metadata.get("aliases", [])]
+
+
+def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[str]:
     """Turns a YAML file into command-line words, so that its values are checked as typed ones are."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -37,7 +43,7 @@ def _yaml_to_argv(path: str, known_keys: list[str]) -> list[str]:
         raise ValueError(f"--config {path} must hold `key: value` lines.")
     argv = []
     for key, value in content.items():
-        if key not in known_keys:
+        if key not in known_keys and key not in aliases:
             nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
             raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
         if isinstance(value, list):
@@ -71,7 +77,9 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     if "config" in known_keys:
         known, _ = parser.parse_known_args(argv)
         config = known.config or _default_config(known, stage)
-    defaults = _yaml_to_argv(config, known_keys) + ["--config", config] if config else []
+    defaults = (
+        _yaml_to_argv(config, known_keys, _known_aliases(dataclass_types)) + ["--config", config] if config else []
+    )
     namespace, rest = parser.parse_known_args(defaults + argv)
     unknown = [word for word in rest if word.startswith("--")]
     if rest:

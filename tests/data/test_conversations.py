@@ -543,7 +543,7 @@ def test_rows_without_anything_trained_are_dropped_and_counted(tokenizer):
     with pytest.raises(ValueError, match="None of 1 conversations has anything to train on"):
         prepare_rows(conversations(tokenizer, [40]), tokenizer, max_length=32, encoder=ConversationEncoder())
     with pytest.raises(ValueError, match="would cut conversations apart"):
-        prepare_rows(documents, tokenizer, max_length=32, packing="wrapped", encoder=ConversationEncoder())
+        prepare_rows(documents, tokenizer, max_length=32, packing_strategy="wrapped", encoder=ConversationEncoder())
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.1}])
@@ -553,7 +553,7 @@ def test_packing_changes_no_loss(build_model, tokenizer, experts):
     encoder = ConversationEncoder(span_weights=())
     losses = []
     for packing in ("bfd", "none"):
-        rows, _ = prepare_rows(documents, tokenizer, max_length=64, packing=packing, encoder=encoder)
+        rows, _ = prepare_rows(documents, tokenizer, max_length=64, packing_strategy=packing, encoder=encoder)
         batch = DataCollatorForPackedRows(tokenizer.pad_token_id)(list(rows))
         assert len(rows) == {"bfd": 3, "none": 6}[packing]
         with torch.no_grad():

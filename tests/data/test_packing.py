@@ -7,7 +7,7 @@ from datasets import Dataset, IterableDataset
 
 from hf_pretrain.data import packing, parts
 from hf_pretrain.data.loading import load_documents
-from hf_pretrain.data.packing import PACKINGS, PackingReport, prepare_rows
+from hf_pretrain.data.packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
 
@@ -110,7 +110,9 @@ def test_long_documents_leave_no_lone_token():
 
 
 def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
-    rows, report = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing="wrapped")
+    rows, report = prepare_rows(
+        Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="wrapped"
+    )
     documents = encode_documents(texts, tokenizer)
     stream = [token for document in documents for token in document]
     assert [row["input_ids"] for row in rows] == [stream[i : i + 16] for i in range(0, len(stream), 16)]
@@ -123,7 +125,7 @@ def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
 
 
 def test_none_is_one_document_a_row(tokenizer, texts):
-    rows, report = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing="none")
+    rows, report = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="none")
     documents = encode_documents(texts, tokenizer)
     assert [row["input_ids"] for row in rows] == [document[:16] for document in documents]
     assert all(row["seq_lengths"] == [len(row["input_ids"])] for row in rows)
@@ -132,19 +134,19 @@ def test_none_is_one_document_a_row(tokenizer, texts):
     assert f"{lost:,} tokens cut at --max_length 16" in str(report) and "\n" not in str(report)
 
 
-@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("kind", PACKING_STRATEGIES)
 def test_rows_are_the_same_for_streams_and_processes(tokenizer, texts, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(packing, "GROUP_SIZE", 100)
     documents = on_disk(texts, tmp_path / "documents")
-    one, one_report = prepare_rows(documents, tokenizer, max_length=32, packing=kind)
+    one, one_report = prepare_rows(documents, tokenizer, max_length=32, packing_strategy=kind)
     stream = IterableDataset.from_generator(lambda: ({"text": text} for text in texts), features=documents.features)
-    streamed, report = prepare_rows(stream, tokenizer, max_length=32, packing=kind)
+    streamed, report = prepare_rows(stream, tokenizer, max_length=32, packing_strategy=kind)
     assert report is None
     assert list(streamed) == list(one)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
     again = on_disk(texts, tmp_path / "again")
     monkeypatch.setattr(parts, "PART_SIZE", 200)
-    two, two_report = prepare_rows(again, tokenizer, max_length=32, packing=kind, num_proc=2)
+    two, two_report = prepare_rows(again, tokenizer, max_length=32, packing_strategy=kind, num_proc=2)
     assert list(two) == list(one) and two_report == one_report
     assert two.features == one.features == packing.ROW_FEATURES
 
@@ -176,8 +178,8 @@ def test_no_documents_give_no_rows(tokenizer):
 
 def test_mistakes_are_named(tokenizer):
     documents = Dataset.from_dict({"text": ["a"]})
-    with pytest.raises(ValueError, match="packing='bdf' is unknown; there are bfd, wrapped, none"):
-        prepare_rows(documents, tokenizer, max_length=16, packing="bdf")
+    with pytest.raises(ValueError, match="packing_strategy='bdf' is unknown. Use bfd, wrapped, none"):
+        prepare_rows(documents, tokenizer, max_length=16, packing_strategy="bdf")
     with pytest.raises(ValueError, match="max_length=4 is too short"):
         prepare_rows(documents, tokenizer, max_length=4)
 
