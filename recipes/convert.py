@@ -25,7 +25,7 @@ from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_l
 from hf_pretrain.runtime.writing import check_writable
 from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
-from hf_pretrain.weights.exporting import EXPORT_FORMS, GGUF_TYPES, export, upstream_stage
+from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
 from hf_pretrain.weights.loading import UPSTREAM_FIELDS, load_upstream
 from hf_pretrain.weights.model_arguments import parse_fields
 
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
             model,
             repo_id=repo_id,
             source=args.source,
-            form=args.format,
+            format=args.format,
             license=args.hub_license,
             has_tokenizer=tokenizer is not None,
         ),
@@ -75,7 +75,7 @@ if __name__ == "__main__":
         help="a .pth, a checkpoint or adapter directory, a Hub id, or a file of one: owner/name:x.pth",
     )
     parser.add_argument("--to", required=True, help="a new or empty directory, see --overwrite")
-    parser.add_argument("--format", choices=EXPORT_FORMS, default="minimind", help="minimind by default")
+    parser.add_argument("--format", choices=EXPORT_FORMATS, default="minimind", help="minimind by default")
     parser.add_argument("--config", help="a JSON file, or name=value,..., for what the source does not say of itself")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the one beside the weights, if any")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="of the weights; by default the source's")

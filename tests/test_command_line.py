@@ -23,7 +23,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import running
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.weights.layouts import FORMS
+from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 
@@ -103,7 +103,7 @@ def bug_in_the_recipe():
 
 def bug_in_the_package():
     # Three halves of experts: the ValueError is that of zip().
-    return FORMS["v2"].join("experts.gate_up_proj", 3 * [torch.zeros(2)], MiniMindConfig())
+    return LAYOUTS["v2"].join("experts.gate_up_proj", 3 * [torch.zeros(2)], MiniMindConfig())
 
 
 def error_of_a_library():

@@ -27,7 +27,7 @@ from hf_pretrain.runtime.command_line import is_mistake
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
 from hf_pretrain.weights.layouts import to_half_split, to_interleaved
-from hf_pretrain.weights.loading import is_ours, load_ours, load_upstream
+from hf_pretrain.weights.loading import is_native_checkpoint, load_native_checkpoint, load_upstream
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT
 from tests.test_modeling_minimind import assert_near
@@ -373,7 +373,7 @@ def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
     # Whoever asks the Hub fails here.
     monkeypatch.setattr("huggingface_hub.file_download.hf_hub_url", None)
     monkeypatch.setattr("hf_pretrain.weights.files.snapshot_download", None)
-    assert adapter_base(name) is None and not is_ours(name)
+    assert adapter_base(name) is None and not is_native_checkpoint(name)
     with pytest.raises(ValueError, match=f"{name}: no such file or directory"):
         load_upstream(name)
     with pytest.raises(ValueError, match=f"There is no directory {name}"):
@@ -400,7 +400,7 @@ def test_a_file_of_something_else_is_named(content, message, build_model, tmp_pa
         build_model().config.save_pretrained(tmp_path)
         (tmp_path / "x.pth").rename(tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=message):
-            load_ours(tmp_path)
+            load_native_checkpoint(tmp_path)
 
 
 def test_a_flipped_byte_of_a_pth_is_noticed(tmp_path):
@@ -464,7 +464,7 @@ def test_shard_names_stay_in_the_directory(shard, tmp_path):
     if "/" in shard:
         # transformers would follow it.
         with pytest.raises(ValueError, match="must name files beside it"):
-            load_ours(tmp_path)
+            load_native_checkpoint(tmp_path)
 
 
 def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):

@@ -1,4 +1,4 @@
-"""Every form, read back by the program that it is for; what does not fit is refused by name."""
+"""Every format, read back by the program that it is for; what does not fit is refused by name."""
 
 import json
 import resource
@@ -16,24 +16,25 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.loss import find_documents, router_loss
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.weights import exporting, gguf_format
+from hf_pretrain.weights import exporting
+from hf_pretrain.weights import gguf as gguf_module
 from hf_pretrain.weights.exporting import (
     DTYPES,
-    EXPORT_FORMS,
+    EXPORT_FORMATS,
     check_fits,
     export,
-    misfit,
     to_stock_model,
+    unsupported_feature,
     upstream_stage,
 )
-from hf_pretrain.weights.gguf_format import FILE_NAME, gguf_tensors, read_gguf_tensors
-from hf_pretrain.weights.layouts import FORMS
+from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors, read_gguf_tensors
+from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.loading import load_upstream
 from tests.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 from tests.test_modeling_minimind import assert_near
 
 
-# Which forms hold which recorded model. Dense models have no MoE form and the other way round; v1 and v2 lack the q/k
+# Which forms hold which recorded model. Dense models have no MoE format and the other way round; v1 and v2 lack the q/k
 # norms that Qwen3 cannot be without, v3 has those that Llama and Ernie4.5 have no place for.
 CELLS = {
     "A_dense": ("minimind", "upstream", "llama", "gguf"),
@@ -51,35 +52,35 @@ def recorded(name: str) -> dict[str, torch.Tensor]:
     return load_file(GOLDEN / name / "expected.safetensors")
 
 
-@pytest.mark.parametrize("form", EXPORT_FORMS)
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_form_of_every_generation(name, form, tmp_path):
+def test_every_form_of_every_generation(name, format, tmp_path):
     model = load_upstream(GOLDEN / name)
-    if form not in CELLS[name]:
+    if format not in CELLS[name]:
         with pytest.raises(ValueError, match="has no place for .* Forms that hold this model: minimind"):
-            export(model, tmp_path / "out", form)
+            export(model, tmp_path / "out", format)
         assert not (tmp_path / "out").exists()
         return
-    report = export(model, tmp_path / "out", form)
-    if form == "gguf" and name in ("A_moe", "B_moe"):
+    report = export(model, tmp_path / "out", format)
+    if format == "gguf" and name in ("A_moe", "B_moe"):
         assert report.max_weight_difference == 0
         return
     assert report.relative_difference <= 1e-5
 
     expected = recorded(name)
-    if form in STOCK:
+    if format in STOCK:
         written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         assert type(written).__module__.startswith("transformers.models.")
         assert_near(written(expected["input_ids"]).logits, expected["logits"])
         prompt = expected["greedy"][:, :12]
         generated = written.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
         assert torch.equal(generated, expected["greedy"])
-    if form == "upstream":
+    if format == "upstream":
         back = torch.load(tmp_path / f"out/full_sft_32{'_moe' if 'moe' in name else ''}.pth", weights_only=True)
         weights = weights_of(name)
         assert back.keys() == weights.keys()
         assert all(torch.equal(back[key], weights[key]) for key in weights)
-    if form != "gguf":
+    if format != "gguf":
         again = load_upstream(tmp_path / "out")
         assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
         assert again.config.router_aux_loss_coef == pytest.approx(model.config.router_aux_loss_coef, rel=1e-12)
@@ -105,9 +106,9 @@ def test_v1_and_v2_are_each_other_s_permutation(name, generation, tmp_path):
 @pytest.mark.parametrize("name", ["A_dense", "B_moe", "C_moe"])
 def test_half_precision_comes_back_bit_for_bit(name, dtype, tmp_path):
     model = load_upstream(GOLDEN / name, dtype=dtype)
-    for form in CELLS[name][:-1]:
-        export(model, tmp_path / form, form)
-        again = load_upstream(tmp_path / form)
+    for format in CELLS[name][:-1]:
+        export(model, tmp_path / format, format)
+        again = load_upstream(tmp_path / format)
         assert again.dtype == dtype
         assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
 
@@ -139,13 +140,13 @@ def test_what_fits_is_exact_and_comes_back(name, build_model, input_ids, tmp_pat
     for key, parameter in model.named_parameters():
         if "norm" in key:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    fitting = [form for form in FORMS if misfit(model.config, form) is None]
-    assert any(not FORMS[form].is_generation for form in fitting)
-    for form in fitting:
-        generation = form if FORMS[form].is_generation else None
-        report = export(model, tmp_path / form, "upstream" if generation else form, generation=generation)
+    fitting = [format for format in LAYOUTS if unsupported_feature(model.config, format) is None]
+    assert any(not LAYOUTS[format].is_generation for format in fitting)
+    for format in fitting:
+        generation = format if LAYOUTS[format].is_generation else None
+        report = export(model, tmp_path / format, "upstream" if generation else format, generation=generation)
         assert report.relative_difference <= 1e-5
-        again = load_upstream(tmp_path / form)
+        again = load_upstream(tmp_path / format)
         assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
         assert_near(again(input_ids).logits, model(input_ids).logits, rel=1e-6)
 
@@ -179,12 +180,12 @@ def test_the_config_of_a_stock_form_is_complete(build_model, tmp_path):
     assert (tmp_path / "out/chat_template.jinja").is_file()
 
 
-@pytest.mark.parametrize("form", ["qwen3_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("format", ["qwen3_moe", "ernie4_5_moe"])
 @pytest.mark.parametrize("num_layers, top_k", [(1, 1), (1, 3), (3, 2)])
-def test_the_router_loss_means_the_same_in_their_formula(form, num_layers, top_k, build_model, input_ids):
+def test_the_router_loss_means_the_same_in_their_formula(format, num_layers, top_k, build_model, input_ids):
     """Coefficient times loss, ours over all tokens and theirs: for one layer, and for layers that route alike."""
     overrides = {"num_hidden_layers": num_layers, "num_experts": 4, "num_experts_per_tok": top_k}
-    shared = {"qk_norm": True} if form == "qwen3_moe" else {"num_shared_experts": 1}
+    shared = {"qk_norm": True} if format == "qwen3_moe" else {"num_shared_experts": 1}
     model = build_model(**overrides, **shared, router_aux_loss_coef=0.2, router_aux_loss_level="batch")
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
@@ -192,7 +193,7 @@ def test_the_router_loss_means_the_same_in_their_formula(form, num_layers, top_k
         if layer.mlp.shared_experts is not None:
             torch.nn.init.zeros_(layer.mlp.shared_experts.down_proj.weight)
         layer.mlp.gate.weight.data.copy_(model.model.layers[0].mlp.gate.weight)
-    stock = to_stock_model(model, form)
+    stock = to_stock_model(model, format)
     ours = model(input_ids, output_router_logits=True)
     theirs = stock(input_ids, output_router_logits=True)
     torch.testing.assert_close(
@@ -203,7 +204,7 @@ def test_the_router_loss_means_the_same_in_their_formula(form, num_layers, top_k
 
 
 @pytest.mark.parametrize(
-    "overrides, form, message",
+    "overrides, format, message",
     [
         ({"qk_norm": True}, "llama", "llama has no place for q/k norms. .*: minimind, qwen3, upstream .v3.\\.$"),
         ({}, "qwen3", "attention without q/k norms. .*: minimind, llama, upstream .v1, v2.\\.$"),
@@ -233,9 +234,9 @@ def test_the_router_loss_means_the_same_in_their_formula(form, num_layers, top_k
         ),
     ],
 )
-def test_misfits_name_the_part_and_the_forms_that_hold_it(overrides, form, message):
+def test_misfits_name_the_part_and_the_forms_that_hold_it(overrides, format, message):
     with pytest.raises(ValueError, match=message):
-        check_fits(MiniMindConfig(hidden_size=32, num_attention_heads=4, **overrides), form)
+        check_fits(MiniMindConfig(hidden_size=32, num_attention_heads=4, **overrides), format)
 
 
 def test_a_router_loss_that_the_form_takes_otherwise_is_said(build_model, tmp_path, caplog):
@@ -267,7 +268,7 @@ V3_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
 def test_the_yarn_of_v3_is_one_alone(change, positions, fits, build_model, tmp_path):
     rope = {name: value for name, value in (V3_ROPE | change).items() if value is not None}
     model = build_model(qk_norm=True, max_position_embeddings=positions, rope_parameters=rope)
-    assert (misfit(model.config, "v3") is None) == fits
+    assert (unsupported_feature(model.config, "v3") is None) == fits
     if fits:
         export(model, tmp_path / "out", "upstream", generation="v3")
         table = load_upstream(tmp_path / "out").model.rotary_emb.pos_cis
@@ -291,10 +292,10 @@ def test_that_stock_training_has_no_router_loss_is_said(build_model, tmp_path, c
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form, dtype", [("minimind", "float16"), ("llama", "bfloat16"), ("upstream", "float16")])
-def test_dtype_states_its_loss(form, dtype, build_model, tmp_path):
+@pytest.mark.parametrize("format, dtype", [("minimind", "float16"), ("llama", "bfloat16"), ("upstream", "float16")])
+def test_dtype_states_its_loss(format, dtype, build_model, tmp_path):
     model = build_model()
-    report = export(model, tmp_path / "out", form, dtype=dtype)
+    report = export(model, tmp_path / "out", format, dtype=dtype)
     rounded = build_model().to(DTYPES[dtype]).float()
     ids = torch.randint(160, (8, 64), generator=torch.Generator().manual_seed(0))
     expected = (rounded(ids).logits - model(ids).logits).abs().max().item()
@@ -316,19 +317,19 @@ def test_a_few_wrong_rows_are_noticed(num_wrong, overrides, is_noticed, build_mo
     """Of the eight that are compared; with experts one may differ, by a near tie of two of them."""
     rows = torch.randint(6400, (8, 64), generator=torch.Generator().manual_seed(0))
 
-    def write_wrongly(model, form):
-        stock = to_stock_model(model, form)
+    def write_wrongly(model, format):
+        stock = to_stock_model(model, format)
         stock.model.embed_tokens.weight.data[rows[:num_wrong, 0]] *= -1
         return stock
 
     monkeypatch.setattr(exporting, "to_stock_model", write_wrongly)
     model = build_model(vocab_size=6400, tie_word_embeddings=False, **overrides)
-    form = "ernie4_5_moe" if overrides else "llama"
+    format = "ernie4_5_moe" if overrides else "llama"
     if is_noticed:
         with pytest.raises(RuntimeError, match="is not the same model"):
-            export(model, tmp_path / "out", form)
+            export(model, tmp_path / "out", format)
     else:
-        assert export(model, tmp_path / "out", form).relative_difference > 1e-3
+        assert export(model, tmp_path / "out", format).relative_difference > 1e-3
 
 
 @pytest.mark.parametrize("overrides", [{}, {"num_experts": 4}])
@@ -356,25 +357,25 @@ def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("form", ["minimind", "llama", "gguf", "upstream"])
+@pytest.mark.parametrize("format", ["minimind", "llama", "gguf", "upstream"])
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_full_disk_leaves_nothing_and_the_retry_works(form, is_there, build_model, tmp_path):
+def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_model, tmp_path):
     """And what was in the directory, where it was to be replaced, stays."""
     out, model = tmp_path / "out", build_model()
     if is_there:
-        export(model, out, form)
+        export(model, out, format)
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         # torch.save has an error of its own.
-        with pytest.raises(RuntimeError if form == "upstream" else OSError):
-            export(model, out, form, overwrite=True)
+        with pytest.raises(RuntimeError if format == "upstream" else OSError):
+            export(model, out, format, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert out.exists() == is_there
-    export(model, out, form, overwrite=is_there)
+    export(model, out, format, overwrite=is_there)
     assert not list(out.glob(".*"))
 
 
@@ -559,9 +560,9 @@ def test_a_wrong_number_in_a_gguf_is_noticed(architecture, key, value, build_mod
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_number_too_many_in_a_gguf_is_noticed(architecture, build_model, tmp_path, monkeypatch):
-    add_config = gguf_format._add_config
+    add_config = gguf_module._add_config
     monkeypatch.setattr(
-        gguf_format,
+        gguf_module,
         "_add_config",
         lambda writer, config: [add_config(writer, config), writer.add_rope_scaling_factor(2.0)],
     )
@@ -578,7 +579,7 @@ def test_swapped_experts_in_a_gguf_are_noticed(build_model, tmp_path, monkeypatc
             part = name.split(".")[-2]
             yield name.replace(part, swap.get(part, part)), tensor
 
-    monkeypatch.setattr(gguf_format, "gguf_tensors", swapped)
+    monkeypatch.setattr(gguf_module, "gguf_tensors", swapped)
     for overrides in (ARCHITECTURES["ernie4_5-moe"], ARCHITECTURES["qwen3moe"]):
         with pytest.raises(RuntimeError, match="is not the same model"):
             export(build_model(**overrides), tmp_path / str("qk_norm" in overrides), "gguf")

@@ -24,7 +24,7 @@ from hf_pretrain.model.configuration_minimind import CODE_FILES
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.pushing import pull_checkpoint
 from hf_pretrain.training.reporting import resume_command
-from hf_pretrain.weights.exporting import EXPORT_FORMS, export
+from hf_pretrain.weights.exporting import EXPORT_FORMATS, export
 from hf_pretrain.weights.files import resolve
 from hf_pretrain.weights.loading import load_upstream
 from tests.hub_server import HubServer, Repo
@@ -423,21 +423,21 @@ def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):
         assert flag in resume_command(args, "pretrain", "me/mine")
 
 
-@pytest.mark.parametrize("form", EXPORT_FORMS)
-def test_a_conversion_without_tokenizer_promises_none(form, build_model):
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+def test_a_conversion_without_tokenizer_promises_none(format, build_model):
     def card(has_tokenizer: bool) -> str:
         return format_conversion_card(
             build_model(),
             repo_id="me/mine",
             source="x.pth",
-            form=form,
+            format=format,
             report="done",
             license=None,
             has_tokenizer=has_tokenizer,
         )
 
     promises = ("Tokenizer.from_pretrained", "TokenizerFast.from_pretrained", "vllm serve", "llama-cli")
-    assert any(promise in card(True) for promise in promises) == (form != "upstream")
+    assert any(promise in card(True) for promise in promises) == (format != "upstream")
     assert not any(promise in card(False) for promise in promises)
     assert ("No tokenizer is here" in card(False), "No tokenizer is here" in card(True)) == (True, False)
 

@@ -18,7 +18,7 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
-from hf_pretrain.weights.gguf_format import FILE_NAME
+from hf_pretrain.weights.gguf import FILE_NAME
 from tests.test_conversion import FIXTURES
 from tests.test_exporting import TEXT
 

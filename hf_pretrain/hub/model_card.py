@@ -17,8 +17,8 @@ from transformers.trainer_pt_utils import get_model_param_count
 from ..data.corpora import LANGUAGES
 from ..model.configuration_minimind import MiniMindConfig
 from ..weights.adapters import is_adapted
-from ..weights.exporting import CARD_NAME, misfit
-from ..weights.gguf_format import FILE_NAME, gguf_form
+from ..weights.exporting import CARD_NAME, unsupported_feature
+from ..weights.gguf import FILE_NAME, gguf_layout
 
 
 CURVE_NAME = "loss_curve.png"
@@ -175,14 +175,14 @@ def format_conversion_card(
     *,
     repo_id: str,
     source: str,
-    form: str,
+    format: str,
     license: str | None,
     has_tokenizer: bool,
 ) -> str:
-    """The card of a checkpoint converted to `form`: where it comes from, and how far the conversion is from it."""
+    """The card of a checkpoint converted to `format`: where it comes from, and how far the conversion is from it."""
     metadata = ModelCardData(
         license=license,
-        library_name="gguf" if form == "gguf" else "transformers",
+        library_name="gguf" if format == "gguf" else "transformers",
         pipeline_tag="text-generation",
         tags=TAGS,
         base_model=source if source.count("/") == 1 and not _is_local(source) else None,
@@ -191,7 +191,7 @@ def format_conversion_card(
         _front(metadata, repo_id, f"Converted from `{_public(source)}`."),
         f"## Conversion\n\n{report}.",
         "## Architecture\n\n" + _table(architecture_rows(model)),
-        _usage(repo_id, model.config, form=form, has_tokenizer=has_tokenizer),
+        _usage(repo_id, model.config, format=format, has_tokenizer=has_tokenizer),
     ]
     return _join(sections)
 
@@ -259,20 +259,20 @@ def _adapter_rows(model: Any) -> list[tuple[str, str]]:
     return rows
 
 
-def _usage(repo_id: str, config: MiniMindConfig, *, form: str = "minimind", has_tokenizer: bool = True) -> str:
-    """How to load and, where a tokenizer is beside it, to serve what is in `form`."""
+def _usage(repo_id: str, config: MiniMindConfig, *, format: str = "minimind", has_tokenizer: bool = True) -> str:
+    """How to load and, where a tokenizer is beside it, to serve what is in `format`."""
     without = "\n\nNo tokenizer is here: ids mean something only with the one that these weights were trained on."
-    if form == "gguf" and not has_tokenizer:
+    if format == "gguf" and not has_tokenizer:
         return f"## Serve\n\nllama.cpp reads `{FILE_NAME}`.{without}"
-    if form == "gguf":
+    if format == "gguf":
         return f"## Serve\n\n```bash\nllama-cli -hf {repo_id}\n```"
-    if form == "upstream":
+    if format == "upstream":
         load = f'from hf_pretrain.weights.loading import load_upstream\n\nmodel = load_upstream("{repo_id}")'
         load = f"## Load\n\nMiniMind's own scripts read the `.pth` file; so does\n\n```python\n{load}\n```"
         return load if has_tokenizer else load + without
     # NOTE: AutoTokenizer resolves the model's config first, and would ask whether to run the code beside it.
     trust, class_name = (
-        (", trust_remote_code=True", "PreTrainedTokenizerFast") if form == "minimind" else ("", "AutoTokenizer")
+        (", trust_remote_code=True", "PreTrainedTokenizerFast") if format == "minimind" else ("", "AutoTokenizer")
     )
     needs = "\n\nIts code travels with the weights and needs transformers 5.23 or newer." if trust else ""
     if not has_tokenizer:
@@ -287,10 +287,10 @@ from transformers import AutoModelForCausalLM, {class_name}
 tokenizer = {class_name}.from_pretrained("{repo_id}")
 model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})
 ```{needs}"""
-    if form != "minimind":
+    if format != "minimind":
         return f"{load}\n\n## Serve\n\n```bash\nvllm serve {repo_id}\n```"
-    stock = gguf_form(config)
-    if misfit(config, stock) is not None:
+    stock = gguf_layout(config)
+    if unsupported_feature(config, stock) is not None:
         return load
     return f"""{load}
 

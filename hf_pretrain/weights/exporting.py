@@ -2,8 +2,8 @@
 Checkpoints out: MiniMind's own generations, the architectures that stock transformers (and so vLLM) loads, and GGUF for
 llama.cpp and Ollama.
 
-[`export`] writes one form, reads it back with the program that it is meant for, and compares the logits of that with
-the model's. What a form cannot hold is refused before anything is written (`check_fits`).
+[`export`] writes one layout, reads it back with the program that it is meant for, and compares the logits of that with
+the model's. What a layout cannot hold is refused before anything is written (`check_fits`).
 """
 
 import copy
@@ -23,14 +23,14 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.writing import check_writable, written_whole
 from ..tokenizer.loading import check_tokenizer, save_tokenizer
-from .gguf_format import check_gguf, check_gguf_fields, gguf_form, read_ernie_weights, write_gguf
-from .layouts import FORMS, describe_form, to_half_split
+from .gguf import check_gguf, check_gguf_fields, gguf_layout, read_ernie_weights, write_gguf
+from .layouts import LAYOUTS, describe_layout, to_half_split
 from .loading import V3_YARN, load_upstream
 
 
 logger = logging.get_logger(__name__)
 
-EXPORT_FORMS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
+EXPORT_FORMATS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 # What MiniMind's scripts call the stages, in the names of their files.
@@ -41,20 +41,20 @@ CARD_NAME = "README.md"
 ROWS, ROW_TOKENS = 8, 64
 
 
-def misfit(config: MiniMindConfig, form: str) -> str | None:
-    """The part of a model that `form` (a key of `FORMS`, or `"minimind"`) cannot hold; `None` where all fits."""
-    if form == "minimind":
+def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
+    """The part of a model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold; `None` where all fits."""
+    if layout == "minimind":
         return None
-    layout = FORMS[form]
+    target = LAYOUTS[layout]
     parts = {
-        "experts": layout.has_experts is False and config.num_experts > 0,
-        "dense layers (no experts)": layout.has_experts is True and config.num_experts == 0,
-        "q/k norms": config.qk_norm and not layout.has_qk_norm,
-        "attention without q/k norms": layout.has_qk_norm and not config.qk_norm,
-        "shared experts": form in ("v3", "qwen3_moe") and config.num_experts and config.num_shared_experts > 0,
-        "several shared experts": form == "v1" and config.num_experts and config.num_shared_experts > 1,
+        "experts": target.has_experts is False and config.num_experts > 0,
+        "dense layers (no experts)": target.has_experts is True and config.num_experts == 0,
+        "q/k norms": config.qk_norm and not target.has_qk_norm,
+        "attention without q/k norms": target.has_qk_norm and not config.qk_norm,
+        "shared experts": layout in ("v3", "qwen3_moe") and config.num_experts and config.num_shared_experts > 0,
+        "several shared experts": layout == "v1" and config.num_experts and config.num_shared_experts > 1,
     }
-    if form in ("v1", "v2"):
+    if layout in ("v1", "v2"):
         is_top1 = config.num_experts > 0 and config.num_experts_per_tok == 1
         parts |= {
             "an output head apart from the embedding": not config.tie_word_embeddings,
@@ -63,10 +63,10 @@ def misfit(config: MiniMindConfig, form: str) -> str | None:
             ),
             "normalised top-1 routing": is_top1 and config.norm_topk_prob,
             "scaled rotary positions": config.rope_parameters["rope_type"] != "default",
-            f"the activation {config.hidden_act}": form == "v1" and config.hidden_act != "silu",
-            "more positions than the 32,768 of its table": form == "v1" and config.max_position_embeddings > 32768,
+            f"the activation {config.hidden_act}": layout == "v1" and config.hidden_act != "silu",
+            "more positions than the 32,768 of its table": layout == "v1" and config.max_position_embeddings > 32768,
         }
-    elif form == "v3":
+    elif layout == "v3":
         rope = config.rope_parameters
         yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "attention_factor": 1.0}
         is_long = config.max_position_embeddings > V3_YARN["original_max_position_embeddings"]
@@ -75,56 +75,59 @@ def misfit(config: MiniMindConfig, form: str) -> str | None:
     return next((part for part, is_there in parts.items() if is_there), None)
 
 
-def check_fits(config: MiniMindConfig, form: str) -> None:
-    """Raises `ValueError` where `form` cannot hold the model, saying which part does not fit and which forms would."""
-    part = misfit(config, form)
+def check_fits(config: MiniMindConfig, layout: str) -> None:
+    """Raises `ValueError` where `layout` cannot hold the model, saying which part does not fit and which forms would."""
+    part = unsupported_feature(config, layout)
     if part is None:
         return
-    fitting = [other for other in FORMS if misfit(config, other) is None]
-    generations = [other for other in fitting if FORMS[other].is_generation]
+    fitting = [other for other in LAYOUTS if unsupported_feature(config, other) is None]
+    generations = [other for other in fitting if LAYOUTS[other].is_generation]
     others = ["minimind", *(other for other in fitting if other not in generations)]
     if generations:
         others.append(f"upstream ({', '.join(generations)})")
     raise ValueError(
-        f"{describe_form(form)} has no place for {part}. Forms that hold this model: {', '.join(others)}."
+        f"{describe_layout(layout)} has no place for {part}. Forms that hold this model: {', '.join(others)}."
     )
 
 
 def default_generation(config: MiniMindConfig) -> str:
     """The generation that `--format upstream` writes: the one the weights came from, or the newest that fits."""
-    if config.upstream_generation is not None and misfit(config, config.upstream_generation) is None:
+    if config.upstream_generation is not None and unsupported_feature(config, config.upstream_generation) is None:
         return config.upstream_generation
     return next(
-        (form for form in ("v3", "v2", "v1") if misfit(config, form) is None), "v3" if config.qk_norm else "v2"
+        (layout for layout in ("v3", "v2", "v1") if unsupported_feature(config, layout) is None),
+        "v3" if config.qk_norm else "v2",
     )
 
 
-def to_state_dict(model: MiniMindForCausalLM, form: str) -> dict[str, torch.Tensor]:
-    """The weights of `model` by the names and in the layout of `form`, contiguous; tied ones share their memory."""
-    check_fits(model.config, form)
+def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Tensor]:
+    """The weights of `model` by the names and in the layout of `layout`, contiguous; tied ones share their memory."""
+    check_fits(model.config, layout)
     state_dict: dict[str, torch.Tensor] = {}
     for ours, tensor in model.state_dict().items():
-        for name, part in FORMS[form].split(ours, tensor.detach().cpu(), model.config):
+        for name, part in LAYOUTS[layout].split(ours, tensor.detach().cpu(), model.config):
             state_dict[name] = part.contiguous()
     if model.config.tie_word_embeddings:
-        state_dict[FORMS[form].name("lm_head.weight")] = state_dict[FORMS[form].name("model.embed_tokens.weight")]
+        state_dict[LAYOUTS[layout].name("lm_head.weight")] = state_dict[
+            LAYOUTS[layout].name("model.embed_tokens.weight")
+        ]
     return state_dict
 
 
-def to_stock_model(model: MiniMindForCausalLM, form: str) -> PreTrainedModel:
+def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
     """The same model as `LlamaForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM` or `Ernie4_5_MoeForCausalLM`."""
-    check_fits(model.config, form)
-    config = AutoConfig.for_model(form, **_write_stock_fields(model.config, form))
+    check_fits(model.config, layout)
+    config = AutoConfig.for_model(layout, **_write_stock_fields(model.config, layout))
     stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    layout = FORMS[form]
+    target = LAYOUTS[layout]
     # In memory transformers stacks experts as we do; saving unstacks them.
     state_dict = {
         name: to_half_split(tensor, model.config.head_dim)
-        if layout.half_split and re.search(r"\.[qk]_(proj|norm)\.", name)
+        if target.half_split and re.search(r"\.[qk]_(proj|norm)\.", name)
         else tensor
         for name, tensor in model.state_dict().items()
     }
-    if form == "ernie4_5_moe":
+    if layout == "ernie4_5_moe":
         zeros = torch.zeros(1, model.config.num_experts, dtype=model.dtype)
         for layer in range(model.config.num_hidden_layers):
             state_dict[f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias"] = zeros
@@ -133,7 +136,7 @@ def to_stock_model(model: MiniMindForCausalLM, form: str) -> PreTrainedModel:
     return stock.to(model.dtype).eval()
 
 
-def _write_stock_fields(config: MiniMindConfig, form: str) -> dict[str, Any]:
+def _write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
     fields = {
         name: getattr(config, name)
         for name in (
@@ -143,15 +146,15 @@ def _write_stock_fields(config: MiniMindConfig, form: str) -> dict[str, Any]:
             "pad_token_id",
         )
     }
-    if form != "ernie4_5_moe":
+    if layout != "ernie4_5_moe":
         fields["attention_dropout"] = config.dropout
-    if form in ("llama", "qwen3"):
+    if layout in ("llama", "qwen3"):
         return fields
     fields["moe_intermediate_size"] = config.moe_intermediate_size
     fields["router_aux_loss_coef"] = (
         config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
     )
-    if form == "qwen3_moe":
+    if layout == "qwen3_moe":
         return fields | {
             "num_experts": config.num_experts,
             "num_experts_per_tok": config.num_experts_per_tok,
@@ -223,10 +226,10 @@ class ExportReport:
     What [`export`] wrote and how far it is from the model it came from.
 
     Args:
-        form (`str`): what was written; for GGUF, its architecture besides.
+        format (`str`): what was written; for GGUF, its architecture besides.
         dtype (`str`): of the weights.
         max_difference (`float`, *optional*): the largest difference of a logit on `ROWS` rows of `ROW_TOKENS` random
-            ids, both sides computed in float32; `None` where nothing here runs the form (then the tensors were
+            ids, both sides computed in float32; `None` where nothing here runs the format (then the tensors were
             compared).
         relative_difference (`float`, *optional*): the norm of the differences over that of the logits.
         max_weight_difference (`float`, *optional*): of a weight, where the logits could not be compared.
@@ -235,7 +238,7 @@ class ExportReport:
             experts rounding decides, and the rest of that row differs.
     """
 
-    form: str
+    format: str
     dtype: str
     max_difference: float | None = None
     relative_difference: float | None = None
@@ -244,9 +247,9 @@ class ExportReport:
 
     def __str__(self) -> str:
         if self.max_difference is None:
-            return f"{self.form}, {self.dtype}: read back; largest difference of a weight {self.max_weight_difference:.2e}"
+            return f"{self.format}, {self.dtype}: read back; largest difference of a weight {self.max_weight_difference:.2e}"
         return (
-            f"{self.form}, {self.dtype}: read back; largest logit difference on {ROWS} rows {self.max_difference:.2e} "
+            f"{self.format}, {self.dtype}: read back; largest logit difference on {ROWS} rows {self.max_difference:.2e} "
             f"({self.relative_difference:.1e} of the logits' norm)"
         )
 
@@ -254,7 +257,7 @@ class ExportReport:
 def export(
     model: MiniMindForCausalLM,
     output_dir: str | Path,
-    form: str,
+    format: str,
     *,
     tokenizer: PreTrainedTokenizerFast | None = None,
     dtype: str | None = None,
@@ -265,11 +268,11 @@ def export(
     overwrite: bool = False,
 ) -> ExportReport:
     """
-    Writes `model` in another form, reads it back, and compares the logits.
+    Writes `model` in another format, reads it back, and compares the logits.
 
     Args:
         output_dir (`str` or `Path`): must not exist, or be empty. After an error nothing is in it.
-        form (`str`): one of `EXPORT_FORMS`.
+        format (`str`): one of `EXPORT_FORMATS`.
         tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside (GGUF: into) the weights; its special
             tokens become those of the config.
         dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0` for GGUF; by default the model's.
@@ -281,23 +284,23 @@ def export(
         overwrite (`bool`, *optional*): replace the model in `output_dir`.
 
     Raises:
-        `ValueError`: if the form cannot hold the model, naming the part that does not fit and the forms that would;
-            for an unknown form or dtype, a directory that is not empty, weights that overflow `dtype`.
+        `ValueError`: if the format cannot hold the model, naming the part that does not fit and the forms that would;
+            for an unknown format or dtype, a directory that is not empty, weights that overflow `dtype`.
         `RuntimeError`: if what was written does not give the model's logits although it has its dtype, or no finite
             ones.
     """
     output_dir = Path(output_dir)
-    if form not in EXPORT_FORMS:
-        raise ValueError(f"The form {form!r} is unknown; use one of {', '.join(EXPORT_FORMS)}.")
+    if format not in EXPORT_FORMATS:
+        raise ValueError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
     source_dtype = str(model.dtype).removeprefix("torch.")
     dtype = dtype or source_dtype
-    known = GGUF_TYPES if form == "gguf" else DTYPES
+    known = GGUF_TYPES if format == "gguf" else DTYPES
     if dtype not in known:
-        raise ValueError(f"--dtype {dtype} is not one that {form} is written in; use {', '.join(known)}.")
+        raise ValueError(f"--dtype {dtype} is not one that {format} is written in; use {', '.join(known)}.")
     check_writable(output_dir, overwrite=overwrite)
     generation = generation or default_generation(model.config)
-    target = {"upstream": generation, "gguf": gguf_form(model.config)}.get(form, form)
-    if form == "gguf":
+    target = {"upstream": generation, "gguf": gguf_layout(model.config)}.get(format, format)
+    if format == "gguf":
         check_gguf(model.config, tokenizer)
     check_fits(model.config, target)
 
@@ -309,39 +312,39 @@ def export(
     is_per_document = model.config.num_experts and model.config.router_aux_loss_level == "sequence"
     if is_per_document and target not in ("minimind", "v1", "v2"):
         logger.warning(
-            f"{describe_form(target)} takes its router loss over a whole batch, this model over each document: training "
+            f"{describe_layout(target)} takes its router loss over a whole batch, this model over each document: training "
             "on there will balance differently. The logits are the same."
         )
-    if form in ("qwen3_moe", "ernie4_5_moe"):
+    if format in ("qwen3_moe", "ernie4_5_moe"):
         # With it on, transformers' generate() fails on padded prompts.
         logger.warning(
-            f"{form} is written with output_router_logits=False, with which transformers trains it without any router "
+            f"{format} is written with output_router_logits=False, with which transformers trains it without any router "
             "loss. Set it to True in the config to train on there, and back to generate."
         )
     reference = copy.deepcopy(model).float().eval()
     # GGUF rounds tensor by tensor, and leaves norms and routers as they are.
-    converted = _cast(copy.deepcopy(model), torch.float32 if form == "gguf" else DTYPES[dtype])
+    converted = _cast(copy.deepcopy(model), torch.float32 if format == "gguf" else DTYPES[dtype])
     if tokenizer is not None:
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(converted.config, name, getattr(tokenizer, name))
             setattr(converted.generation_config, name, getattr(tokenizer, name))
     with written_whole(output_dir, overwrite=overwrite) as aside:
-        if form == "gguf":
+        if format == "gguf":
             path = write_gguf(
                 converted, aside, model_name=model_name, tokenizer=tokenizer, tensor_type=GGUF_TYPES[dtype]
             )
             report = _compare_gguf(reference, path, dtype)
-        elif form == "upstream":
+        elif format == "upstream":
             torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
             fields = json.dumps(to_upstream_fields(converted.config, generation), indent=2)
             (aside / "config.json").write_text(fields + "\n", encoding="utf-8")
             report = _compare(reference, load_upstream(aside, dtype=torch.float32), target, dtype)
         else:
-            if form == "minimind":
+            if format == "minimind":
                 converted.save_pretrained(aside)
             else:
-                to_stock_model(converted, form).save_pretrained(aside)
+                to_stock_model(converted, format).save_pretrained(aside)
                 _add_older_names(aside / "config.json")
             written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
             report = _compare(reference, written, target, dtype)
@@ -350,7 +353,7 @@ def export(
             raise RuntimeError(
                 f"What was written for {output_dir} is not the same model: {report}. Please report this."
             )
-        if tokenizer is not None and form != "gguf":
+        if tokenizer is not None and format != "gguf":
             save_tokenizer(tokenizer, aside)
         if card is not None:
             (aside / CARD_NAME).write_text(card(str(report)), encoding="utf-8")
@@ -393,7 +396,7 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
 
 
 @torch.no_grad()
-def _compare(reference: PreTrainedModel, written: PreTrainedModel, form: str, dtype: str) -> ExportReport:
+def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, dtype: str) -> ExportReport:
     generator = torch.Generator().manual_seed(0)
     length = min(ROW_TOKENS, reference.config.max_position_embeddings)
     input_ids = torch.randint(reference.config.vocab_size, (ROWS, length), generator=generator)
@@ -403,7 +406,7 @@ def _compare(reference: PreTrainedModel, written: PreTrainedModel, form: str, dt
     relative_difference = (difference.norm() / expected.norm()).item()
     is_tie_possible = reference.config.num_experts and math.isfinite(relative_difference)
     return ExportReport(
-        form,
+        format,
         dtype,
         max_difference=difference.abs().max().item(),
         relative_difference=relative_difference,
@@ -412,11 +415,11 @@ def _compare(reference: PreTrainedModel, written: PreTrainedModel, form: str, dt
 
 
 def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> ExportReport:
-    """Logits through transformers' reader; of the Ernie form, which it does not know, the weights."""
-    form = gguf_form(reference.config)
-    name = f"GGUF ({form})"
+    """Logits through transformers' reader; of the Ernie format, which it does not know, the weights."""
+    layout = gguf_layout(reference.config)
+    name = f"GGUF ({layout})"
     check_gguf_fields(path, reference.config)
-    if form == "ernie4_5_moe":
+    if layout == "ernie4_5_moe":
         written, expected = read_ernie_weights(path), reference.state_dict()
         if reference.config.tie_word_embeddings:
             del expected["lm_head.weight"]
@@ -427,21 +430,21 @@ def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> Exp
         return ExportReport(name, dtype, max_weight_difference=difference, decisive_difference=difference)
     # The reader finds the config of a llama in the file, and not those of the others.
     loading: dict[str, Any] = {}
-    if form != "llama":
-        loading["config"] = AutoConfig.for_model(form, **_write_stock_fields(reference.config, form))
+    if layout != "llama":
+        loading["config"] = AutoConfig.for_model(layout, **_write_stock_fields(reference.config, layout))
     stock = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **loading)
     return _compare(reference, stock, name, dtype)
 
 
 __all__ = [
     "DTYPES",
-    "EXPORT_FORMS",
+    "EXPORT_FORMATS",
     "GGUF_TYPES",
     "ExportReport",
     "check_fits",
     "default_generation",
     "export",
-    "misfit",
+    "unsupported_feature",
     "to_state_dict",
     "to_stock_model",
     "to_upstream_fields",

@@ -26,13 +26,13 @@ def to_interleaved(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightLayout:
     """
     How one program names and lays out the weights.
 
     Args:
         is_generation (`bool`): a MiniMind release, as opposed to an architecture of transformers.
-        has_qk_norm, has_experts (`bool`, *optional*): what the form cannot be without, or (`False`) with.
+        has_qk_norm, has_experts (`bool`, *optional*): what the layout cannot be without, or (`False`) with.
         half_split (`bool`): which channels of a head turn together.
         lists_shared_experts (`bool`): shared experts are a list, not one MLP of their summed width.
         renames: pairs of a part of our name and what stands there instead.
@@ -46,13 +46,13 @@ class Form:
     renames: tuple[tuple[str, str], ...] = ()
 
     def name(self, name: str) -> str:
-        """What this form calls our tensor `name`."""
+        """What this layout calls our tensor `name`."""
         for ours, theirs in self.renames:
             name = name.replace(ours, theirs)
         return name
 
     def split(self, name: str, tensor: torch.Tensor, config: MiniMindConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, with their names, that one of ours is in this form."""
+        """The tensors, with their names, that one of ours is in this layout."""
         if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
             yield self.name(name), to_half_split(tensor, config.head_dim)
         elif name.endswith("experts.gate_up_proj"):
@@ -93,20 +93,20 @@ _V1_NAMES = (
     ("down_proj", "w2"),
     ("up_proj", "w3"),
 )
-FORMS = {
-    "v1": Form(is_generation=True, half_split=False, renames=_V1_NAMES),
-    "v2": Form(is_generation=True, lists_shared_experts=True),
-    "v3": Form(is_generation=True, has_qk_norm=True),
-    "llama": Form(has_experts=False),
-    "qwen3": Form(has_experts=False, has_qk_norm=True),
-    "qwen3_moe": Form(has_experts=True, has_qk_norm=True),
-    "ernie4_5_moe": Form(has_experts=True, half_split=False),
+LAYOUTS = {
+    "v1": WeightLayout(is_generation=True, half_split=False, renames=_V1_NAMES),
+    "v2": WeightLayout(is_generation=True, lists_shared_experts=True),
+    "v3": WeightLayout(is_generation=True, has_qk_norm=True),
+    "llama": WeightLayout(has_experts=False),
+    "qwen3": WeightLayout(has_experts=False, has_qk_norm=True),
+    "qwen3_moe": WeightLayout(has_experts=True, has_qk_norm=True),
+    "ernie4_5_moe": WeightLayout(has_experts=True, half_split=False),
 }
 
 
-def describe_form(form: str) -> str:
-    """What messages call a form."""
-    return f"MiniMind {form}" if FORMS[form].is_generation else form
+def describe_layout(layout: str) -> str:
+    """What messages call a layout."""
+    return f"MiniMind {layout}" if LAYOUTS[layout].is_generation else layout
 
 
-__all__ = ["FORMS", "Form", "describe_form", "to_half_split", "to_interleaved"]
+__all__ = ["LAYOUTS", "WeightLayout", "describe_layout", "to_half_split", "to_interleaved"]

@@ -1,11 +1,11 @@
 """
 Checkpoints in: three MiniMind generations, and the architectures of transformers that MiniMind's scripts export.
 
-A [`~weights.layouts.Form`] says how a program names and lays out the weights, `_read_fields` how its config.json says the same
+A [`~weights.layouts.WeightLayout`] says how a program names and lays out the weights, `_read_fields` how its config.json says the same
 things as ours. Reading builds an empty model from what the shapes tell, writes *its* tensors out in the file's
-form, and compares names and shapes: so whatever a file lacks or has too much is met before any value is taken.
+layout, and compares names and shapes: so whatever a file lacks or has too much is met before any value is taken.
 
-    tensors in some form -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
+    tensors in some layout -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
 """
 
 import copy
@@ -25,7 +25,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.names import may_be_checkpoint
 from .files import check_content, check_shards, read_json, read_tensors, resolve
-from .layouts import FORMS, describe_form
+from .layouts import LAYOUTS, describe_layout
 
 
 logger = logging.get_logger(__name__)
@@ -47,7 +47,7 @@ _ASSUMED = {
 V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
-def is_ours(path: str | Path) -> bool:
+def is_native_checkpoint(path: str | Path) -> bool:
     """Whether `path` is a directory or a Hub id with a checkpoint that this package wrote."""
     if not may_be_checkpoint(path):
         return False
@@ -67,7 +67,7 @@ def load_upstream(
         path (`str` or `Path`): a `.pth` file; a directory with `config.json` and `model.safetensors` (or shards),
             `pytorch_model.bin` or exactly one `.pth`; a Hub id, or one file in it (`owner/name:full_sft_512.pth`). Of the generations v1, v2 and v3, of `llama`,
             `qwen3`, `qwen3_moe` and `ernie4_5_moe`, or of this package.
-        config (`dict` or path of a JSON file, *optional*): fields of that form's own config.json, by its own names or
+        config (`dict` or path of a JSON file, *optional*): fields of that layout's own config.json, by its own names or
             ours, that add to those in the directory or beside the file and win over them.
         dtype (`torch.dtype`, *optional*): of the model; by default that of the file.
 
@@ -79,25 +79,27 @@ def load_upstream(
             cannot be inferred or contradicts the config; a pickle holds more than tensors (nothing of it is run).
     """
     path = resolve(path)
-    if is_ours(path):
+    if is_native_checkpoint(path):
         if config:
             raise ValueError(f"{path} was written by hf_pretrain and says all about itself: leave the config out.")
-        return load_ours(path, dtype=dtype or "auto").eval()
+        return load_native_checkpoint(path, dtype=dtype or "auto").eval()
     if isinstance(config, str | Path):
         config = read_json(Path(config))
     tensors = read_tensors(path)
 
     try:
         raw = _merge(_read_config(path), config or {})
-        form = _recognise(tensors, raw, path)
-        given = _read_fields(raw, form, has_experts=any(".experts." in name for name in tensors))
-        inferred = _infer_sizes(tensors, form, given)
+        layout = _recognise(tensors, raw, path)
+        given = _read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
+        inferred = _infer_sizes(tensors, layout, given)
         minimind_config = MiniMindConfig(**given | inferred)
     except StrictDataclassError as error:
         raise ValueError(f"{path}: a field of the config is of the wrong type. {error}") from error
     # A head that the file leaves out is the embedding.
-    tensors.setdefault(FORMS[form].name("lm_head.weight"), tensors[FORMS[form].name("model.embed_tokens.weight")])
-    state_dict = _join(tensors, form, minimind_config, path)
+    tensors.setdefault(
+        LAYOUTS[layout].name("lm_head.weight"), tensors[LAYOUTS[layout].name("model.embed_tokens.weight")]
+    )
+    state_dict = _join(tensors, layout, minimind_config, path)
 
     dtypes = {tensor.dtype for tensor in state_dict.values()}
     file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -108,11 +110,11 @@ def load_upstream(
     sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
     assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
     defaults = f" By MiniMind's defaults, for want of a config: {assumed}." if assumed else ""
-    logger.warning(f"{path}: {describe_form(form)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
+    logger.warning(f"{path}: {describe_layout(layout)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
     return model
 
 
-def load_ours(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
+def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
     """
     `from_pretrained` of a checkpoint that this package wrote, which fills in nothing.
 
@@ -177,7 +179,7 @@ def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config, `given` above those of the file; with transformers' defaults for its architectures."""
     fields = {**raw, **given}
     check_fields(fields)
-    if fields.get("model_type") in FORMS:
+    if fields.get("model_type") in LAYOUTS:
         # transformers writes into what it is given.
         fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
         try:
@@ -198,7 +200,7 @@ def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
-    """The form of the weights, by their names; which architecture of transformers, by its config."""
+    """The layout of the weights, by their names; which architecture of transformers, by its config."""
     if "tok_embeddings.weight" in tensors:
         return "v1"
     if "model.embed_tokens.weight" not in tensors:
@@ -207,23 +209,23 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
             "tok_embeddings.weight, v2 and v3 have model.embed_tokens.weight)."
         )
     model_type = raw.get("model_type", "minimind")
-    if model_type in FORMS:
+    if model_type in LAYOUTS:
         return model_type
     if model_type != "minimind":
-        raise ValueError(f"{path}: model_type={model_type!r} is not one of minimind, {', '.join(list(FORMS)[3:])}.")
+        raise ValueError(f"{path}: model_type={model_type!r} is not one of minimind, {', '.join(list(LAYOUTS)[3:])}.")
     return "v3" if any(name.endswith("q_norm.weight") for name in tensors) else "v2"
 
 
-def _read_fields(raw: dict[str, Any], form: str, *, has_experts: bool) -> dict[str, Any]:
+def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[str, Any]:
     """
-    Our config fields from those of `form`, as far as they are given; constants of the form's code besides.
+    Our config fields from those of `layout`, as far as they are given; constants of the layout's code besides.
 
     The router loss of v3, Qwen3-MoE and Ernie4.5-MoE lacks our division by top-k; the latter two average over layers
     where MiniMind sums.
     """
-    aliases = MiniMindConfig.attribute_map if form == "v1" else {}
+    aliases = MiniMindConfig.attribute_map if layout == "v1" else {}
     raw = {aliases.get(name, name): value for name, value in raw.items()}
-    if form == "ernie4_5_moe":
+    if layout == "ernie4_5_moe":
         names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
         raw = {names.get(name, name): value for name, value in raw.items()}
         # The sum of the top-k probabilities, at most 1, is divided by unless it is below this floor.
@@ -252,20 +254,20 @@ def _read_fields(raw: dict[str, Any], form: str, *, has_experts: bool) -> dict[s
         )
         if raw.get(name) is not None
     }
-    given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if FORMS[form].has_qk_norm else 1e-5)
-    given["rope_parameters"] = _read_rope(raw, form)
+    given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
+    given["rope_parameters"] = _read_rope(raw, layout)
     # v1's max_seq_len is the length of its training rows; its table has 32,768 positions.
-    given["max_position_embeddings"] = 32768 if form == "v1" else raw.get("max_position_embeddings", 32768)
-    if FORMS[form].is_generation:
-        given["upstream_generation"] = form
-    if form == "v1":
+    given["max_position_embeddings"] = 32768 if layout == "v1" else raw.get("max_position_embeddings", 32768)
+    if LAYOUTS[layout].is_generation:
+        given["upstream_generation"] = layout
+    if layout == "v1":
         given["upstream_max_seq_len"] = raw.get("max_position_embeddings")
     if has_experts:
-        given |= _read_router_fields(raw, form)
+        given |= _read_router_fields(raw, layout)
     return given
 
 
-def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
+def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     if "num_experts_per_tok" not in raw:
         raise ValueError(
             "How many experts a token is sent to cannot be seen in the weights: give the config.json, or "
@@ -275,7 +277,7 @@ def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
     given = {"num_experts_per_tok": top_k}
     if raw["num_experts"] is not None:
         given["num_experts"] = raw["num_experts"]
-    if form in ("v1", "v2"):
+    if layout in ("v1", "v2"):
         if raw.get("scoring_func", "softmax") != "softmax":
             raise ValueError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
         if raw.get("intermediate_size") is not None:
@@ -287,7 +289,7 @@ def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
         }
     if "moe_intermediate_size" in raw:
         given["moe_intermediate_size"] = raw["moe_intermediate_size"]
-    layers = 1 if form == "v3" else raw["num_hidden_layers"]
+    layers = 1 if layout == "v3" else raw["num_hidden_layers"]
     return given | {
         "norm_topk_prob": raw.get("norm_topk_prob", True),
         "router_aux_loss_coef": raw.get("router_aux_loss_coef", 5e-4) * top_k / layers,
@@ -295,7 +297,7 @@ def _read_router_fields(raw: dict[str, Any], form: str) -> dict[str, Any]:
     }
 
 
-def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
+def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     rope = dict(raw.get("rope_parameters") or {})
     rope.pop("type", None)
     if raw.get("rope_theta") is not None:
@@ -303,19 +305,19 @@ def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
     # Written as null, it says nothing.
     if rope.get("rope_theta", 0) is None:
         del rope["rope_theta"]
-    if form == "v1" and "rope_theta" not in rope:
+    if layout == "v1" and "rope_theta" not in rope:
         raise ValueError(
             "Nothing says the base of v1's rotary table: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
             "MiniMind-V1 of 2024, whose config.json lacks it)."
         )
-    if not FORMS[form].is_generation:
+    if not LAYOUTS[layout].is_generation:
         return rope
     theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
     if not raw.get("inference_rope_scaling"):
         return theta
     # Which of transformers' versions wrote the file decides under which name.
     scaling = raw.get("rope_scaling") or rope
-    if form == "v3" and "factor" not in scaling:
+    if layout == "v3" and "factor" not in scaling:
         scaling = V3_YARN | {"attention_factor": 1.0}
     if "attention_factor" not in scaling:
         raise ValueError(
@@ -330,13 +332,13 @@ def _read_rope(raw: dict[str, Any], form: str) -> dict[str, Any]:
     return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in names if name in scaling}
 
 
-def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, Any]) -> dict[str, Any]:
+def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str, Any]) -> dict[str, Any]:
     """The sizes that the shapes tell; a `ValueError` where a shape is missing or `given` contradicts."""
 
     def shape(name: str) -> torch.Size:
-        name = FORMS[form].name(name)
+        name = LAYOUTS[layout].name(name)
         if name not in tensors:
-            raise ValueError(f"The weights lack {name}, which every MiniMind {form} has.")
+            raise ValueError(f"The weights lack {name}, which every MiniMind {layout} has.")
         if tensors[name].dim() != 2 or tensors[name].numel() == 0:
             raise ValueError(f"{name} is {tuple(tensors[name].shape)} and should be a matrix.")
         return tensors[name].shape
@@ -369,7 +371,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
         "num_attention_heads": q_rows // head_dim,
         "num_key_value_heads": k_rows // head_dim,
         "head_dim": head_dim,
-        "qk_norm": FORMS[form].has_qk_norm,
+        "qk_norm": LAYOUTS[layout].has_qk_norm,
     }
     mlp = "model.layers.0.mlp."
     experts = {
@@ -389,8 +391,8 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
         }
     else:
         sizes["intermediate_size"] = shape(f"{mlp}gate_proj.weight")[0]
-    head = tensors.get(FORMS[form].name("lm_head.weight"))
-    is_same = head is None or head.equal(tensors[FORMS[form].name("model.embed_tokens.weight")])
+    head = tensors.get(LAYOUTS[layout].name("lm_head.weight"))
+    is_same = head is None or head.equal(tensors[LAYOUTS[layout].name("model.embed_tokens.weight")])
     if head is None and not given.get("tie_word_embeddings", True):
         raise ValueError("The config says tie_word_embeddings=False, but the weights have no output head.")
     # Two equal matrices may be two by intention.
@@ -402,13 +404,15 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], form: str, given: dict[str, A
     return sizes
 
 
-def _join(tensors: dict[str, torch.Tensor], form: str, config: MiniMindConfig, path: Path) -> dict[str, torch.Tensor]:
-    """Our state dict from `tensors`, once names and shapes are exactly those that `config` needs in `form`."""
+def _join(
+    tensors: dict[str, torch.Tensor], layout: str, config: MiniMindConfig, path: Path
+) -> dict[str, torch.Tensor]:
+    """Our state dict from `tensors`, once names and shapes are exactly those that `config` needs in `layout`."""
     with torch.device("meta"):
         empty = MiniMindForCausalLM(config).state_dict()
-    parts = {ours: dict(FORMS[form].split(ours, tensor, config)) for ours, tensor in empty.items()}
+    parts = {ours: dict(LAYOUTS[layout].split(ours, tensor, config)) for ours, tensor in empty.items()}
     expected = {name: tensor.shape for split in parts.values() for name, tensor in split.items()}
-    if form == "ernie4_5_moe":
+    if layout == "ernie4_5_moe":
         tensors = _without_correction_biases(tensors, path)
 
     shapes = [
@@ -416,9 +420,11 @@ def _join(tensors: dict[str, torch.Tensor], form: str, config: MiniMindConfig, p
         for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    complaint = f"{path} does not fit {describe_form(form)} of the sizes found"
+    complaint = f"{path} does not fit {describe_layout(layout)} of the sizes found"
     _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), shapes)
-    return {ours: FORMS[form].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}
+    return {
+        ours: LAYOUTS[layout].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()
+    }
 
 
 def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
@@ -429,4 +435,4 @@ def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> 
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 
-__all__ = ["UPSTREAM_FIELDS", "V3_YARN", "is_ours", "load_ours", "load_upstream"]
+__all__ = ["UPSTREAM_FIELDS", "V3_YARN", "is_native_checkpoint", "load_native_checkpoint", "load_upstream"]

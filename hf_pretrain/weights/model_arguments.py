@@ -19,7 +19,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
 from ..tokenizer.loading import check_tokenizer
 from .adapters import adapter_base, load_adapter
-from .loading import is_ours, load_ours, load_upstream
+from .loading import is_native_checkpoint, load_native_checkpoint, load_upstream
 
 
 logger = logging.get_logger(__name__)
@@ -128,7 +128,7 @@ class ModelArguments:
             model = dataclasses.replace(self, model_name_or_path=base).load_model(tokenizer, distributed=distributed)
             return load_adapter(model, self.model_name_or_path)
         upstream = None
-        if self.model_name_or_path and not is_ours(self.model_name_or_path):
+        if self.model_name_or_path and not is_native_checkpoint(self.model_name_or_path):
             logger.warning(f"{self.model_name_or_path} was not written by hf_pretrain: converting it.")
             upstream = load_upstream(self.model_name_or_path, config=self.overrides)
             try:
@@ -155,7 +155,7 @@ class ModelArguments:
         if upstream is not None:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
         if self.model_name_or_path:
-            return load_ours(self.model_name_or_path, **loading)
+            return load_native_checkpoint(self.model_name_or_path, **loading)
         # Built whole on every rank, also under ZeRO-3: the first weights are then the same bits under every launcher.
         config._attn_implementation = attn_implementation
         model = MiniMindForCausalLM(config)

@@ -49,7 +49,7 @@ def _gguf() -> Any:
     return gguf
 
 
-def gguf_form(config: MiniMindConfig) -> str:
+def gguf_layout(config: MiniMindConfig) -> str:
     """The architecture of transformers (a key of `ARCHITECTURES`) that the GGUF file is one of."""
     if config.num_experts:
         return "qwen3_moe" if config.qk_norm else "ernie4_5_moe"
@@ -67,7 +67,7 @@ def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None
     elif config.hidden_act != "silu":
         problem = f"llama.cpp's graphs have the activation silu, this model has {config.hidden_act}"
     if problem is not None:
-        raise ValueError(f"No GGUF: {problem}. Forms that hold it: minimind, {gguf_form(config)}.")
+        raise ValueError(f"No GGUF: {problem}. Forms that hold it: minimind, {gguf_layout(config)}.")
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
 
@@ -108,14 +108,14 @@ def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor
     """The weights by GGUF names and in GGUF layout, float32 on the CPU; a tied head is left out."""
     config = model.config
     gguf = _gguf()
-    form = gguf_form(config)
+    layout = gguf_layout(config)
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[form]], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[layout]], config.num_hidden_layers)
     for ours, tensor in model.state_dict().items():
         if ours == "lm_head.weight" and config.tie_word_embeddings:
             continue
         tensor = tensor.detach().cpu().float()
-        if form.startswith("qwen3") and re.search(r"\.[qk]_(proj|norm)\.", ours):
+        if layout.startswith("qwen3") and re.search(r"\.[qk]_(proj|norm)\.", ours):
             tensor = to_half_split(tensor, config.head_dim)
         parts = {ours: tensor}
         if ours.endswith("gate_up_proj"):
@@ -142,7 +142,7 @@ def write_gguf(
             llama.cpp; rows that Q8_0's blocks of 32 do not divide are F16.
     """
     gguf = _gguf()
-    writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_form(model.config)])
+    writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_layout(model.config)])
     is_float = tensor_type == "F32"
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if is_float else f"MOSTLY_{tensor_type}"])
     writer.add_name(model_name)
@@ -186,7 +186,7 @@ def _add_config(writer: Any, config: MiniMindConfig):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if gguf_form(config) == "ernie4_5_moe":
+    if gguf_layout(config) == "ernie4_5_moe":
         writer.add_expert_shared_count(config.num_shared_experts)
         writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
         writer.add_interleave_moe_layer_step(1)
@@ -251,7 +251,7 @@ def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
     """Raises `RuntimeError` unless the sizes and constants in a file are those of `config`, no more and no less."""
-    architecture = ARCHITECTURES[gguf_form(config)]
+    architecture = ARCHITECTURES[gguf_layout(config)]
     expected: dict[str, float] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
@@ -296,7 +296,7 @@ __all__ = [
     "FILE_NAME",
     "check_gguf",
     "check_gguf_fields",
-    "gguf_form",
+    "gguf_layout",
     "gguf_tensors",
     "read_ernie_weights",
     "read_gguf_tensors",
