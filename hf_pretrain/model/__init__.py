@@ -1,6 +1,9 @@
 """
-The MiniMind model: its configuration and presets, the decoder, attention over packed documents, the experts and the loss.
-It knows nothing of tokenizers, data or training.
+The MiniMind model: configuration, presets, decoder, attention over packed sequences, experts and loss.
+
+This package is the lowest layer but one. It imports `runtime` at most and knows nothing of tokenizers, data or
+training. The modules in `configuration_minimind.CODE_FILES` travel to the Hub with every checkpoint and import only
+each other; `presets` and `config_fields` stay here.
 """
 
 from .configuration_minimind import MiniMindConfig

@@ -1,4 +1,8 @@
-"""The check that an attention implementation computes what the reference computes, before its first use."""
+"""
+Compare an attention implementation with the eager reference before its first use.
+
+An implementation that is wrong on some device still gives finite logits, so nothing else would notice it.
+"""
 
 import torch
 import transformers
@@ -8,23 +12,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .packed_attention import eager_attention_forward, find_visible
 
 
-# Implementations that were found right in this process, with what they were tried on.
+# Combinations that passed in this process: (implementation, device type, dtype, head shape).
 _CHECKED_ATTENTION: set[tuple] = set()
 
 
 @torch.no_grad()
 def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """
-    Compare the attention implementation of the config with the reference on a small random packed batch, once for each
-    kind of device, dtype and shape of heads.
+    Compare the configured attention implementation with the reference on a small random packed batch.
+
+    The comparison runs once per process for each combination of implementation, device type, dtype and head shape.
 
     Args:
-        attention (`nn.Module`): an attention layer of the model; its weights are not used.
-        device (`torch.device`): where to compare.
-        dtype (`torch.dtype`): the dtype of queries, keys and values.
+        attention (`nn.Module`): an attention layer of the model. Its weights are not used.
+        device (`torch.device`): the device to compare on.
+        dtype (`torch.dtype`): dtype of queries, keys and values.
 
     Raises:
-        `ValueError`: if they differ by more than 3 %, or for FlexAttention on a CPU.
+        `ValueError`: if the outputs differ by more than 3 % in the L2 norm, or for FlexAttention on a CPU.
     """
     config = attention.config
     name = config._attn_implementation
@@ -34,12 +39,14 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     instead = 'Use attn_implementation="packed", "sdpa" or "eager".'
     if name == "flex_attention" and device.type == "cpu":
-        # NOTE: torch 2.13 compiles it to wrong values on CPUs without AVX-512, and for some shapes only.
+        # NOTE: torch 2.13 compiles FlexAttention to wrong values on CPUs without AVX-512, and only for some shapes,
+        # so that the comparison below could pass here and the model still be wrong at another length.
         raise ValueError(
             f"flex_attention does not run on a CPU: torch compiles it to wrong values on some of them, and it has no "
             f"backward pass there ({versions}). {instead}"
         )
     generator = torch.Generator().manual_seed(0)
+    # Three documents of uneven length per row, so that a mask that leaks across documents shows.
     position_ids = torch.cat([torch.arange(length) for length in (11, 6, 7)]).repeat(2, 1).to(device)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     # (batch_size, num_heads, seq_len, head_dim)
@@ -47,18 +54,20 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
     embeds = torch.zeros(2, 24, config.hidden_size, device=device, dtype=dtype)
     mask, packed_documents = find_visible(config, embeds, position_ids)
     document = (position_ids == 0).cumsum(1)
-    # (batch_size, 1, seq_len, seq_len): minus infinity for keys of other documents and of later tokens
+    # (batch_size, 1, seq_len, seq_len): true for keys of other documents and of later tokens, which get -inf.
     is_other = (document[:, None, :, None] != document[:, None, None, :]) | position_ids.new_ones(24, 24).triu(
         1
     ).bool()
     bias = torch.zeros(is_other.shape, device=device).masked_fill(is_other, -torch.inf)
+    # Autocast would change the dtype of the products on one side of the comparison only.
     with torch.autocast(device.type, enabled=False):
         scaling, attend = attention.scaling, ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         output, _ = attend(attention, *states, mask, dropout=0.0, scaling=scaling, packed_documents=packed_documents)
         query, key, value = (part.float() for part in states)
         expected, _ = eager_attention_forward(attention, query, key, value, bias, scaling)
     difference = ((output.float() - expected).norm() / expected.norm()).item()
-    # Half precision rounds to 0.4 %; what was seen wrong was off by 17 % and more.
+    # Half precision rounds to about 0.4 %. The wrong results seen so far were off by 17 % and more. The negated form
+    # also catches NaN.
     if not difference < 0.03:
         raise ValueError(
             f'attn_implementation="{name}" is {difference:.0%} off the reference on {device.type} in {dtype} '

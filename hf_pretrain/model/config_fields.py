@@ -1,5 +1,8 @@
 """
-Types of the fields that other programs' configs hold, checked before anything is computed with them.
+Check the types of config fields that other programs wrote, before anything is computed with them.
+
+The import of MiniMind's own and of transformers' configs uses it: a string in place of a number would otherwise fail
+deep inside torch, with a message that does not name the field.
 """
 
 from collections.abc import Callable, Mapping
@@ -7,15 +10,17 @@ from typing import Any
 
 
 def _is_number(value: Any) -> bool:
-    # Neither infinite, nor NaN, nor an integer that tensors cannot hold.
+    """Return whether `value` is a finite number that a tensor can hold."""
+    # `bool` is a subclass of `int`. The bound excludes infinity and, since comparisons with NaN are false, NaN too.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _is_count(value: Any, *, least: int = 1) -> bool:
+    """Return whether `value` is an integer from `least` that fits into 32 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
-# What a field must be, how to see it, and the fields by all names that MiniMind and transformers have for them.
+# (expected value in words, predicate, fields under every name that MiniMind and transformers give them)
 _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "a whole number of at least 1",
@@ -42,6 +47,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, "dropout"),
     (
         "true or false",
+        # `True == 1` and `False == 0`, so both spellings pass.
         lambda value: value in (0, 1),
         "use_moe seq_aux norm_topk_prob tie_word_embeddings inference_rope_scaling use_sliding_window",
     ),
@@ -52,11 +58,19 @@ _BY_FIELD = {name: (what, is_right) for what, is_right, names in _KINDS for name
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for the first field of a config that is not what it must be; `None` leaves a field out."""
+    """
+    Check every known field of a config, also within nested objects such as `rope_parameters`.
+
+    Args:
+        fields (`Mapping`): names and values. A value of `None` counts as absent; unknown names are not checked.
+
+    Raises:
+        `ValueError`: for the first field with a value of the wrong type or range.
+    """
     for name, value in fields.items():
         what, is_right = _BY_FIELD.get(name, ("", lambda value: True))
         if value is not None and not is_right(value):
-            raise ValueError(f"The config says {name}={value!r}; it must be {what}.")
+            raise ValueError(f"The config says {name}={value!r}; it must be {what}. Correct the config file.")
         if isinstance(value, Mapping):
             check_fields(value)
 

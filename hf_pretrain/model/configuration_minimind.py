@@ -1,9 +1,9 @@
 """
 Configuration of the MiniMind architecture.
 
-One architecture covers three generations of MiniMind (https://github.com/jingyaogong/minimind); which one a config
-describes follows from its fields: `qk_norm`, `num_experts`, `num_shared_experts`, `norm_topk_prob`. This file travels
-to the Hub with every checkpoint and imports nothing of the package.
+One architecture covers three generations of MiniMind (https://github.com/jingyaogong/minimind). The fields `qk_norm`,
+`num_experts`, `num_shared_experts` and `norm_topk_prob` tell them apart. This file travels to the Hub with every
+checkpoint and imports nothing else of the package.
 """
 
 import os
@@ -29,7 +29,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 
 FORMAT_VERSION = 1
-# What a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
+# Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
     *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "attention_check.py"),
     *("experts.py", "loss.py"),
@@ -44,40 +44,49 @@ AUTO_MAP = {
 
 @strict
 class MiniMindConfig(PreTrainedConfig):
-    r"""
-    Configuration of a [`MiniMindForCausalLM`]. The names of MiniMind v1 (`dim`, `n_layers`, `n_heads`, `n_kv_heads`,
-    `hidden_dim`, `norm_eps`, `max_seq_len`) work as aliases.
+    """
+    Configuration of a [`MiniMindForCausalLM`].
+
+    The names of MiniMind v1 (`dim`, `n_layers`, `n_heads`, `n_kv_heads`, `hidden_dim`, `norm_eps`, `max_seq_len`) work
+    as aliases.
 
     Args:
-        vocab_size (`int`, defaults to 6400): entries of the embedding table.
+        vocab_size (`int`, defaults to 6400): number of entries in the embedding table.
         hidden_size (`int`, defaults to 512): width of the residual stream.
-        num_hidden_layers (`int`, defaults to 8): decoder layers.
-        num_attention_heads (`int`, defaults to 8): query heads.
-        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads`): key and value heads
+        num_hidden_layers (`int`, defaults to 8): number of decoder layers.
+        num_attention_heads (`int`, defaults to 8): number of query heads.
+        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads`): number of key and value heads
             (grouped-query attention).
         head_dim (`int`, *optional*, defaults to `hidden_size // num_attention_heads`): width of one head.
-        intermediate_size (`int`, *optional*): width of the SwiGLU; by default `8/3 * hidden_size`, rounded up to a
-            multiple of 64, as MiniMind v1 and v2 have it.
+        intermediate_size (`int`, *optional*): width of the SwiGLU. The default is `8/3 * hidden_size` rounded up to a
+            multiple of 64, as in MiniMind v1 and v2.
+        hidden_act (`str`, defaults to `"silu"`): name of the activation in transformers' `ACT2FN`.
         max_position_embeddings (`int`, defaults to 32768): length of the rotary table in tokens.
-        rms_norm_eps (`float`, defaults to 1e-5): added to the mean square in every RMSNorm.
-        rope_parameters (`dict`, *optional*): as in transformers; the default is `rope_theta=1e6` without scaling.
-            `rope_type="yarn"` (and the other static types) are supported, in the table.
-        tie_word_embeddings (`bool`, defaults to `True`): one matrix for embedding and output.
-        dropout (`float`, defaults to 0.0): probability for embeddings, attention weights and residual branches.
-        qk_norm (`bool`, defaults to `False`): RMSNorm on each query and key head before the rotation (v3).
-        num_experts (`int`, defaults to 0): routed experts a layer; 0 is a dense model.
-        num_experts_per_tok (`int`, defaults to 2): experts a token is sent to (top-k).
-        num_shared_experts (`int`, defaults to 0): experts that every token passes through, without a gate.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weight matrices.
+        rms_norm_eps (`float`, defaults to 1e-5): value added to the mean square in every RMSNorm.
+        rope_parameters (`dict`, *optional*): as in transformers. The default is `rope_theta=1e6` without scaling.
+            `rope_type="yarn"` and the other static types are computed into the table.
+        tie_word_embeddings (`bool`, defaults to `True`): use one matrix for embedding and output.
+        dropout (`float`, defaults to 0.0): dropout probability of embeddings, attention weights and residual branches.
+        qk_norm (`bool`, defaults to `False`): apply an RMSNorm to each query and key head before the rotation (v3).
+        num_experts (`int`, defaults to 0): number of routed experts per layer; 0 gives a dense model.
+        num_experts_per_tok (`int`, defaults to 2): number of experts that the router picks per token (top-k).
+        num_shared_experts (`int`, defaults to 0): number of experts that process every token, without a gate.
         moe_intermediate_size (`int`, *optional*, defaults to `intermediate_size`): SwiGLU width of one expert.
-        norm_topk_prob (`bool`, defaults to `True`): divide the top-k probabilities by their sum, at top-1 too.
-        router_aux_loss_coef (`float`, defaults to 0.01): weight of the router loss in `loss`; always 0 without experts.
-        router_aux_loss_level (`str`, defaults to `"sequence"`): `"sequence"`, a router loss for each document,
-            averaged; or `"batch"`, one over all tokens of a forward pass (depends on how rows are batched).
+        norm_topk_prob (`bool`, defaults to `True`): divide the top-k probabilities by their sum, also for top-1.
+        output_router_logits (`bool`, defaults to `False`): return router logits and `aux_loss` also without labels.
+        router_aux_loss_coef (`float`, defaults to 0.01): weight of the router loss in `loss`; always 0 without
+            experts.
+        router_aux_loss_level (`str`, defaults to `"sequence"`): `"sequence"` averages one router loss per document.
+            `"batch"` computes one over all tokens of a forward pass, so it depends on how rows are batched.
         upstream_generation (`str`, *optional*): `"v1"`, `"v2"` or `"v3"`, the MiniMind release that the weights came
-            from. They can be written in its form again.
-        upstream_max_seq_len (`int`, *optional*): `max_seq_len` of the v1 config that the weights came from. It is not the
-            number of positions: v1's code allocates a mask of its square in each layer.
+            from. Export can write the weights in its format again.
+        upstream_max_seq_len (`int`, *optional*): `max_seq_len` of the v1 config that the weights came from. It is not
+            the number of positions: v1's code allocates a mask of `max_seq_len ** 2` entries in each layer.
         format_version (`int`): layout of the checkpoint. A config file without it was not written by this package.
+
+    Raises:
+        `ValueError`: if sizes do not fit together, or a field holds an unknown name.
     """
 
     model_type = "minimind"
@@ -96,12 +105,14 @@ class MiniMindConfig(PreTrainedConfig):
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
+        # Heads are split over ranks. Each rank holds the whole norm and sees the gradient of its own heads alone.
         "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
+        # Gate and up rows lie in one matrix; each rank needs its share of both.
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
@@ -152,6 +163,7 @@ class MiniMindConfig(PreTrainedConfig):
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any):
+        # v1's names arrive as extra keyword arguments. They must be set before other sizes are derived from them.
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
@@ -161,38 +173,48 @@ class MiniMindConfig(PreTrainedConfig):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
+            # Integer division of the negated number rounds up.
             self.intermediate_size = 64 * -(-int(8 * self.hidden_size / 3) // 64)
         if self.moe_intermediate_size is None:
             self.moe_intermediate_size = self.intermediate_size
         if self.num_experts == 0:
-            # NOTE: by a coefficient other than 0, TRL's own trainers take a model for one with experts.
+            # NOTE: TRL's trainers treat a model as one with experts if this coefficient is not 0.
             self.router_aux_loss_coef = 0.0
         super().__post_init__(**kwargs)
 
     def _check_sizes(self):
-        """Refuses sizes that do not fit together. Not a `validate_*` method: `@strict` would hide the `ValueError`."""
+        """
+        Raise `ValueError` for sizes that do not fit together.
+
+        NOTE: this is not a `validate_*` method, since `@strict` of huggingface_hub would wrap the `ValueError` in its
+        own type.
+        """
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
-                "change one of them or give head_dim."
+                "change one of them or pass head_dim."
             )
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}."
+                f"num_key_value_heads={self.num_key_value_heads}; change one of them."
             )
+        # The rotation multiplies pairs of channels as complex numbers.
         head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         if head_dim % 2 != 0:
-            raise ValueError(f"head_dim={head_dim} is odd; the rotary embedding turns pairs of channels.")
+            raise ValueError(
+                f"head_dim={head_dim} is odd; the rotary embedding rotates pairs of channels. Use an even one."
+            )
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and num_experts={self.num_experts}."
+                f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and "
+                f"num_experts={self.num_experts}."
             )
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation that transformers knows.")
+            raise ValueError(f'hidden_act={self.hidden_act!r} is not an activation of transformers; use "silu".')
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout={self.dropout} must lie between 0 and 1.")
         if self.router_aux_loss_level not in ("sequence", "batch"):
@@ -202,16 +224,16 @@ class MiniMindConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any):
         """
-        As in transformers, with the code of the model beside the config.
+        Save the config as transformers does, with the model's code beside it.
 
-        NOTE: transformers' own way (`register_for_auto_class`) goes by the module of the model's class, and FSDP2 gives a
-        model a class of torch's: the checkpoint would carry torch's files instead of ours.
+        NOTE: transformers' `register_for_auto_class` copies the module of the model's class. FSDP2 replaces that class
+        by one of torch's, so the checkpoint would carry torch's files instead of ours.
         """
         self.auto_map = dict(AUTO_MAP)
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         for name in CODE_FILES:
             source, target = Path(__file__).with_name(name), Path(save_directory, name)
-            # A copy from the Hub, of which the config alone was loaded, has no modeling file.
+            # A config that was loaded from the Hub alone lies in a directory without the modeling file.
             if source.is_file() and source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
         super().save_pretrained(save_directory, **kwargs)
@@ -219,25 +241,26 @@ class MiniMindConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         """
-        Builds a config from the content of a `config.json`.
+        Build a config from the content of a `config.json`.
 
         Raises:
-            `ValueError`: where `format_version` is missing (another MiniMind's file: same `model_type` and tensor
-                names as ours, but another rotary layout, so that it would load without a word and be wrong) or newer
-                than this code.
+            `ValueError`: if `format_version` is missing or newer than this code. A file without it was written by
+                MiniMind itself: `model_type` and tensor names are equal, but the rotary layout differs, so the weights
+                would load without an error and give wrong logits.
         """
         if "model_type" not in config_dict:
-            raise ValueError("No config.json with a `model_type` there: is the path that of a checkpoint directory?")
+            raise ValueError("This config has no `model_type`. Check that the path names a checkpoint directory.")
         version = config_dict.get("format_version")
         if version is None:
             raise ValueError(
-                "This config.json has no `format_version`: it was written by MiniMind itself, whose weights have the "
-                "same names in another layout and would give wrong logits here. Convert it once with "
-                "`hf_pretrain.weights.loading.load_upstream(path)` or `python recipes/convert.py --from PATH --to DIR`."
+                "This config.json has no `format_version`: MiniMind itself wrote it. Its weights have the same names "
+                "in another layout and would give wrong logits here. Convert the checkpoint once with "
+                "`hf_pretrain.weights.loading.load_upstream(path)` or "
+                "`python recipes/convert.py --from PATH --to DIR`."
             )
         if version > FORMAT_VERSION:
             raise ValueError(
-                f"This checkpoint has format_version={version}, this code reads up to {FORMAT_VERSION}: "
+                f"This checkpoint has format_version={version}, and this code reads up to {FORMAT_VERSION}: "
                 "upgrade hf_pretrain (`pip install -U hf_pretrain`)."
             )
         return super().from_dict(config_dict, **kwargs)

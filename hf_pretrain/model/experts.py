@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: a SwiGLU, or a mixture of experts with a router."""
+"""The feed-forward part of a decoder layer: a SwiGLU, or a mixture of experts with a router."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class MiniMindMLP(nn.Module):
 
 
 class MiniMindTopKRouter(nn.Module):
-    """Softmax scores over the experts, of which the top k are kept."""
+    """Router that scores the experts by a softmax and keeps the top k."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -37,15 +37,21 @@ class MiniMindTopKRouter(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
+        Choose the experts of each token.
+
         Args:
             hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
 
         Returns:
-            logits `(num_tokens, num_experts)`, weights `(num_tokens, top_k)`, expert numbers `(num_tokens, top_k)`.
+            `tuple` of three tensors: router logits of shape `(num_tokens, num_experts)`, weights of the chosen experts
+            of shape `(num_tokens, top_k)` in the dtype of `hidden_states`, and their indices of shape `(num_tokens,
+            top_k)`.
         """
         router_logits = F.linear(hidden_states, self.weight)
+        # Probabilities in float32: half precision would make close experts tie.
         weights, experts = router_logits.float().softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
+            # MiniMind adds the same epsilon; without it a converted model would differ in the last bits.
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return router_logits, weights.type_as(hidden_states), experts
 
@@ -53,16 +59,26 @@ class MiniMindTopKRouter(nn.Module):
 def grouped_mm_in_autocast(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' grouped products of experts, in the dtype of autocast where that is on."""
+    """
+    Compute the experts by transformers' grouped matrix products, in the dtype of autocast where that is on.
+
+    Args:
+        module (`nn.Module`): the experts.
+        hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
+        top_k_index, top_k_weights (`torch.Tensor` of shape `(num_tokens, top_k)`)
+
+    Returns:
+        `torch.Tensor` of shape `(num_tokens, hidden_size)`.
+    """
     if torch.is_autocast_enabled(hidden_states.device.type):
-        # NOTE: autocast has no rule for grouped products, and transformers casts the tokens to the dtype of the weights:
-        # float32, for which a compiled graph falls back to a loop that waits for the device.
+        # NOTE: autocast has no rule for grouped products, and transformers casts the tokens to the dtype of the
+        # weights. In float32 a compiled graph falls back to a loop over experts that waits for the device.
         module = _CastExperts(module, compute_dtype(hidden_states))
     return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
 
 
 class _CastExperts:
-    """What transformers reads of a module of experts, the weights in another dtype."""
+    """The attributes that transformers reads from a module of experts, with the weights in another dtype."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype):
         self.gate_up_proj = experts.gate_up_proj.to(dtype)
@@ -74,6 +90,7 @@ class _CastExperts:
         self._apply_gate = experts._apply_gate
 
 
+# An interface of our own: the entry is not to change the experts of other models in this process.
 EXPERTS_FUNCTIONS = ExpertsInterface()
 EXPERTS_FUNCTIONS["grouped_mm"] = grouped_mm_in_autocast
 
@@ -81,11 +98,13 @@ EXPERTS_FUNCTIONS["grouped_mm"] = grouped_mm_in_autocast
 @use_experts_implementation(experts_interface=EXPERTS_FUNCTIONS)
 class MiniMindExperts(nn.Module):
     """
-    The experts as two stacked parameters, so that no rank can disagree about which of them ran. transformers' experts
-    interface replaces `forward` by grouped or batched matrix products; the loop here is the reference.
+    All experts as two stacked parameters.
+
+    Stacked, every rank runs the same operations whatever the router chose. transformers' experts interface replaces
+    `forward` by grouped or batched matrix products; the loop here is the reference.
 
     Parameters:
-        gate_up_proj of shape `(num_experts, 2 * moe_intermediate_size, hidden_size)`: gate above up.
+        gate_up_proj of shape `(num_experts, 2 * moe_intermediate_size, hidden_size)`: the gate rows, then the up rows.
         down_proj of shape `(num_experts, hidden_size, moe_intermediate_size)`.
     """
 
@@ -102,13 +121,18 @@ class MiniMindExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """
+        Sum the outputs of the chosen experts, each multiplied by its weight.
+
         Args:
             hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
             top_k_index, top_k_weights (`torch.Tensor` of shape `(num_tokens, top_k)`)
+
+        Returns:
+            `torch.Tensor` of shape `(num_tokens, hidden_size)`.
         """
         output = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
-            # Every expert runs, on no token if need be: a rank that skipped one would hang the others under ZeRO-3.
+            # Every expert runs, possibly on no tokens: under ZeRO-3 a rank that skips one makes the others hang.
             tokens, slots = torch.where(top_k_index == expert)
             gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, dim=-1)
             expert_output = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
@@ -117,7 +141,11 @@ class MiniMindExperts(nn.Module):
 
 
 class MiniMindSparseMoeBlock(nn.Module):
-    """Routed experts, plus shared ones that every token passes through: `n` of them are one SwiGLU of `n` widths."""
+    """
+    Routed experts plus shared experts that process every token.
+
+    `n` shared experts are one SwiGLU of `n` times the width: their outputs are summed, so the results are equal.
+    """
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -130,6 +158,7 @@ class MiniMindSparseMoeBlock(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # (batch_size, seq_len, hidden_size) -> (batch_size * seq_len, hidden_size)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(tokens)
         output = self.experts(tokens, experts, weights)

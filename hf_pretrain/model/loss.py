@@ -1,11 +1,11 @@
 """
-The masked, weighted cross-entropy, and the bookkeeping of documents that it shares with the router loss.
+The masked, weighted cross-entropy, the router loss, and the documents that both refer to.
 
 With `w[t]` the weight of predicting token `t` from the tokens before it, a step's loss is
 
     sum of w * CE / sum of w   +   router_aux_loss_coef * sum of aux_d over documents / number of documents
 
-with the sums over all micro-batches of all ranks. This file travels to the Hub with every checkpoint and imports
+The sums run over all micro-batches of all ranks. This file travels to the Hub with every checkpoint and imports
 nothing of the package.
 """
 
@@ -16,29 +16,32 @@ import torch.nn.functional as F
 
 
 IGNORE_INDEX = -100
-# Logits at a time, on a GPU and on a CPU: enough for a matrix product, few enough for the cache.
+# Number of logits per chunk on a GPU and on a CPU: enough for an efficient matrix product, few enough for the cache.
 MAX_LOGITS = (2**25, 2**22)
-# Tokens at a time, however large the vocabulary: each time costs a pass over the head's gradient.
+# Least number of tokens per chunk, however large the vocabulary: each chunk costs a pass over the head's gradient.
 MIN_ROWS = 256
 
 
 def prediction_weights(labels: torch.Tensor, loss_mask: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Weight of predicting each token from those before it. The first token of a row has none.
+    Return the weight of predicting each token from the tokens before it.
 
     Args:
         labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): token ids, -100 where nothing is trained.
         loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): non-negative weights.
 
     Returns:
-        `torch.FloatTensor` of shape `(batch_size, seq_len)`, float32; column 0 is zero.
+        `torch.FloatTensor` of shape `(batch_size, seq_len)`, float32. Column 0 is zero: no token comes before it.
+
+    Raises:
+        `ValueError`: if the shapes differ.
     """
     weights = (labels != IGNORE_INDEX).float()
     if loss_mask is not None:
         if loss_mask.shape != labels.shape:
             raise ValueError(
-                f"loss_mask has shape {tuple(loss_mask.shape)}, labels {tuple(labels.shape)}: they must be equal, "
-                "loss_mask[:, t] being the weight of predicting labels[:, t]."
+                f"loss_mask has shape {tuple(loss_mask.shape)}, labels {tuple(labels.shape)}: they must be equal. "
+                "loss_mask[:, t] is the weight of predicting labels[:, t]."
             )
         weights = weights * loss_mask
     return torch.cat([torch.zeros_like(weights[:, :1]), weights[:, 1:]], dim=1)
@@ -52,7 +55,7 @@ def masked_cross_entropy(
     num_items_in_batch: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """
-    `sum of w * CE / num_items_in_batch`, in float32, with the labels shifted inside.
+    Compute `sum of w * CE / num_items_in_batch` in float32; the labels are shifted inside.
 
     Args:
         logits (`torch.Tensor` of shape `(batch_size, seq_len, vocab_size)`): `logits[:, t]` predicts token `t + 1`.
@@ -61,9 +64,13 @@ def masked_cross_entropy(
         num_items_in_batch (`torch.Tensor` or `float`, *optional*): the divisor; the sum of the weights by default.
 
     Returns:
-        `torch.FloatTensor`: a scalar, in nats. Zero, with zero gradients, where all weights are zero.
+        `torch.FloatTensor`: a scalar in nats. Zero, with zero gradients, where all weights are zero.
+
+    Raises:
+        `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
     targets, weights = _targets(labels, loss_mask)
+    # (batch_size, seq_len, vocab_size) -> (batch_size * seq_len, vocab_size)
     token_losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
     return (token_losses * weights).sum() / _divisor(weights, num_items_in_batch)
 
@@ -77,21 +84,29 @@ def linear_masked_cross_entropy(
     num_items_in_batch: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """
-    `masked_cross_entropy(hidden_states @ weight.T, ...)` without the logits of all tokens in memory at once: those of
-    some tokens at a time are turned into their loss and, where gradients are wanted, into gradients, and forgotten.
+    Compute `masked_cross_entropy(hidden_states @ weight.T, ...)` without holding the logits of all tokens in memory.
 
-    NOTE: torch's `linear_cross_entropy` and Liger's know weights of classes, not of tokens. torch's can return the loss of
-    each token, but then computes the logits twice: 2.4 to 3 times as long as this on a CPU in bfloat16.
+    It works through the tokens in chunks: it turns the logits of a chunk into a loss and, where gradients are wanted,
+    into gradients, and then frees them.
+
+    NOTE: torch's `linear_cross_entropy` and Liger's accept weights per class, not per token. torch's can return a loss
+    per token, but then it computes the logits twice: 2.4 to 3 times as long as this on a CPU in bfloat16.
 
     Args:
-        hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
-        weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): of the language-modelling head.
+        hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`): output of the last norm.
+        weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): matrix of the language-modelling head.
+        labels, loss_mask, num_items_in_batch: as in [`masked_cross_entropy`].
 
-    The other arguments, and what is returned, are those of [`masked_cross_entropy`].
+    Returns:
+        `torch.FloatTensor`: a scalar in nats, as [`masked_cross_entropy`] returns it.
+
+    Raises:
+        `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
     targets, weights = _targets(labels, loss_mask)
     if not torch.is_grad_enabled():
-        # Seen from inside, gradients are never enabled, and always wanted.
+        # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
+        # `torch.no_grad()` around the call. Detached inputs tell it that nobody wants gradients.
         hidden_states, weight = hidden_states.detach(), weight.detach()
     total = _LinearCrossEntropy.apply(hidden_states.flatten(0, 1), weight, targets, weights)
     return total / _divisor(weights, num_items_in_batch)
@@ -99,49 +114,56 @@ def linear_masked_cross_entropy(
 
 def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What each position predicts, and the weight of that, both of shape `(batch_size * seq_len,)`. The labels are shifted,
-    not the logits, which would be copied.
+    Return the token that each position predicts and its weight, both of shape `(batch_size * seq_len,)`.
+
+    This shifts the labels by one. Shifting the logits instead would copy them.
     """
     weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1)).flatten()
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten(), weights
 
 
 def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | None) -> torch.Tensor | float:
+    """Return `num_items_in_batch`, or the sum of the weights where the caller gave none."""
     if num_items_in_batch is not None:
         return num_items_in_batch
-    # An all-masked batch has nothing to divide by: its sum is zero and stays so.
+    # A batch whose weights are all zero contributes zero, not 0 / 0. `where` does so without a wait for the GPU.
     return torch.where(weights.sum() > 0, weights.sum(), 1.0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """
-    `sum of weights * CE(hidden_states @ weight.T, targets)` in float32. The gradients are computed with the loss, since
-    they need the same logits; backward multiplies them by that of the sum.
+    `sum of weights * CE(hidden_states @ weight.T, targets)` in float32, with gradients computed in the forward pass.
+
+    Loss and gradients need the same logits, so computing both at once saves a second matrix product per chunk.
+    Backward multiplies the stored gradients by the gradient of the sum.
     """
 
     @staticmethod
     def forward(ctx, hidden_states, weight, targets, weights):
         device = hidden_states.device.type
         if torch.is_autocast_enabled(device):
-            # As autocast would, once for all chunks.
+            # Cast as autocast would, once instead of once per chunk.
             dtype = torch.get_autocast_dtype(device)
             hidden, matrix = hidden_states.to(dtype), weight.to(dtype)
         else:
             hidden, matrix = hidden_states, weight
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # The sum over chunks needs float32: in bfloat16 small terms would be rounded away.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
         num_rows = max(MIN_ROWS, MAX_LOGITS[device == "cpu"] // len(weight))
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
+                # (num_rows, vocab_size)
                 log_probs = (hidden[rows] @ matrix.T).float().log_softmax(dim=-1)
-                # A label of -100 has the weight 0, whatever token stands in for it.
+                # A label of -100 has weight 0, so any valid index may replace it.
                 chosen = targets[rows].masked_fill(targets[rows] == IGNORE_INDEX, 0).unsqueeze(-1)
                 total -= (log_probs.gather(-1, chosen).squeeze(-1) * weights[rows]).sum()
                 if not wants_hidden and not wants_weight:
                     continue
+                # d CE / d logits = softmax - one_hot, computed in place.
                 grad_logits = log_probs.exp_()
                 grad_logits.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=torch.float32))
                 grad_logits = grad_logits.mul_(weights[rows].unsqueeze(-1)).to(hidden.dtype)
@@ -161,13 +183,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 class Documents(NamedTuple):
     """
-    Which document each token of a batch belongs to.
+    The document that each token of a batch belongs to.
 
     Attributes:
-        index (`torch.LongTensor` of shape `(batch_size * seq_len,)`): number of the document, counted through the batch.
-        token_mask (`torch.BoolTensor` of shape `(batch_size * seq_len,)`): tokens that count: not padding, and in a
-            document that trains something.
-        count (`torch.LongTensor`, scalar): documents with a token that counts.
+        index (`torch.LongTensor` of shape `(batch_size * seq_len,)`): number of the document, counted through the
+            batch.
+        token_mask (`torch.BoolTensor` of shape `(batch_size * seq_len,)`): true for tokens that are not padding and
+            belong to a document with at least one trained token.
+        count (`torch.LongTensor`, scalar): number of documents with a true entry in `token_mask`.
     """
 
     index: torch.Tensor
@@ -185,17 +208,25 @@ def find_documents(
     loss_mask: torch.Tensor | None = None,
 ) -> Documents:
     """
-    Finds the documents of a batch. A document begins with each row and wherever `position_ids` does not go on by one
-    (beside an `attention_mask`, whose padding may hold any position: wherever it is 0). Padding does not count; where
-    `labels` are given, nor does a document without any trained token (padding of packed rows, a row that fills up the
-    last batch).
+    Find the documents of a batch.
+
+    A document begins with each row and wherever `position_ids` do not increase by one. Beside an `attention_mask`,
+    whose padding may hold any position, it begins wherever they are 0. Padding does not count. Where `labels` are
+    given, a document without a trained token does not count either: the padding of a packed sequence, or a padding
+    row.
 
     Args:
-        shape (`tuple` of `batch_size, seq_len`): of the batch.
+        shape (`tuple` of `batch_size, seq_len`): shape of the batch.
+        device (`torch.device`, *optional*): device of the result.
         position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)` or `(1, seq_len)`, *optional*)
         attention_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): 1 for tokens, 0 for padding.
-        labels, loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): as in `masked_cross_entropy`.
+        labels, loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): as in
+            [`masked_cross_entropy`].
+
+    Returns:
+        [`Documents`]
     """
+    # (batch_size, seq_len): true at the first token of each document
     starts = torch.zeros(shape, dtype=torch.bool, device=device)
     starts[:, 0] = True
     if position_ids is not None and attention_mask is None:
@@ -215,7 +246,8 @@ def find_documents(
 
 
 def _sum_by(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Sums `values (num_tokens, ...)` by document, without asking the device how many there are."""
+    """Sum `values` of shape `(num_tokens, ...)` per document; row `d` of the result belongs to document `d`."""
+    # As many rows as tokens, most of them zero: a GPU would have to wait to learn the number of documents.
     return torch.zeros_like(values).index_add_(0, index, values)
 
 
@@ -223,19 +255,21 @@ def router_loss(
     router_logits: tuple[torch.Tensor, ...], top_k: int, documents: Documents, *, level: str = "sequence"
 ) -> torch.Tensor:
     """
-    The load-balancing loss of Switch Transformers (https://huggingface.co/papers/2101.03961, equations 4 to 6), summed
-    over layers and averaged over documents: for each document `E * sum over experts of f_e * P_e`, with `f_e` the share
-    of its top-k choices that went to expert `e` and `P_e` the mean probability that its tokens give to `e`. It is 1 a
-    layer where the load is even.
+    Compute the load-balancing loss of Switch Transformers (https://huggingface.co/papers/2101.03961, equations 4 to
+    6).
+
+    For each document it is `E * sum over experts of f_e * P_e`, where `f_e` is the share of the document's top-k
+    choices that went to expert `e` and `P_e` is the mean probability that its tokens give to `e`. The result is summed
+    over layers and averaged over documents. An even load gives 1 per layer.
 
     Args:
-        router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one a layer.
-        top_k (`int`): experts a token is sent to.
+        router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one tensor per layer.
+        top_k (`int`): number of experts per token.
         documents ([`Documents`]): from [`find_documents`].
         level (`str`): `"sequence"`, or `"batch"` for one loss over all tokens that count.
 
     Returns:
-        `torch.FloatTensor`: a scalar, unscaled by the coefficient; zero where no document counts.
+        `torch.FloatTensor`: a scalar, not multiplied by the coefficient; zero where no document counts.
     """
     mask = documents.token_mask.float().unsqueeze(-1)
     index = documents.index if level == "sequence" else torch.zeros_like(documents.index)
@@ -243,6 +277,7 @@ def router_loss(
     total = router_logits[0].new_zeros((), dtype=torch.float32)
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1)
+        # (batch_size * seq_len, num_experts): 1 for the experts that the token chose
         chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
         load = _sum_by(index, chosen * mask) / (num_tokens * top_k).clamp(min=1)
         mean_probability = _sum_by(index, probabilities * mask) / num_tokens.clamp(min=1)

@@ -1,12 +1,14 @@
 """
-The MiniMind model: a decoder with grouped-query attention, rotary positions from a complex table, SwiGLU, RMSNorm, and
-optionally a mixture of experts (https://github.com/jingyaogong/minimind).
+The MiniMind model (https://github.com/jingyaogong/minimind).
 
-This file and the others of `CODE_FILES` (`configuration_minimind.py`) travel to the Hub with every checkpoint. They import
-each other and nothing else of the package. From a token to the loss:
+A decoder with grouped-query attention, rotary positions from a complex table, SwiGLU, RMSNorm, and optionally a
+mixture of experts. From a token to the loss:
 
     embed_tokens -> layers x (input_layernorm -> self_attn -> post_attention_layernorm -> mlp) -> norm -> lm_head
     -> masked cross-entropy + router_aux_loss_coef * router loss
+
+This file and the others in `CODE_FILES` (`configuration_minimind.py`) travel to the Hub with every checkpoint. They
+import each other and nothing else of the package.
 """
 
 from contextlib import nullcontext
@@ -29,6 +31,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_check import check_attention
 from .configuration_minimind import MiniMindConfig
+
+# NOTE: `set_experts_implementation` of transformers works only if the source of this file holds the text
+# `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
 from .experts import MiniMindExperts, MiniMindMLP, MiniMindSparseMoeBlock, MiniMindTopKRouter
 from .loss import find_documents, linear_masked_cross_entropy, masked_cross_entropy, prediction_weights, router_loss
 from .packed_attention import compute_dtype, eager_attention_forward, find_visible
@@ -36,7 +41,7 @@ from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_po
 
 
 class MiniMindRMSNorm(nn.Module):
-    """`weight * x / sqrt(mean(x ** 2) + eps)`, computed in float32 (https://huggingface.co/papers/1910.07467)."""
+    """RMSNorm: `weight * x / sqrt(mean(x ** 2) + eps)`, in float32 (https://huggingface.co/papers/1910.07467)."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -45,7 +50,7 @@ class MiniMindRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-        # Once, instead of once for each projection that takes it.
+        # Autocast would cast once for each projection that reads the result.
         return normed.to(compute_dtype(normed))
 
     def extra_repr(self) -> str:
@@ -80,6 +85,20 @@ class MiniMindAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Attend within each row or packed document.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
+            position_embeddings (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): rotations
+                from [`MiniMindRotaryEmbedding`].
+            attention_mask (`torch.Tensor`, *optional*): in the form that the attention implementation takes.
+            past_key_values ([`Cache`], *optional*): keys and values of earlier tokens, updated in place.
+
+        Returns:
+            `tuple`: output of shape `(batch_size, seq_len, hidden_size)`, and attention weights of shape `(batch_size,
+            num_heads, seq_len, key_len)` or `None`.
+        """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
         query = self.q_proj(hidden_states).view(head_shape)
@@ -92,6 +111,7 @@ class MiniMindAttention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
         if past_key_values is not None:
+            # (batch_size, num_heads, seq_len, head_dim) -> (batch_size, num_heads, past_len + seq_len, head_dim)
             key, value = past_key_values.update(key, value, self.layer_idx)
 
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -107,10 +127,13 @@ class MiniMindAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
+        # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, seq_len, num_heads * head_dim)
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
 
 class MiniMindDecoderLayer(GradientCheckpointingLayer):
+    """One decoder layer: attention and feed-forward part, each after an RMSNorm and with a residual connection."""
+
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
         self.self_attn = MiniMindAttention(config, layer_idx)
@@ -141,13 +164,15 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
 
 
 class MiniMindPreTrainedModel(PreTrainedModel):
+    """Base class of the MiniMind models: initialisation and what transformers reads about the architecture."""
+
     config: MiniMindConfig
     config_class = MiniMindConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MiniMindDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    # NOTE: transformers' flash attention keeps packed documents apart only in a batch of one row.
+    # NOTE: transformers' flash attention keeps packed documents apart only in batches of one row.
     _supports_flash_attn = False
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -158,7 +183,8 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         "hidden_states": MiniMindDecoderLayer,
         "attentions": MiniMindAttention,
     }
-    # DDP need not broadcast a table that every rank computes alike; NCCL has refused complex ones (pytorch#71613).
+    # Every rank computes the same table, so DDP need not broadcast it. NCCL has refused complex tensors
+    # (https://github.com/pytorch/pytorch/issues/71613).
     _ddp_params_and_buffers_to_ignore = {"rotary_emb.pos_cis", "model.rotary_emb.pos_cis"}
 
     @torch.no_grad()
@@ -170,21 +196,27 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MiniMindTopKRouter):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, MiniMindRotaryEmbedding):
-            # NOTE: `from_pretrained` builds on the meta device and refills this buffer with uninitialised memory.
+            # NOTE: `from_pretrained` builds the model on the meta device and replaces this buffer by uninitialised
+            # memory, which gives finite but wrong logits.
             init.copy_(module.pos_cis, precompute_pos_cis(self.config))
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs):
-        """As in transformers; raises `ValueError` where the gradient of the router loss would be lost."""
+        """
+        Enable activation checkpointing as transformers does.
+
+        Raises:
+            `ValueError`: for `use_reentrant=True` with experts, where the gradient of the router loss would be lost.
+        """
         if self.config.num_experts and (activation_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError(
-                "use_reentrant=True runs the layers without autograd and loses the gradient of the router loss: pass "
+                "use_reentrant=True runs the layers without autograd and loses the gradient of the router loss. Pass "
                 '{"use_reentrant": False} (the default), or train a model without experts.'
             )
         super().activation_checkpointing_enable(activation_checkpointing_kwargs, **kwargs)
 
 
 class MiniMindModel(MiniMindPreTrainedModel):
-    """The decoder without a head. Takes ids or embeddings, returns the hidden states after the last norm."""
+    """Decoder without a head: maps token ids or embeddings to the hidden states after the last norm."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
@@ -200,8 +232,10 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
     def _check_positions(self, position_ids: torch.Tensor, length: int):
         """
-        Raises `ValueError` for positions past the rotary table. Reading positions back from a GPU would stall it, so
-        there the length decides; an index past the table fails on the device itself.
+        Raise `ValueError` for a position past the rotary table.
+
+        Reading positions back from a GPU would stall it, so there only the length of the input is checked; an index
+        past the table fails on the device itself.
         """
         limit = self.config.max_position_embeddings
         if position_ids.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -215,11 +249,15 @@ class MiniMindModel(MiniMindPreTrainedModel):
     @staticmethod
     def _unmask_packed_rows(attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
         """
-        transformers keeps packed documents apart only where `attention_mask is None`. A mask of ones says nothing and
-        is dropped; a mask with padding beside restarting positions is ambiguous and refused with a `ValueError`.
-        A compiled graph cannot look into either, so packed rows take no mask there.
+        Drop an attention mask of ones beside packed documents.
+
+        transformers keeps packed documents apart only where `attention_mask is None`. A mask of ones carries no
+        information and is dropped. A mask with padding beside restarting positions is ambiguous and raises
+        `ValueError`. A compiled graph cannot look into the values of either, so packed sequences must come without a
+        mask there.
         """
         mask = attention_mask.bool()
+        # A position of 0 begins a document where neither it nor the token before it is padding.
         restarts = (position_ids[:, 1:] == 0) & mask[:, 1:] & mask[:, :-1]
         if not restarts.any():
             return attention_mask
@@ -227,7 +265,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
             return None
         raise ValueError(
             "position_ids restart inside a row (packed documents) and attention_mask marks padding: pass one of them. "
-            "Packed rows take attention_mask=None and count their padding as a last document."
+            "For packed sequences pass attention_mask=None; their padding counts as a last document."
         )
 
     @merge_with_config_defaults
@@ -243,24 +281,32 @@ class MiniMindModel(MiniMindPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> MoeModelOutputWithPast:
         """
+        Compute the hidden states after the last norm.
+
         Args:
             input_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
             attention_mask (`torch.Tensor` of shape `(batch_size, past_len + seq_len)`, *optional*): 0 for padding.
             position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): a restart at 0 begins a new
-                document, which sees nothing of the one before.
-            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, seq_len, hidden_size)`, *optional*): instead of
-                `input_ids`.
-            cu_seq_lens_q (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): where in the flattened batch each
-                document of packed rows begins, and its end; `max_length_q` is the length of the longest.
-            packed_documents ([`~packed_attention.PackedDocuments`], *optional*): the documents of the rows, from a caller who
-                has found them already; `position_ids` are not looked at for them.
+                document, which does not attend to the one before.
+            past_key_values ([`Cache`], *optional*): keys and values of earlier tokens.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, seq_len, hidden_size)`, *optional*): used instead
+                of `input_ids`.
+            use_cache (`bool`, *optional*): create and return a cache where none is given.
+            cu_seq_lens_q (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): start of each document in
+                the flattened batch, and its end.
+            max_length_q (`int`, *optional*): length of the longest document, or more.
+            packed_documents ([`~packed_attention.PackedDocuments`], *optional*): the documents of the rows, if the
+                caller has found them already. They take the place of those that `position_ids` imply.
+
+        Returns:
+            [`MoeModelOutputWithPast`]: with `last_hidden_state` of shape `(batch_size, seq_len, hidden_size)`.
 
         Raises:
-            `ValueError`: both or neither of `input_ids` and `inputs_embeds`; a position past the rotary table; packed
-                positions together with padding in `attention_mask`.
+            `ValueError`: for both or neither of `input_ids` and `inputs_embeds`, a position past the rotary table, or
+                packed positions together with padding in `attention_mask`.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+            raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         seq_len = inputs_embeds.shape[1]
@@ -276,13 +322,15 @@ class MiniMindModel(MiniMindPreTrainedModel):
         is_computed = not (
             torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)
         )
-        # NOTE: while continuous batching runs, with a paged cache, transformers makes no masks, which the check needs.
+        # NOTE: continuous batching passes a paged cache as `cache`. transformers then creates no masks, and the check
+        # needs them.
         if is_computed and kwargs.get("cache") is None:
             check_attention(self.layers[0].self_attn, inputs_embeds.device, compute_dtype(inputs_embeds))
         causal_mask = None
         cu_seq_lens, max_length = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None)
         if kwargs.get("packed_documents") is None:
-            # NOTE: before the cache is made. Beside one, even an empty one, transformers does not look for packed rows.
+            # NOTE: this must run before the cache is created. Beside any cache, even an empty one, transformers does
+            # not look for packed documents.
             causal_mask, kwargs["packed_documents"] = find_visible(
                 self.config,
                 inputs_embeds,
@@ -298,6 +346,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
         position_embeddings = self.rotary_emb(position_ids)
         hidden_states = self.dropout(inputs_embeds)
+        # The slice lets `num_hidden_layers` be lowered after loading, as in transformers' models.
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(
                 hidden_states,
@@ -314,7 +363,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
 @dataclass
 class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     """
-    transformers' output for language models with experts, and one field more.
+    transformers' output for language models with experts, plus `ce_loss`.
 
     Args:
         loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats.
@@ -326,10 +375,17 @@ class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
 
 class MiniMindLMHead(nn.Linear):
-    """From hidden states to logits or, given labels, to their masked cross-entropy without all logits in memory."""
+    """Language-modelling head: returns logits or, given labels, the loss without all logits in memory."""
 
     def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
-        """`kwargs` and the loss are those of [`~model.loss.linear_masked_cross_entropy`]."""
+        """
+        Return logits, or the scalar loss of `labels`.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
+            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): as in
+                [`~model.loss.linear_masked_cross_entropy`], which takes `kwargs` and computes the loss.
+        """
         if labels is None:
             return super().forward(hidden_states)
         return linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)
@@ -351,15 +407,17 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def gather_sharded_state_dict_for_save(self, *args, **kwargs) -> dict[str, torch.Tensor]:
-        # NOTE: what DeepSpeed or FSDP gathered are copies, in which nothing would recognise one matrix for both ends.
+        # NOTE: DeepSpeed and FSDP gather copies, so transformers no longer recognises the tied matrix and would save
+        # it twice.
         state_dict = super().gather_sharded_state_dict_for_save(*args, **kwargs)
         if self.config.tie_word_embeddings:
             state_dict.pop("lm_head.weight", None)
         return state_dict
 
     def generate(self, *args, **kwargs):
-        """As in transformers, without the graphs of layers that were compiled one by one."""
-        # NOTE: each layer of a cache would take a graph of its own, until the compiler made no more for training.
+        """Generate as transformers does, but without the compiled graphs of single layers."""
+        # NOTE: each layer of a cache would compile a graph of its own. Past its recompile limit the compiler falls
+        # back to eager execution, for training as well.
         is_compiled = self.model.layers[0]._compiled_call_impl is not None
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             return super().generate(*args, **kwargs)
@@ -383,21 +441,31 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         **kwargs: Unpack[TransformersKwargs],
     ) -> MiniMindCausalLMOutputWithPast:
         """
+        Compute logits and, given labels, the loss.
+
         Args:
             labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): unshifted token ids, -100 where
                 nothing is trained.
             loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): non-negative weight of predicting
                 each label.
-            num_items_in_batch (scalar, *optional*): divisor of the cross-entropy, the sum of the weights over all
-                micro-batches of all ranks; by default over this call.
-            num_documents_in_batch (scalar, *optional*): the same for the router loss, in documents. Without it, and
-                with `num_items_in_batch`, the router loss is weighted by this call's share of the items.
-            output_router_logits (`bool`, *optional*): return the router logits of every layer, and `aux_loss` even
+            num_items_in_batch (scalar, *optional*): divisor of the cross-entropy: the sum of the weights over all
+                micro-batches of all ranks. The default is the sum over this call.
+            num_documents_in_batch (scalar, *optional*): divisor of the router loss, in documents. Without it, and with
+                `num_items_in_batch`, the router loss is multiplied by this call's share of the items.
+            output_router_logits (`bool`, *optional*): return the router logits of every layer, and `aux_loss` also
                 without `labels`.
-            skip_logits (`bool`, *optional*, defaults to `False`): with `labels`, return a loss and no logits, which then
-                are never in memory all at once.
+            logits_to_keep (`int` or `torch.Tensor`, defaults to 0): compute logits only for the last positions, or for
+                these indices; 0 means all.
+            skip_logits (`bool`, defaults to `False`): with `labels`, return the loss without logits. The logits are
+                then never in memory all at once.
 
-        See [`MiniMindModel.forward`] for the rest.
+        See [`MiniMindModel.forward`] for the other arguments.
+
+        Returns:
+            [`MiniMindCausalLMOutputWithPast`]
+
+        Raises:
+            `ValueError`: as [`MiniMindModel.forward`], or if `loss_mask` and `labels` differ in shape.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -415,7 +483,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         loss = ce_loss = aux_loss = logits = None
         weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
-        # An adapter or a plan for tensor parallelism may have put something else around the head.
+        # The fused loss reads the whole weight matrix. An adapter may have wrapped the head, and tensor parallelism
+        # splits it.
         is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
         if skip_logits and labels is not None and is_whole_head:
             loss = ce_loss = self.lm_head(hidden_states, labels, **weighting)
@@ -425,6 +494,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             if labels is not None:
                 loss = ce_loss = masked_cross_entropy(logits, labels, **weighting)
         if needs_router_loss:
+            # Documents, not rows, so that packing does not change the router loss.
             documents = find_documents(
                 hidden_states.shape[:2],
                 device=hidden_states.device,
@@ -459,10 +529,11 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
 
 class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
-    """MiniMind with a score for each sequence, as reward models have it; without a router loss."""
+    """MiniMind with one score per sequence, as reward models use it; without a router loss."""
 
     def __init__(self, config: MiniMindConfig):
-        # NOTE: not the generic one's, whose AutoModel would ask once more whether to run this code.
+        # NOTE: skip the constructor of `GenericForSequenceClassification`: it builds the model by AutoModel, which
+        # asks a second time whether to run this code from the Hub.
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = MiniMindModel(config)

@@ -1,5 +1,5 @@
 """
-Attention over packed rows: each document attends to itself alone, and costs what its own length costs.
+Attention over packed sequences: each document attends to itself alone, at a cost that depends on its own length.
 
 `eager_attention_forward` is the reference. `packed_attention_forward` is registered with transformers as
 `attn_implementation="packed"`.
@@ -24,11 +24,11 @@ try:
 except ImportError:
     HAS_VARLEN_ATTN = False
 else:
-    # Before torch 2.12, query heads could not share key heads.
+    # NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads (`enable_gqa`).
     HAS_VARLEN_ATTN = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# Tokens; documents up to this length are padded to the longest of them.
+# In tokens: all documents up to this length form one group, since further groups would cost more than their padding.
 SHORT_DOCUMENT = 32
-# Queries at a time, where attention is matrix products.
+# Number of queries per matrix product in `_attend_in_blocks`.
 ATTENTION_BLOCK = 256
 
 
@@ -42,7 +42,24 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention written out; the reference for every other implementation. Returns output and attention weights."""
+    """
+    Compute attention step by step; the reference for every other implementation.
+
+    Args:
+        module (`nn.Module`): an attention layer, for `num_key_value_groups` and `training`.
+        query (`torch.Tensor` of shape `(batch_size, num_heads, seq_len, head_dim)`)
+        key, value (`torch.Tensor` of shape `(batch_size, num_key_value_heads, key_len, head_dim)`)
+        attention_mask (`torch.Tensor` broadcastable to `(batch_size, num_heads, seq_len, key_len)`, *optional*): added
+            to the scores; minus infinity hides a key.
+        scaling (`float`): factor of the scores.
+        dropout (`float`): dropout probability of the attention weights.
+
+    Returns:
+        `tuple`: output of shape `(batch_size, seq_len, num_heads, head_dim)` and attention weights of shape
+            `(batch_size,
+        num_heads, seq_len, key_len)`.
+    """
+    # (batch_size, num_key_value_heads, key_len, head_dim) -> (batch_size, num_heads, key_len, head_dim)
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -56,17 +73,21 @@ def eager_attention_forward(
 @dataclass(eq=False)
 class PackedDocuments:
     """
-    Where the documents of packed rows are: found once a forward pass, used by each layer.
+    The documents of a batch of packed sequences. The model finds them once per forward pass; every layer uses them.
+
+    Documents of similar length form a group, in which all are padded to the longest, so that one call attends within
+    all documents of the group. A slot is one position of a group, padding included.
 
     Args:
-        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`): where in the flattened batch each document
-            begins, and its end.
-        max_length (`int`): tokens of the longest document, or more.
-        in_groups (`bool`): whether what follows is there.
-        groups (`list` of `(num_documents, length)`): documents of similar lengths, padded to one.
-        gather (`torch.LongTensor` of shape `(num_slots,)`): the token in each slot of all groups; padding repeats one.
-        scatter (`torch.LongTensor` of shape `(batch_size * seq_len,)`): the slot of each token. Both are `None` where each
-            row is one document.
+        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`): start of each document in the flattened batch,
+            and its end.
+        max_length (`int`): length of the longest document in tokens, or more.
+        in_groups (`bool`): whether attention runs in groups; the fields below are set only then.
+        groups (`list` of `(num_documents, length)`): shape of each group.
+        gather (`torch.LongTensor` of shape `(num_slots,)`): index of the token in each slot; a padding slot repeats
+            one.
+        scatter (`torch.LongTensor` of shape `(batch_size * seq_len,)`): index of the slot of each token. `gather` and
+            `scatter` are `None` where each row is one document.
     """
 
     cu_seq_lens: torch.Tensor
@@ -85,37 +106,49 @@ def find_packed_documents(
     max_length: int | None = None,
 ) -> PackedDocuments:
     """
-    The documents of rows whose `position_ids (batch_size, seq_len)` do not go on by one where one begins, `in_groups` or
-    for `varlen_attn`. A collator that passes `cu_seq_lens` and `max_length` spares a GPU the wait for their number.
+    Find the documents of packed sequences: one begins wherever `position_ids` do not increase by one.
+
+    Args:
+        position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
+        in_groups (`bool`): prepare attention in groups; otherwise for `varlen_attn`.
+        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): from the collator. Without it, a
+            GPU must wait to learn the number of documents.
+        max_length (`int`, *optional*): length of the longest document in tokens, or more.
+
+    Returns:
+        [`PackedDocuments`]
 
     Raises:
-        `ValueError`: if `cu_seq_lens` do not end with the batch (on a CPU, where looking is free).
+        `ValueError`: if `cu_seq_lens` do not end with the batch. Only checked on a CPU, where reading them costs
+            nothing.
     """
     if cu_seq_lens is None:
         is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
         cu_seq_lens = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=position_ids.numel())
     elif cu_seq_lens.device.type == "cpu" and cu_seq_lens[-1] != position_ids.numel():
         raise ValueError(
-            f"cu_seq_lens_q end at {int(cu_seq_lens[-1])}, the batch has {position_ids.numel()} tokens: they are of "
-            "another batch. Pass those of this batch, or position_ids alone."
+            f"cu_seq_lens_q end at {int(cu_seq_lens[-1])}, the batch has {position_ids.numel()} tokens: they belong "
+            "to another batch. Pass those of this batch, or position_ids alone."
         )
     max_length = max_length or position_ids.shape[1]
     if not in_groups:
         return PackedDocuments(cu_seq_lens.int(), max_length)
     starts = cu_seq_lens[:-1].long()
+    # As many documents as rows: each row is one document, and the batch is one group as it is.
     if len(starts) == len(position_ids):
         return PackedDocuments(cu_seq_lens.int(), max_length, True, [tuple(position_ids.shape)])
     lengths, order = cu_seq_lens.long().diff().sort(descending=True, stable=True)
     groups: list[tuple[int, int]] = []
     for length in lengths.tolist():
-        # A new group where more than a third would be padding.
+        # Longest first. Begin a new group where more than a third of the document's slots would be padding.
         if not groups or (length < groups[-1][1] * 2 // 3 and groups[-1][1] > SHORT_DOCUMENT):
             groups.append((0, length))
         groups[-1] = (groups[-1][0] + 1, groups[-1][1])
-    # (num_slots,): the document of each slot, and the place in it
+    # (num_documents,): padded length of each document; then (num_slots,): offset of each slot in its document.
     padded = torch.tensor([length for count, length in groups for _ in range(count)], device=position_ids.device)
     place = torch.arange(int(padded.sum()), device=padded.device)
     place -= (padded.cumsum(0) - padded).repeat_interleave(padded)
+    # False in padding slots, which repeat the document's first token in `gather`.
     is_token = place < lengths.repeat_interleave(padded)
     gather = starts[order].repeat_interleave(padded) + place * is_token
     filled = is_token.nonzero().flatten()
@@ -135,20 +168,21 @@ def find_visible(
     max_length: int | None = None,
 ) -> tuple[torch.Tensor | None, PackedDocuments | None]:
     """
-    Find what each token attends to.
+    Find the tokens that each token attends to.
 
     Args:
-        config ([`MiniMindConfig`]): it names the attention implementation.
-        inputs_embeds (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`): only its shape, device and dtype matter.
+        config ([`MiniMindConfig`]): names the attention implementation.
+        inputs_embeds (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`): only shape, device and dtype
+            matter.
         position_ids (`torch.LongTensor` of shape `(batch_size or 1, seq_len)`)
+        attention_mask, past_key_values: as in the model's forward pass.
         is_training (`bool`): whether dropout applies.
-
-    The other arguments are those of the model and of [`find_packed_documents`].
+        cu_seq_lens, max_length: as in [`find_packed_documents`].
 
     Returns:
-        `tuple`: a mask in the form that the attention implementation takes, and `None`; or, for "packed" without a mask
-        and a cache, `None` and the documents. `varlen_attn` needs an Ampere GPU or newer and half precision, and has no
-        dropout; everything else attends in groups.
+        `tuple`: a mask in the form that the attention implementation takes, and `None`. For `"packed"` without a mask
+            and a
+        cache instead `None` and [`PackedDocuments`]: for `varlen_attn` where it can run, else for attention in groups.
     """
     if config._attn_implementation != "packed" or attention_mask is not None or past_key_values is not None:
         mask = create_causal_mask(
@@ -160,6 +194,7 @@ def find_visible(
         )
         return mask, None
     device = inputs_embeds.device
+    # `varlen_attn` needs an Ampere GPU or newer, half precision and a head_dim it has a kernel for; it has no dropout.
     in_groups = (
         device.type != "cuda"
         or not HAS_VARLEN_ATTN
@@ -177,7 +212,7 @@ def find_visible(
 
 
 class _ToGroups(torch.autograd.Function):
-    """From tokens to slots. A token takes the gradient of its own slot; that of padding is zero."""
+    """Copy tokens to slots. Backward returns to each token the gradient of its own slot; padding contributes none."""
 
     @staticmethod
     def forward(ctx, states, gather, scatter):
@@ -190,7 +225,7 @@ class _ToGroups(torch.autograd.Function):
 
 
 class _FromGroups(torch.autograd.Function):
-    """From slots to tokens, with no gradient for padding."""
+    """Copy slots back to tokens. Backward gives padding slots a gradient of zero."""
 
     @staticmethod
     def forward(ctx, states, scatter):
@@ -216,9 +251,25 @@ def packed_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """
-    Causal attention within each document, whose cost grows with the documents' lengths and not with the rows': through
-    `varlen_attn` on a GPU in half precision, else in groups of documents of similar length, which are padded on the right,
-    where causal attention needs no mask for it. Without `packed_documents` it is scaled dot product attention with the mask.
+    Compute causal attention within each document.
+
+    The cost grows with the lengths of the documents, not with the length of the rows. On a GPU in half precision
+    `varlen_attn` does the work. Elsewhere documents of similar length are attended to together, padded on the right,
+    where causal attention hides the padding without a mask. Without `packed_documents` this is scaled dot product
+    attention with `attention_mask`.
+
+    Args:
+        module (`nn.Module`): an attention layer.
+        query (`torch.Tensor` of shape `(batch_size, num_heads, seq_len, head_dim)`)
+        key, value (`torch.Tensor` of shape `(batch_size, num_key_value_heads, seq_len, head_dim)`)
+        attention_mask (`torch.Tensor`, *optional*): used without `packed_documents` only.
+        scaling (`float`): factor of the scores.
+        dropout (`float`): dropout probability of the attention weights.
+        packed_documents ([`PackedDocuments`], *optional*): from [`find_visible`].
+
+    Returns:
+        `tuple`: output of shape `(batch_size, seq_len, num_heads, head_dim)`, and `None` in place of attention
+            weights.
     """
     if packed_documents is None:
         return sdpa_attention_forward(
@@ -239,7 +290,7 @@ def packed_attention_forward(
     return output.unflatten(0, (batch_size, seq_len)), None
 
 
-# NOTE: left out of compiled graphs, which would be compiled anew for each batch's lengths.
+# NOTE: excluded from compiled graphs, since each batch has other lengths and would compile a graph of its own.
 @torch.compiler.disable
 def _attend_in_groups(
     query: torch.Tensor,
@@ -249,14 +300,22 @@ def _attend_in_groups(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Of and to tokens, `(num_tokens, num_heads, head_dim)`."""
+    """
+    Attend within each group of documents.
+
+    Args:
+        query, key, value (`torch.Tensor` of shape `(num_tokens, num_heads, head_dim)`)
+
+    Returns:
+        `torch.Tensor` of shape `(num_tokens, num_heads, head_dim)`.
+    """
     gather, scatter = documents.gather, documents.scatter
     sizes = [count * length for count, length in documents.groups]
     split = [
         (states if gather is None else _ToGroups.apply(states, gather, scatter)).split(sizes)
         for states in (query, key, value)
     ]
-    # NOTE: on a CPU in half precision, torch's kernel takes 1.5 to 4 times as long as plain matrix products do.
+    # NOTE: on a CPU in half precision, torch's kernel takes 1.5 to 4 times as long as plain matrix products.
     attend: Callable = _attend_in_blocks if value.device.type == "cpu" and value.dtype != torch.float32 else _attend
     outputs = []
     for shape, *states in zip(documents.groups, *split, strict=True):
@@ -267,6 +326,9 @@ def _attend_in_groups(
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
+    """
+    Attend causally within each document; all tensors are of shape `(num_documents, num_heads, length, head_dim)`.
+    """
     return F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
     )
@@ -274,8 +336,10 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
 
 def _attend_in_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
     """
-    The same by matrix products, for some queries at a time and the keys up to them. Query heads that share a key head are
-    rows of one matrix.
+    Attend as [`_attend`] does, by matrix products over blocks of queries.
+
+    Each block multiplies its queries with the keys up to its last query, so most of the hidden half of the scores is
+    never computed. Query heads that share a key head become rows of one matrix.
     """
     batch_size, num_heads, seq_len, head_dim = query.shape
     key, value = key.flatten(0, 1), value.flatten(0, 1)
@@ -283,7 +347,9 @@ def _attend_in_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     outputs = []
     for start in range(0, seq_len, ATTENTION_BLOCK):
         stop = min(start + ATTENTION_BLOCK, seq_len)
+        # (num_groups * (stop - start), stop): minus infinity for keys after the query
         mask = torch.full((stop - start, stop), -torch.inf, dtype=query.dtype).triu_(start + 1).repeat(num_groups, 1)
+        # (batch_size, num_heads, block, head_dim) -> (batch_size * num_key_value_heads, num_groups * block, head_dim)
         rows = query[:, :, start:stop].reshape(len(key), num_groups * (stop - start), head_dim)
         weights = torch.baddbmm(mask, rows, key[:, :stop].mT, alpha=scaling).softmax(dim=-1)
         output = F.dropout(weights, p=dropout) @ value[:, :stop]
@@ -291,13 +357,13 @@ def _attend_in_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return torch.cat(outputs, dim=2)
 
 
-# A name without a mask function of its own would get no mask at all.
+# NOTE: transformers gives an implementation without a registered mask function no mask at all, without a warning.
 AttentionInterface.register("packed", packed_attention_forward)
 AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def compute_dtype(states: torch.Tensor) -> torch.dtype:
-    """The dtype that matrix products of `states` have: that of autocast where it is on."""
+    """Return the dtype that matrix products of `states` have: the dtype of autocast where it is on."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 

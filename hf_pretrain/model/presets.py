@@ -3,7 +3,8 @@
 from typing import Any
 
 
-# Widths follow MiniMind: v1 and v2 round 8/3 of the width up to a multiple of 64, v3 takes 64 * ceil(pi * width / 64).
+# FFN widths follow MiniMind: v1 and v2 round 8/3 of hidden_size up to a multiple of 64 (the default of the config), v3
+# uses 64 * ceil(pi * hidden_size / 64).
 _V2 = {"num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 _V3 = {
     "num_attention_heads": 8,
@@ -19,7 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
-        # Nearer to 1 / sqrt(hidden_size) than 0.02 is; a short run ends 0.14 nats lower with it.
+        # Closer to 1 / sqrt(hidden_size) than 0.02; a short run ends 0.14 nats lower with it.
         "initializer_range": 0.05,
     },
     "minimind2-small": {"hidden_size": 512, "num_hidden_layers": 8, **_V2},
@@ -40,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_V3,
         "num_experts": 4,
         "num_experts_per_tok": 1,
-        # A top-1 weight divided by itself is 1, whatever the router says: the cross-entropy would not train the router.
+        # A top-1 weight divided by itself is always 1, so the cross-entropy would give the router no gradient.
         "norm_topk_prob": False,
         "router_aux_loss_coef": 5e-4,
     },

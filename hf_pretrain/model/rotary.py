@@ -11,13 +11,16 @@ from .configuration_minimind import MiniMindConfig
 
 def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
     """
-    The rotary table: `pos_cis[p, i] = scale * exp(1j * p / theta ** (2 * i / head_dim))`, with the frequencies
-    rescaled where `rope_parameters` ask for it (YaRN and the other static types), after
-    https://huggingface.co/papers/2104.09864.
+    Compute the rotary table `pos_cis[p, i] = scale * exp(1j * p / theta ** (2 * i / head_dim))`.
+
+    The formula is that of RoFormer (https://huggingface.co/papers/2104.09864). Where `rope_parameters` ask for YaRN or
+    another static type, transformers rescales the frequencies.
+
+    Args:
+        config ([`MiniMindConfig`]): the model's configuration.
 
     Returns:
-        `torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64, always computed on the CPU, so
-        that every device holds the same bits.
+        `torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64, on the CPU.
 
     Raises:
         `ValueError`: for a `rope_type` whose frequencies change with the length of the input.
@@ -25,9 +28,10 @@ def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
     rope_type = config.rope_parameters["rope_type"]
     if rope_type in ("dynamic", "longrope"):
         raise ValueError(
-            f'rope_type="{rope_type}" depends on the input\'s length; MiniMind keeps one table: use "yarn".'
+            f'rope_type="{rope_type}" depends on the length of the input, and MiniMind keeps one table. Use "yarn".'
         )
-    # NOTE: from integer ranges, because DeepSpeed's zero.Init turns the constructors of float tensors to its own dtype.
+    # NOTE: the ranges are integers because DeepSpeed's zero.Init makes constructors of float tensors return its own
+    # dtype. The table is always computed on the CPU, so that every device holds the same bits.
     with torch.device("cpu"):
         if rope_type == "default":
             exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
@@ -40,16 +44,20 @@ def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
 
 def apply_rotary_pos_emb(states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """
-    Turns neighbouring channels `(2i, 2i + 1)` of each head as one complex number, in float32.
+    Rotate neighbouring channels `(2i, 2i + 1)` of each head as one complex number, in float32.
 
     Args:
-        states (`torch.Tensor` of shape `(batch_size, seq_len, num_heads, head_dim)`)
-        rotation (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): the real view of rows of
+        states (`torch.Tensor` of shape `(batch_size, seq_len, num_heads, head_dim)`): queries or keys.
+        rotation (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): real view of rows of
             `pos_cis`.
+
+    Returns:
+        `torch.Tensor` of the shape and dtype of `states`.
     """
+    # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, seq_len, num_heads, head_dim // 2, 2)
     pairs = states.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
-        # NOTE: Inductor generates no code for complex numbers.
+        # NOTE: Inductor generates no code for complex numbers, so compiled graphs write the product out.
         (real, imaginary), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
         turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
     else:
@@ -59,11 +67,11 @@ def apply_rotary_pos_emb(states: torch.Tensor, rotation: torch.Tensor) -> torch.
 
 class MiniMindRotaryEmbedding(nn.Module):
     """
-    Owns the complex rotary table.
+    Owner of the complex rotary table.
 
     Buffers:
-        pos_cis (`torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64): not saved; recomputed
-            when a model is built or loaded, moved between devices but never cast.
+        pos_cis (`torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64): not saved in
+            checkpoints. It is recomputed when a model is built or loaded, moved between devices, and never cast.
     """
 
     def __init__(self, config: MiniMindConfig):
@@ -73,7 +81,8 @@ class MiniMindRotaryEmbedding(nn.Module):
         self.register_buffer("pos_cis", precompute_pos_cis(config), persistent=False)
 
     def _apply(self, fn: Callable, recurse: bool = True):
-        # NOTE: `module.to(torch.bfloat16)` would drop the imaginary part. Only the device is taken from `fn`.
+        # NOTE: `module.to(torch.bfloat16)` casts complex64 to a real dtype and drops the imaginary part. Apply `fn` to
+        # an empty tensor and take nothing but the device from it.
         device = fn(torch.empty(0, device=self.pos_cis.device)).device
         table = precompute_pos_cis(self.config) if self.pos_cis.is_meta else self.pos_cis
         self.pos_cis = table.to(device)
@@ -81,16 +90,19 @@ class MiniMindRotaryEmbedding(nn.Module):
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         """
+        Return the rotations of the given positions.
+
         Args:
             position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
 
         Returns:
-            The real view of their rows, `torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`.
+            `torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`: real and imaginary parts.
         """
         return self._real_table(self.table_key)[position_ids].unsqueeze(2)
 
-    # NOTE: Inductor generates no code for complex numbers. Taken as a constant, the real view of `pos_cis` (the same
-    # memory) is made outside the graph; its key is compared on each call, so that no model runs on another one's table.
+    # NOTE: Inductor generates no code for complex numbers. As a constant result, the real view of `pos_cis` (the same
+    # memory) is made outside the graph. Dynamo compares `table_key` on each call, so that one compiled graph never
+    # reuses the table of another configuration.
     @torch.compiler.assume_constant_result
     def _real_table(self, table_key: str) -> torch.Tensor:
         return torch.view_as_real(self.pos_cis)
