@@ -8,6 +8,7 @@
 # make chat | serve | evaluate                             talk to the newest model, serve it, measure it
 # make bench                                               ours and others, side by side
 # make tokenizer | test | faults | quality
+# make docs                                                the documentation as a website, in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ PRESET ?= $(if $(filter cuda,$(DEVICE)),minimind2-small,tiny)
 CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test faults quality clean help
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -113,6 +114,10 @@ quality: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hf_pretrain recipes benchmarks
 	$(BIN)/lint-imports
+
+# Warnings are errors: a broken link or a flag that vanished ends the build.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -b html docs build/docs
 
 # The torch range of pyproject.toml admits a CPU wheel that the machine provides. Tests need no other index.
 $(VENV)/bin/python:

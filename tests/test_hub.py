@@ -600,10 +600,10 @@ def test_conversions_are_pushed(server, environment, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme(workspace, server, environment, tmp_path):  # noqa: F811
+def test_the_commands_of_the_documentation(workspace, server, environment, tmp_path):  # noqa: F811
     """Conversion and Hub commands as they stand there, on toy weights in the directories that they name."""
-    sections = (ROOT / "README.md").read_text().split("## Weights in and out")[1].split("## Layout")[0]
-    commands = [line.split("  #")[0] for line in sections.splitlines() if line.startswith("python recipes/")]
+    pages = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("weights", "hub"))
+    commands = [line.split("  #")[0] for line in pages.splitlines() if line.startswith("python recipes/")]
     assert len(commands) == 6
     shutil.copytree(workspace / "toy", tmp_path / "out/pretrain-tiny")
     export(load_upstream(workspace / "toy"), tmp_path / "upstream", "upstream")

@@ -171,24 +171,6 @@ def test_a_checkpoint_is_resumed(workspace):
     assert record[0]["data"] == record[1]["data"]
 
 
-def test_the_command_of_the_readme_for_own_text(workspace, tmp_path):
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (command,) = [block.strip() for block in blocks if "recipes/pretrain.py" in block and "--dataset_name" in block]
-    (tmp_path / "my").mkdir()
-    (tmp_path / "my/text.jsonl").write_text((workspace / "train.jsonl").read_text())
-    words = shlex.split(command.replace("recipes/", f"{ROOT}/recipes/"))
-    toy = ["--max_steps", "1", "--max_length", "32", "--config_overrides", "num_hidden_layers=1,hidden_size=64"]
-    result = subprocess.run(
-        [sys.executable, *words[1:], *toy, "--gradient_accumulation_steps", "1", "--vocab_size", "320"],
-        cwd=tmp_path,
-        env=cpu_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert (tmp_path / "out/mine/model.safetensors").is_file()
-
-
 def test_the_slurm_script_is_bash():
     subprocess.run(["bash", "-n", str(ROOT / "recipes/slurm/pretrain.sbatch")], check=True)
 

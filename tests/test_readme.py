@@ -1,0 +1,277 @@
+"""The commands of both READMEs and of the documentation: each one is parsed by the program that it starts, many are run."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from deepspeed.launcher.runner import parse_args as parse_deepspeed_args
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from docs.recipe_parsers import recipe_parser
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights.exporting import export
+from tests.invariants.launching import ROOT, cpu_environment
+from tests.toys import toy_model, write_jsonl
+
+
+READMES = ("README.md", "README_zh.md")
+PAGES = (*READMES, "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
+PROGRAMS = ("make", "python", "torchrun", "deepspeed", "accelerate", "sbatch", "pip", "hf")
+# Programs that every system has.
+SYSTEM = ("cp", "mkdir", "cd", "echo", "rm", "export", "source", "python3", "git")
+REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")
+PLACEHOLDERS = re.compile(r"[<…]|\.\.\.")
+
+
+def code_blocks(page: str, language: str) -> list[str]:
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+@cache
+def commands(page: str) -> tuple[str, ...]:
+    """The lines of all bash blocks, and what stands between backticks elsewhere and begins with a known program."""
+    lines = [line for block in code_blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    found = [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
+    prose = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r"`([^`\n]+)`", prose):
+        is_command = code.split()[0] in PROGRAMS and len(code.split()) > 1
+        if is_command and not PLACEHOLDERS.search(code):
+            found.append(shlex.join(shlex.split(code)))
+    return tuple(dict.fromkeys(found))
+
+
+def parse_recipe(words: list[str]) -> None:
+    path, *flags = words
+    try:
+        _, unknown = recipe_parser(Path(path).stem).parse_known_args(flags)
+    except SystemExit as end:  # --help
+        assert end.code == 0
+        return
+    assert not unknown, f"{path} does not know {unknown}"
+
+
+def check_make(words: list[str]) -> None:
+    """Every variable is one of the Makefile, and what make would start can be parsed."""
+    makefile = (ROOT / "Makefile").read_text()
+    for name in (word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)):
+        assert re.search(rf"\b{name}\b", makefile), f"The Makefile has no variable {name}"
+    machine = [f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES="]
+    command = ["make", "-n", "--no-print-directory", *words, *machine]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for line in result.stdout.replace("\\\n", " ").splitlines():
+        if "recipes/" in line:
+            line = re.sub(r"^([A-Z_]+=(\"[^\"]*\"\S*|\S*) )*", "", line)
+            check(shlex.join([word.removeprefix(f"{sys.prefix}/bin/") for word in shlex.split(line)]))
+
+
+def check(command: str) -> None:
+    """Raise `AssertionError` or `SystemExit` if a file, a flag, a target or an extra that `command` names is missing."""
+    words = shlex.split(command)
+    while re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    for match in REPOSITORY.finditer(command):
+        assert (ROOT / match[0]).exists(), f"{match[0]} does not exist"
+    program, *rest = words
+    recipe = next((i for i, word in enumerate(words) if re.fullmatch(r"recipes/\w+\.py", word)), None)
+    if program == "make":
+        check_make(rest)
+    elif program in ("python", "torchrun", "deepspeed", "accelerate") and recipe is not None:
+        if program == "torchrun":
+            torchrun_parser().parse_args(rest)
+        elif program == "deepspeed":
+            parse_deepspeed_args(rest)
+        elif program == "accelerate":
+            assert rest[0] == "launch"
+            launch_command_parser().parse_args(rest[1:])
+        parse_recipe(words[recipe:])
+    elif program == "python":
+        assert rest[0] == "-m" and importlib.util.find_spec(rest[1]), f"there is no module {rest[1]}"
+    elif program == "pip":
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for names in re.findall(r"\[([\w,]+)\]", command):
+            assert set(names.split(",")) <= known.keys(), f"pyproject.toml has no extra {names}"
+    else:
+        assert program in (*SYSTEM, *PROGRAMS), f"{program} is not a known program"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_names_existing_flags_and_files(page):
+    mistakes = []
+    for command in commands(page):
+        try:
+            check(command)
+        except (AssertionError, SystemExit, ValueError) as error:
+            mistakes.append(f"{command}\n    {error}")
+    assert not mistakes, "\n".join(mistakes)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python recipes/pretrain.py --learning_rat 1",
+        "python recipes/convert.py --from a --to b --format onnx",
+        "python recipes/nothing.py",
+        "torchrun --nproc 2 recipes/pretrain.py --no_such_flag",
+        "torchrun --no_such_flag recipes/pretrain.py",
+        "deepspeed --no_such_flag recipes/pretrain.py",
+        "accelerate launch --no_such_flag recipes/pretrain.py",
+        "deepspeed recipes/pretrain.py --deepspeed ds_configs/zero9.json",
+        "make no_such_target",
+        "make pretrain NO_SUCH_VARIABLE=1",
+        "make pretrain PRESET=huge",
+        "make sft 'ARGS=--no_such_flag 1'",
+        "python -m benchmarks.nothing",
+        "pip install -e '.[nothing]'",
+    ],
+)
+def test_a_wrong_command_is_noticed(command):
+    with pytest.raises((AssertionError, SystemExit, ValueError)):
+        check(command)
+
+
+def test_both_readmes_hold_the_same_commands_and_code():
+    english, chinese = READMES
+    assert len(commands(english)) > 20 and set(commands(english)) == set(commands(chinese))
+    assert code_blocks(english, "python") == code_blocks(chinese, "python")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert target.startswith("https://") or ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_import_what_exists(page):
+    for block in code_blocks(page, "python"):
+        for node in ast.parse(block).body:
+            if isinstance(node, ast.ImportFrom) and importlib.util.find_spec(node.module):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
+
+
+def test_the_readmes_stay_short():
+    assert all(len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 150 for page in READMES)
+
+
+# Runs
+
+
+# What makes a command of the README small: recipe -> flags.
+TOY_FLAGS = {
+    "pretrain": "--config_overrides num_hidden_layers=1,hidden_size=64 --vocab_size 320 --max_steps 2 --max_length 32 "
+    "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --validation_fraction 0.1 --use_cpu --bf16 false",
+    "sft": "--max_length 64",
+}
+RUNNER = """
+import json, runpy, sys
+for words, code in json.load(open(sys.argv[1])):
+    print("$", *words, code, flush=True)
+    if code:
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+print("all done")
+"""
+
+
+@pytest.fixture
+def home(tmp_path) -> Path:
+    """The files that the README's commands start from, at toy size."""
+    texts = [
+        f"the {size} {animal} walks under the bridge" for size in ("small", "tall", "old") for animal in "abcdefgh"
+    ]
+    tokenizer = train_tokenizer(texts, vocab_size=320)
+    model = toy_model(vocab_size=320, num_attention_heads=8)
+    model.save_pretrained(tmp_path / "out/pretrain-tiny")
+    tokenizer.save_pretrained(tmp_path / "out/pretrain-tiny")
+    tokenizer.save_pretrained(tmp_path / "minimind/model")
+    export(model, tmp_path / "upstream", "upstream")
+    (tmp_path / "upstream/full_sft_32.pth").rename(tmp_path / "full_sft_512.pth")
+    (tmp_path / "my").mkdir()
+    write_jsonl(tmp_path / "my/text.jsonl", texts)
+    write_jsonl(tmp_path / "chats.jsonl", [{"prompt": text, "completion": "over it"} for text in texts])
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_python_commands_of_the_readme_run(home):
+    """In one process, one after the other, as a reader would type them."""
+    steps: list[tuple[list[str], str]] = []
+    for command in commands("README.md"):
+        program, *words = shlex.split(command)
+        if program == "python":
+            recipe = Path(words[0]).stem
+            steps.append(([str(ROOT / words[0]), *words[1:], *shlex.split(TOY_FLAGS.get(recipe, ""))], ""))
+    # The glob of the text must not match the conversations.
+    steps = [([word.replace("my/chats.jsonl", "chats.jsonl") for word in words], code) for words, code in steps]
+    steps += [([], code) for code in code_blocks("README.md", "python")]
+    assert len(steps) == 6
+    (home / "steps.json").write_text(json.dumps(steps))
+    environment = cpu_environment(PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-c", RUNNER, str(home / "steps.json")]
+    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0 and "all done" in result.stdout, result.stdout[-2000:] + result.stderr[-3000:]
+    assert result.stdout.count("--- a row of") or "packed sequence" in result.stdout
+    for name in (
+        "mine/model.safetensors",
+        "upstream/tokenizer.json",
+        "llama/config.json",
+        "notebook-llama/config.json",
+    ):
+        assert (home / "out" / name).is_file(), name
+
+
+# Error messages
+
+
+@cache
+def messages() -> tuple[str, ...]:
+    """Every text of the package, the recipes and the Makefile; what is filled in is a control character."""
+    found = [re.sub(r"\$\([A-Z_]+\)", "\0", line) for line in (ROOT / "Makefile").read_text().splitlines()]
+    for path in (*(ROOT / "hf_pretrain").rglob("*.py"), *(ROOT / "recipes").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return tuple(found)
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    foreign = ("on_train_begin", "No space left on device")
+    missing = []
+    for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
+        for message in re.findall(r"`([^`]+)`", row):
+            pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+            if message not in foreign and not any(map(pattern.search, messages())):
+                missing.append(message)
+    assert not missing, f"docs/troubleshooting.md quotes messages that no code prints: {missing}"
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_warnings(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", str(tmp_path)]
+    result = subprocess.run(
+        command, cwd=ROOT, env=cpu_environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    flags = (tmp_path / "flags.html").read_text(encoding="utf-8")
+    assert "--packing_strategy" in flags and "--teacher_name_or_path" in flags and "--continuous_batching" in flags
