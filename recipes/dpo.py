@@ -41,7 +41,7 @@ def main(
             prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
             for part in documents
         )
-    report = [f"Training: {train_report}", f"Held out: {eval_report}"]
+    report = [f"Training: {train_report}", f"Validation: {eval_report}"]
     if training_args.process_index == 0:
         print("\n".join(report))
     if len(eval_pairs) == 0:

@@ -16,17 +16,18 @@ import importlib.metadata
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.hub.model_card import HELD_OUT_METRICS, RunFacts
+from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.hub.repository import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.stages.evaluation import EvaluationArguments, HeldOutArguments, format_results, write_results
+from hf_pretrain.runtime.metrics import METRICS
+from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments, format_results, write_results
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
 
 
-def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args: EvaluationArguments):
+def main(model_args: ModelArguments, data_args: ValidationArguments, training_args: EvaluationArguments):
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
@@ -49,7 +50,7 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
     metrics = trainer.evaluate(eval_rows) if eval_rows is not None else {}
     facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)
     results = {
-        "held_out": {key: metrics[key] for key in HELD_OUT_METRICS if key in metrics},
+        "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
         "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {eval_report}",
         "tasks": {},
         "limit": training_args.limit,
@@ -77,4 +78,4 @@ def main(model_args: ModelArguments, data_args: HeldOutArguments, training_args:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(ModelArguments, HeldOutArguments, EvaluationArguments, stage="evaluate"))
+        main(*parse_args(ModelArguments, ValidationArguments, EvaluationArguments, stage="evaluate"))

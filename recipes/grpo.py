@@ -74,7 +74,7 @@ def main(
             data_kind="tasks",
             data=[
                 f"Training: {len(train_tasks):,} tasks, {training_args.num_generations} completions each",
-                f"Held out: {len(eval_tasks):,} tasks",
+                f"Validation: {len(eval_tasks):,} tasks",
                 f"Rewards: {', '.join(task_args.rewards)}",
             ],
             base_model=model_args.model_name_or_path,

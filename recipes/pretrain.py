@@ -60,7 +60,7 @@ def main(
         run_facts=RunFacts(
             stage="pretraining",
             datasets=data_args.dataset_name,
-            data=[f"Training: {packing_report or 'streamed'}", f"Held out: {eval_report or 'nothing'}"],
+            data=[f"Training: {packing_report or 'streamed'}", f"Validation: {eval_report or 'nothing'}"],
             base_model=model_args.model_name_or_path,
         ),
     )

@@ -170,10 +170,10 @@ def test_results_go_into_a_card_whose_text_stays(tmp_path):
     assert len(card.data.eval_results) == 6
     found = {(r.dataset_name, r.metric_name): (r.dataset_type, r.metric_value) for r in card.data.eval_results}
     assert found == {
-        ("my.jsonl (held-out text)", "held-out loss (nats per token)"): ("custom", 1.5),
-        ("my.jsonl (held-out text)", "held-out perplexity"): ("custom", round(math.exp(2), 6)),
-        ("my.jsonl (held-out text)", "held-out bits per byte"): ("custom", 1.25),
-        ("other.jsonl (held-out text)", "held-out loss (nats per token)"): ("custom", 3.0),
+        ("my.jsonl (validation text)", "validation loss (nats per token)"): ("custom", 1.5),
+        ("my.jsonl (validation text)", "perplexity"): ("custom", round(math.exp(2), 6)),
+        ("my.jsonl (validation text)", "bits per byte"): ("custom", 1.25),
+        ("other.jsonl (validation text)", "validation loss (nats per token)"): ("custom", 3.0),
         ("first", "acc, 5-shot"): ("a/b", 0.5),
         ("second", "acc"): ("custom", 1.0),
     }
@@ -189,12 +189,12 @@ def test_without_a_card_one_of_figures_alone_is_made(tmp_path):
 
 def test_the_table():
     assert format_results(RESULTS).splitlines() == [
-        "on        metric                 value",
-        "held out  loss (nats per token)  2.0000",
-        "held out  perplexity             7.3891",
-        "held out  bits per byte          1.2500",
-        "first     acc                    0.5000  ± 0.1000",
-        "second    acc                    1.0000",
+        "on          metric                 value",
+        "validation  loss (nats per token)  2.0000",
+        "validation  perplexity             7.3891",
+        "validation  bits per byte          1.2500",
+        "first       acc                    0.5000  ± 0.1000",
+        "second      acc                    1.0000",
     ]
 
 
@@ -230,7 +230,7 @@ def test_the_recipe_gives_the_figures_that_the_run_ended_with(run, launcher, tmp
     assert results["held_out"] == {
         key: pytest.approx(final[key], rel=1e-6) for key in ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
     }
-    assert result.stdout.count(f"held out  loss (nats per token)  {final['eval_loss']:.4f}") == 1
+    assert result.stdout.count(f"validation  loss (nats per token)  {final['eval_loss']:.4f}") == 1
     assert not (directory / "evaluation.json").exists()
     assert str(directory.parent) not in (tmp_path / "evaluation.json").read_text()
 
@@ -253,7 +253,9 @@ def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks,
     published = ModelCard(files["README.md"].decode()).data.eval_results
     measured = {(entry.dataset_name, entry.metric_type): entry.metric_value for entry in published}
     assert measured["toy_text", "bits_per_byte"] == pytest.approx(bits, abs=1e-6)
-    assert measured["train.jsonl (held-out text)", "loss"] == pytest.approx(results["held_out"]["eval_loss"], abs=1e-6)
+    assert measured["train.jsonl (validation text)", "loss"] == pytest.approx(
+        results["held_out"]["eval_loss"], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(

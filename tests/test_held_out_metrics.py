@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.hub.model_card import RunFacts, held_out_results
+from hf_pretrain.hub.model_card import RunFacts, validation_results
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
@@ -164,9 +164,9 @@ def test_evaluations_are_spaced_and_the_last_one_counts(tmp_path, tokenizer, arg
 def test_the_divergence_from_the_teacher_is_told():
     metrics = {"eval_loss": 2.0, "eval_kl": 0.25}
     report = format_report(LMTrainingArguments(output_dir="out/a"), metrics=metrics, unigram=None, samples=[])
-    assert "Divergence         0.2500 nats per token from the teacher" in report
-    (_, result) = held_out_results(metrics, RunFacts())
-    assert (result.metric_name, result.metric_value) == ("held-out divergence from the teacher (nats per token)", 0.25)
+    assert "KL divergence from the teacher 0.2500 nats per token" in report
+    (_, result) = validation_results(metrics, RunFacts())
+    assert (result.metric_name, result.metric_value) == ("KL divergence from the teacher (nats per token)", 0.25)
 
 
 @pytest.mark.parametrize("recipe", [pretrain, grpo])

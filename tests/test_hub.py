@@ -520,9 +520,9 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results.keys() == {"loss", "perplexity", "bits_per_byte"}
     assert results["loss"] == pytest.approx(evaluation["eval_loss"], abs=1e-6)
-    assert f"| held-out loss (nats per token) | {evaluation['eval_loss']:.4f} |" in text
+    assert f"| validation loss (nats per token) | {evaluation['eval_loss']:.4f} |" in text
     assert f"| tokens seen | {state['num_input_tokens_seen']:,} |" in text
-    assert re.search(r"- Training: \d+ documents, [\d,]+ tokens in \d+ rows, .*\n- Held out: \d+ documents, ", text)
+    assert re.search(r"- Training: \d+ documents, [\d,]+ tokens in \d+ rows, .*\n- Validation: \d+ documents, ", text)
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
     assert "Pretraining, from the weights of `toy`, ended at step 2 of 2." in text
@@ -536,8 +536,8 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
     text = server.repos["user/blind"].files["README.md"].decode()
     assert (
         ModelCard(text).data.eval_results is None
-        and "- Held out: nothing" in text
-        and "held-out" not in text
+        and "- Validation: nothing" in text
+        and "validation loss" not in text
         and "unigram" not in text
     )
 

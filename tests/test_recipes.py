@@ -101,7 +101,7 @@ PROGRESS = [
     r"1 process\(es\) on CPU, float32.*",
     r"\d+ documents, [\d,]+ tokens in \d+ rows, [\d.]+% filled, 0 tokens cut at --max_length 32",
     r"step [12]/2: loss \d\.\d{4}, [\d,]+ tokens/s, mfu \d+%",
-    r"step [12]/2: held-out loss \d\.\d{4}, bits per byte \d\.\d{4}",
+    r"step [12]/2: validation loss \d\.\d{4}, bits per byte \d\.\d{4}",
     "",
 ]
 
@@ -125,7 +125,7 @@ def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
         "1 process(es) on CPU, float32; torch ",
         "looked for cuda, mps, xpu, torch_xla",
         "0 tokens cut at --max_length 32",
-        f"Held-out loss      {final['eval_loss']:.4f}",
+        f"Validation loss    {final['eval_loss']:.4f}",
         "a unigram model:",
         f"Bits per byte      {final['eval_bits_per_byte']:.4f}",
         f"--model_name_or_path {run} --output_dir {run}-continued",
@@ -138,8 +138,8 @@ def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
     assert entry["data"]["train"]["digest"] != entry["data"]["held_out"]["digest"]
     assert entry["metrics"]["eval_loss"] == final["eval_loss"] and "\n".join(entry["report"]) in output
     # The command that continues, as printed.
-    command = next(line.split(maxsplit=3)[3] for line in output.splitlines() if line.startswith("To go on"))
-    assert "Held-out loss" in start(command.split()).stdout
+    command = next(line.split(maxsplit=3)[3] for line in output.splitlines() if line.startswith("To train on"))
+    assert "Validation loss" in start(command.split()).stdout
 
 
 def test_the_recipe_refuses_a_used_directory(workspace):
@@ -154,7 +154,7 @@ def test_the_recipe_refuses_a_used_directory(workspace):
 def test_streaming_and_other_packings_run(workspace, packing):
     arguments = [*toy_arguments(workspace, f"stream-{packing}"), "--packing_strategy", packing, "--streaming", "true"]
     result = start([*launcher_command("python"), RECIPE, *arguments])
-    assert result.returncode == 0 and "Held-out loss" in result.stdout, result.stdout[-3000:]
+    assert result.returncode == 0 and "Validation loss" in result.stdout, result.stdout[-3000:]
 
 
 def test_a_checkpoint_is_resumed(workspace):
@@ -259,7 +259,7 @@ def test_make_runs_two_processes(workspace, launcher):
     result = make(workspace, f"make-{launcher}", *words)
     assert result.returncode == 0, result.stdout[-3000:]
     assert "2 process(es) on CPU" in result.stdout
-    assert "Held-out loss" in result.stdout
+    assert "Validation loss" in result.stdout
 
 
 def test_make_meets_a_port_in_use(workspace):
@@ -288,7 +288,7 @@ def test_two_launch_agents_on_one_host(workspace):
     outputs = [agent.communicate(timeout=500)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert "2 process(es) on CPU" in outputs[0]
-    assert "Held-out loss" in outputs[0] and "Held-out loss" not in outputs[1]
+    assert "Validation loss" in outputs[0] and "Validation loss" not in outputs[1]
 
 
 # Of a model with experts: processes and flags.
@@ -405,11 +405,11 @@ def test_sft_runs_and_says_what_changed(workspace, chats, options):
     assert result.returncode == 0, result.stdout[-3000:]
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    report = re.search(r"Held-out loss +([\d.]+) nats per token \(([\d.]+) before\)", result.stdout)
+    report = re.search(r"Validation loss +([\d.]+) nats per token \(([\d.]+) before\)", result.stdout)
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
     assert losses[-1] < losses[0]
     assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
-    assert result.stdout.count("Sample ") == (0 if "text" in options else 3) and "To go on" in result.stdout
+    assert result.stdout.count("Sample ") == (0 if "text" in options else 3) and "To train on" in result.stdout
 
 
 STAGES = {

@@ -507,13 +507,13 @@ def test_the_recipe_saves_pushes_and_resumes_where_it_stopped(workspace, tmp_pat
     assert not list(run.rglob("training_args.bin"))
     assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
     (held_out,) = [entry["eval_reward"] for entry in log_of(workspace, "whole") if "eval_reward" in entry]
-    assert f"Held-out reward    {held_out:.4f}" in whole.stdout and "Held-out loss" not in whole.stdout
+    assert f"Mean reward        {held_out:.4f}" in whole.stdout and "Validation loss" not in whole.stdout
     # Of a generation batch of four, two prompts.
     assert whole.stdout.count("Sample ") == 2
     card = pushed["README.md"].decode()
     assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "recipes/grpo.py" in card
-    assert f"| held-out mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
-    assert "held-out loss" not in card and "trl" not in card.lower()
+    assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
+    assert "validation loss" not in card and "trl" not in card.lower()
 
     (run / "checkpoint-4").rename(workspace / "checkpoint-4")
     again = [*recipe_arguments(workspace, "whole", *saving), "--resume_from_checkpoint", "auto"]
@@ -537,7 +537,7 @@ def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher
     assert result.returncode == 0, result.stdout[-3000:]
     history = [entry for entry in log_of(workspace, launcher) if "reward" in entry]
     assert len(history) == 2 and all({"aux_loss", "kl"} <= entry.keys() for entry in history)
-    assert "2 process(es) on CPU" in result.stdout and result.stdout.count("Held-out reward") == 1
+    assert "2 process(es) on CPU" in result.stdout and result.stdout.count("Mean reward") == 1
     weights = load_file(workspace / launcher / "model.safetensors")
     assert any(
         (weights[name] != value).any() for name, value in load_file(workspace / "toy/model.safetensors").items()

@@ -15,6 +15,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
+from ..runtime.names import DatasetName
 from .conversations import SCHEMAS, first_question
 from .corpora import load_embedded
 from .formats import BadRecord, read_file, read_json_lines, read_text
@@ -203,13 +204,12 @@ def _load_hub_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
     """Rows of a Hub dataset, `name[:config][@revision]`."""
-    rest, _, revision = name.partition("@")
-    path, _, config = rest.partition(":")
+    dataset = DatasetName.parse(name)
     try:
         records = datasets.load_dataset(
-            path,
-            config or None,
-            revision=revision or None,
+            dataset.repo_id,
+            dataset.config,
+            revision=dataset.revision,
             split="train",
             streaming=streaming,
             num_proc=None if streaming else num_proc,

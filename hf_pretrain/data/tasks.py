@@ -25,6 +25,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset
 
+from ..runtime.names import DatasetName
 from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, file_format, read_file, write_json
@@ -255,10 +256,9 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
     """Source, line, byte and content of every record under a name that is not embedded."""
     sources = find_sources(name)
     if sources is None:
-        rest, _, revision = name.partition("@")
-        path, _, config = rest.partition(":")
+        dataset = DatasetName.parse(name)
         try:
-            records = datasets.load_dataset(path, config or None, revision=revision or None, split="train")
+            records = datasets.load_dataset(dataset.repo_id, dataset.config, revision=dataset.revision, split="train")
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(
                 f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"

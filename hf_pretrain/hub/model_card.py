@@ -16,6 +16,8 @@ from transformers.trainer_pt_utils import get_model_param_count
 
 from ..data.corpora import LANGUAGES
 from ..model.configuration_minimind import MiniMindConfig
+from ..runtime.metrics import METRICS, find_evaluations
+from ..runtime.names import DatasetName
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME, unsupported_feature
 from ..weights.gguf import FILE_NAME, gguf_layout
@@ -23,14 +25,6 @@ from ..weights.gguf import FILE_NAME, gguf_layout
 
 CURVE_NAME = "loss_curve.png"
 TAGS = ["minimind", "hf_pretrain"]
-HELD_OUT_METRICS = {
-    "eval_loss": "loss",
-    "eval_perplexity": "perplexity",
-    "eval_bits_per_byte": "bits per byte",
-    "eval_kl": "divergence from the teacher",
-    "eval_rewards/accuracies": "reward accuracy",
-    "eval_reward": "mean reward",
-}
 
 
 @dataclass
@@ -66,12 +60,13 @@ class RunFacts:
     @property
     def languages(self) -> list[str] | None:
         """Of the embedded corpora; nobody knows those of a user's files."""
-        return LANGUAGES if any(name.split(":")[0] == "embedded" for name in self.datasets) else None
+        return LANGUAGES if any(DatasetName.parse(name).is_embedded for name in self.datasets) else None
 
     @property
     def hub_datasets(self) -> list[str]:
-        names = [name for name in self.datasets if not _is_local(name) and not name.startswith("embedded")]
-        return [name.split("@")[0].split(":")[0] for name in names]
+        """The Hub ids among the datasets, for the card's metadata."""
+        names = [DatasetName.parse(name) for name in self.datasets if not _is_local(name)]
+        return [name.repo_id for name in names if not name.is_embedded]
 
 
 def _is_local(name: str) -> bool:
@@ -109,11 +104,11 @@ def format_run_card(
         license (`str`, *optional*): the licence of the model.
         has_curve (`bool`): whether the loss curve lies beside the card.
     """
-    evaluations = [entry for entry in state.log_history if entry.keys() & {"eval_loss", "eval_reward"}]
-    results = held_out_results(evaluations[-1] if evaluations else {}, facts)
+    evaluations = find_evaluations(state.log_history)
+    results = validation_results(evaluations[-1] if evaluations else {}, facts)
     rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if facts.unigram_loss is not None:
-        rows.append(("the same of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
+        rows.append(("validation loss of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
     data_name = ", ".join(facts.public_datasets) or "unnamed"
     adapter = model.active_peft_config if is_adapted(model) else None
     base_name = facts.base_model if adapter is None else adapter.base_model_name_or_path
@@ -143,7 +138,7 @@ def format_run_card(
     return _join(sections)
 
 
-def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
+def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
     """What an evaluation measured on held-out data, as entries of a card's `model-index`."""
     data_name = ", ".join(facts.public_datasets) or "unnamed"
     return [
@@ -152,21 +147,27 @@ def held_out_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalRes
             dataset_type=(facts.hub_datasets or ["custom"])[0],
             # Entries of one type and configuration share one dataset name.
             dataset_config=f"{data_name}, {facts.data_kind}",
-            dataset_name=f"{data_name} (held-out {facts.data_kind})",
-            metric_type=name.replace(" ", "_"),
-            metric_name=f"held-out {name}" + (f" ({facts.loss_unit})" if key in ("eval_loss", "eval_kl") else ""),
-            metric_value=round(metrics[key], 6),
+            dataset_name=f"{data_name} (validation {facts.data_kind})",
+            metric_type=metric.name,
+            metric_name=f"{metric.label} ({unit})" if (unit := metric.unit_in(facts.loss_unit)) else metric.label,
+            metric_value=round(metrics[metric.key], 6),
         )
-        for key, name in HELD_OUT_METRICS.items()
-        if key in metrics
+        for metric in METRICS
+        if metric.key in metrics
     ]
 
 
 def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
     """Puts results into the `model-index` of a card, in place of older ones of the same metric and data."""
-    kept = [old for old in card.data.eval_results or [] if not any(new.is_equal_except_value(old) for new in results)]
+    kept = [old for old in card.data.eval_results or [] if not any(_replaces(new, old) for new in results)]
     card.data.model_name = card.data.model_name or model_name
     card.data.eval_results = kept + results
+
+
+def _replaces(new: EvalResult, old: EvalResult) -> bool:
+    # Cards of earlier versions call the validation set held-out.
+    is_renamed = "(held-out " in (old.dataset_name or "") and new.dataset_config == old.dataset_config
+    return is_renamed or new.is_equal_except_value(old)
 
 
 def format_conversion_card(
@@ -328,11 +329,10 @@ python recipes/convert.py --from {repo_id} --to out/merged
 __all__ = [
     "CARD_NAME",
     "CURVE_NAME",
-    "HELD_OUT_METRICS",
     "RunFacts",
     "add_results",
     "architecture_rows",
     "format_conversion_card",
     "format_run_card",
-    "held_out_results",
+    "validation_results",
 ]

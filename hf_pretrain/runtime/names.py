@@ -1,6 +1,7 @@
-"""Tell local paths from names on the Hub."""
+"""Parse the names that users give to models and datasets: local paths, and ids on the Hugging Face Hub."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -8,7 +9,7 @@ _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
 def is_path(name: str | Path) -> bool:
-    """Whether `name` can only be a local path, be it there or not; anything else may be a Hub id."""
+    """Return whether `name` can only be a local path, existing or not. Any other name may be a Hub id."""
     text = str(name)
     if Path(text).exists():
         return True
@@ -19,14 +20,51 @@ def is_path(name: str | Path) -> bool:
 
 
 def split_hub_name(name: str) -> tuple[str, str | None]:
-    """The Hub id in `owner/name:full_sft_512.pth`, and the file in it; `None` where no file is named."""
+    """
+    Split the name of a model, `owner/name[:file]`, into its Hub id and the file in that repository.
+
+    Returns:
+        `tuple`: `("owner/name", "full_sft_512.pth")`, or `(name, None)` if it names no file. The file may lie in a folder.
+    """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w./ -]+)", name)
     return (match[1], match[2]) if match else (name, None)
 
 
+@dataclass(frozen=True)
+class DatasetName:
+    """
+    The name of a dataset, `name[:config][@revision]`, in its parts.
+
+    Args:
+        repo_id (`str`): the Hub id, or `embedded`.
+        config (`str`, *optional*): the configuration, or the part of the embedded corpora.
+        revision (`str`, *optional*): a branch, tag or commit.
+    """
+
+    repo_id: str
+    config: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> "DatasetName":
+        """Split a name as a user types it. An empty part counts as left out."""
+        # The revision comes first: a branch may hold a colon, and a configuration holds no @.
+        rest, _, revision = name.partition("@")
+        repo_id, _, config = rest.partition(":")
+        return cls(repo_id, config or None, revision or None)
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it names the corpora that come as packages (`embedded`, `embedded:chatterbot`)."""
+        return self.repo_id == "embedded"
+
+
 def may_be_checkpoint(name: str | Path) -> bool:
-    """Whether `name` is a directory, or may be a Hub id: only there are configs and tokenizers looked for."""
+    """
+    Return whether `name` is a directory or may be a Hub id. Configs and tokenizers are looked for in those alone, not
+    beside a single file of weights.
+    """
     return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
 
 
-__all__ = ["is_path", "may_be_checkpoint", "split_hub_name"]
+__all__ = ["DatasetName", "is_path", "may_be_checkpoint", "split_hub_name"]

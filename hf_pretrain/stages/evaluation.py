@@ -10,7 +10,8 @@ from huggingface_hub import EvalResult, ModelCard
 
 from ..checkpoints.directory import find_newest_run
 from ..data.arguments import ChatArguments
-from ..hub.model_card import CARD_NAME, HELD_OUT_METRICS, RunFacts, add_results, held_out_results
+from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
+from ..runtime.metrics import METRICS
 from ..training.arguments import LMTrainingArguments
 
 
@@ -18,7 +19,7 @@ RESULTS_NAME = "evaluation.json"
 
 
 @dataclass
-class HeldOutArguments(ChatArguments):
+class ValidationArguments(ChatArguments):
     """Which text, or with `--dataset_kind auto` which conversations, to hold out and measure."""
 
     dataset_kind: str = field(
@@ -86,10 +87,12 @@ class EvaluationArguments(LMTrainingArguments):
 def format_results(results: dict[str, Any]) -> str:
     """The table of what was measured."""
     rows = [("on", "metric", "value", "")]
-    held_out = results["held_out"]
-    for key, value in held_out.items():
-        unit = " (nats per token)" if key == "eval_loss" else ""
-        rows.append(("held out", HELD_OUT_METRICS[key] + unit, f"{value:.4f}", ""))
+    # The key is older than the name "validation", and stays for files that are read by programs.
+    figures = results["held_out"]
+    for metric in METRICS:
+        if metric.key in figures:
+            label = metric.name.replace("_", " ") + (f" ({metric.unit})" if metric.unit else "")
+            rows.append(("validation", label, f"{figures[metric.key]:.4f}", ""))
     for task, result in results["tasks"].items():
         for metric, entry in result["metrics"].items():
             error = f"± {entry['stderr']:.4f}" if entry["stderr"] is not None else ""
@@ -111,7 +114,7 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    entries = held_out_results(results["held_out"], facts)
+    entries = validation_results(results["held_out"], facts)
     # Of a part of its examples a task has no score that a card could give.
     if results.get("limit") is None:
         entries += _task_results(results["tasks"])

@@ -20,6 +20,7 @@ from transformers.utils import logging, strtobool
 
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, installed_plug_ins
+from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.waiting import first_process_first
 from ..weights.files import read_json
 from .optimizers import OPTIM_PRESETS
@@ -32,8 +33,6 @@ _MIN_SHARED_BYTES = 4 * 2**20
 
 # Steps between evaluations that nobody asked for.
 MIN_EVAL_STEPS = 50
-# transformers takes every metric that does not end in "loss" for one of which more is better.
-LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "kl")
 
 
 @dataclass
@@ -123,6 +122,7 @@ class LMTrainingArguments(TrainingArguments):
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
             self.eval_steps = 0.1
+        # transformers takes a larger value for the better one unless the metric's name ends in "loss".
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
         schedule = str(self.lr_scheduler_type)

@@ -6,18 +6,11 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
-
-HELD_OUT = {
-    "eval_loss": "held-out loss",
-    "eval_bits_per_byte": "bits per byte",
-    "eval_kl": "divergence from the teacher",
-    "eval_rewards/accuracies": "reward accuracy",
-    "eval_reward": "held-out reward",
-}
+from ..runtime.metrics import HEADLINES
 
 
-def _held_out_figures(logs: dict[str, float]) -> str:
-    return ", ".join(f"{name} {logs[key]:.4f}" for key, name in HELD_OUT.items() if key in logs)
+def _validation_figures(logs: dict[str, float]) -> str:
+    return ", ".join(f"{metric.label} {logs[metric.key]:.4f}" for metric in HEADLINES if metric.key in logs)
 
 
 class TrainingProgressCallback(ProgressCallback):
@@ -33,7 +26,7 @@ class TrainingProgressCallback(ProgressCallback):
                 shown["mfu"] = f"{logs['mfu']:.0%}"
             self.training_bar.set_postfix(shown)
             return
-        figures = _held_out_figures(logs)
+        figures = _validation_figures(logs)
         if figures:
             self.training_bar.write(f"step {state.global_step}: {figures}")
 
@@ -44,7 +37,7 @@ class TrainingLinesCallback(PrinterCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        figures = _held_out_figures(logs)
+        figures = _validation_figures(logs)
         if "loss" in logs:
             figures = f"loss {logs['loss']:.4f}"
             if "reward" in logs:

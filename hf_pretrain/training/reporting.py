@@ -19,6 +19,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 from transformers.utils import logging
 
+from ..runtime.metrics import HEADLINES
 from ..tokenizer.encoding import encode_prompt
 from .arguments import LMTrainingArguments
 from .optimizers import optimizer_name
@@ -178,24 +179,20 @@ def format_report(
     push_report: str | None = None,
 ) -> str:
     """The lines that a training recipe prints at its end; `start` holds the metrics from before the first step."""
-    lines = ["", f"Checkpoint         {args.output_dir}"]
-    for key, name, unit in (
-        ("eval_loss", "Held-out loss", f" {loss_unit}"),
-        ("eval_bits_per_byte", "Bits per byte", ""),
-        ("eval_kl", "Divergence", " nats per token from the teacher"),
-        ("eval_rewards/accuracies", "Reward accuracy", ""),
-        ("eval_reward", "Held-out reward", ""),
-    ):
-        if key in metrics:
-            beside = f" ({start[key]:.4f} before)" if start and key in start else ""
-            if key == "eval_loss" and unigram is not None:
+    rows = [("Checkpoint", str(args.output_dir))]
+    for metric in HEADLINES:
+        if metric.key in metrics:
+            beside = f" ({start[metric.key]:.4f} before)" if start and metric.key in start else ""
+            if metric.key == "eval_loss" and unigram is not None:
                 beside = f" (a unigram model: {unigram:.4f})"
-            lines.append(f"{name:<18} {metrics[key]:.4f}{unit}{beside}")
-    lines += [f"Sample             {prompt!r} -> {continuation!r}" for prompt, continuation in samples]
-    lines.append(f"To go on           {continue_command(args)}")
+            figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()
+            rows.append((metric.label[0].upper() + metric.label[1:], figure + beside))
+    rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
+    rows.append(("To train on", continue_command(args)))
     if push_report is not None:
-        lines.append(f"Hub                {push_report}")
-    return "\n".join(lines)
+        rows.append(("Hub", push_report))
+    width = max(18, *(len(label) for label, _ in rows))
+    return "\n".join(["", *(f"{label:<{width}} {text}" for label, text in rows)])
 
 
 def continue_command(args: LMTrainingArguments) -> str:

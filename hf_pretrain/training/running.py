@@ -15,6 +15,7 @@ from ..hub.model_card import CURVE_NAME
 from ..hub.repository import remove_staging
 from ..runtime.devices import describe_search
 from ..runtime.locking import release_output_dir, watch_launcher
+from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
 from ..tokenizer.chat_template import mark_template
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
@@ -96,7 +97,7 @@ def load_conversations(
         eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
     if eval_rows is None:
         training_args.evaluate_never()
-    report = [f"Training: {packing_report or 'streamed'}", f"Held out: {eval_report or 'nothing'}"]
+    report = [f"Training: {packing_report or 'streamed'}", f"Validation: {eval_report or 'nothing'}"]
     if training_args.process_index == 0:
         print("\n".join(report))
     has_answers = eval_rows is not None and data_args.encoder is not None
@@ -141,7 +142,7 @@ def _last_evaluation(trainer: HubPushMixin) -> dict[str, float]:
 def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
     """Plots the loss curve, pushes where that is asked for, and prints the report."""
     training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
-    evaluations = [entry for entry in history if entry.keys() & {"eval_loss", "eval_reward"}]
+    evaluations = find_evaluations(history)
     is_main = training_args.process_index == 0
     if is_main:
         curve = Path(training_args.output_dir, CURVE_NAME)

@@ -1,0 +1,60 @@
+"""The headline metrics of an evaluation: one table for the progress line, the report, the model card and comparisons."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+NATS = "nats per token"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """
+    A figure that an evaluation reports.
+
+    Args:
+        key (`str`): its name in the trainer's logs, `trainer_state.json` and `evaluation.json`.
+        label (`str`): its name for people.
+        unit (`str`): its unit; empty where it has none or the label says it.
+        lower_is_better (`bool`): whether a smaller value is the better one.
+        is_headline (`bool`): whether the progress line and the report show it; the model card shows all.
+    """
+
+    key: str
+    label: str
+    unit: str = ""
+    lower_is_better: bool = True
+    is_headline: bool = True
+
+    @property
+    def name(self) -> str:
+        """The key without `eval_`, as `--metric_for_best_model` and a card's `metric_type` take it."""
+        return self.key.removeprefix("eval_")
+
+    def unit_in(self, loss_unit: str) -> str:
+        """Return the unit in a run whose loss is counted in `loss_unit`: preference losses are not in nats per token."""
+        return loss_unit if self.key == "eval_loss" else self.unit
+
+
+METRICS = (
+    Metric("eval_loss", "validation loss", NATS),
+    # The exponential of the loss: the progress line has no room to say the same thing twice.
+    Metric("eval_perplexity", "perplexity", is_headline=False),
+    Metric("eval_bits_per_byte", "bits per byte"),
+    Metric("eval_kl", "KL divergence from the teacher", NATS),
+    Metric("eval_rewards/accuracies", "reward accuracy", lower_is_better=False),
+    Metric("eval_reward", "mean reward", lower_is_better=False),
+)
+HEADLINES = tuple(metric for metric in METRICS if metric.is_headline)
+# Endings of `--metric_for_best_model`. transformers itself knows of "loss" alone.
+LOWER_IS_BETTER = tuple(metric.name for metric in METRICS if metric.lower_is_better)
+
+
+def find_evaluations(log_history: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of a trainer's log that hold the figures of an evaluation, in their order."""
+    keys = {metric.key for metric in METRICS}
+    return [entry for entry in log_history if keys & entry.keys()]
+
+
+__all__ = ["HEADLINES", "LOWER_IS_BETTER", "METRICS", "Metric", "find_evaluations"]

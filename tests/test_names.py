@@ -1,0 +1,60 @@
+"""Names of models and datasets, taken apart."""
+
+import pytest
+
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.runtime.names import DatasetName, is_path, may_be_checkpoint, split_hub_name
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("owner/name:full_sft_512.pth", ("owner/name", "full_sft_512.pth")),
+        ("owner/name:folder/a b.pth", ("owner/name", "folder/a b.pth")),
+        ("owner/name", ("owner/name", None)),
+        ("name:file.pth", ("name:file.pth", None)),
+        ("a/b/c:file.pth", ("a/b/c:file.pth", None)),
+        ("owner/name:", ("owner/name:", None)),
+    ],
+)
+def test_model_names(name, parts):
+    assert split_hub_name(name) == parts
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("owner/name", ("owner/name", None, None)),
+        ("owner/name:config", ("owner/name", "config", None)),
+        ("owner/name@v1", ("owner/name", None, "v1")),
+        ("owner/name:config@refs/pr/3", ("owner/name", "config", "refs/pr/3")),
+        ("owner/name@branch:with-colon", ("owner/name", None, "branch:with-colon")),
+        ("owner/name:@", ("owner/name", None, None)),
+    ],
+)
+def test_dataset_names(name, parts):
+    parsed = DatasetName.parse(name)
+    assert (parsed.repo_id, parsed.config, parsed.revision) == parts and not parsed.is_embedded
+
+
+def test_embedded_names_are_no_repositories(tmp_path):
+    assert DatasetName.parse("embedded").is_embedded and DatasetName.parse("embedded:dialogues").is_embedded
+    assert not DatasetName.parse("embedded-texts/mine").is_embedded
+    file = tmp_path / "train.jsonl"
+    file.touch()
+    facts = RunFacts(datasets=["embedded:dialogues", str(file), "my/*.jsonl", "me/data:zh@v2", "embedded-texts/mine"])
+    assert (
+        facts.hub_datasets == ["me/data", "embedded-texts/mine"]
+        and facts.languages == RunFacts(datasets=["embedded"]).languages
+    )
+
+
+@pytest.mark.parametrize("name", ["./out", "/data/x", "~/x", "a/b/c", "model.pth", "owner/name.safetensors"])
+def test_paths_are_no_hub_ids(name):
+    assert is_path(name) and not may_be_checkpoint(name)
+
+
+def test_hub_ids_and_directories_may_be_checkpoints(tmp_path):
+    assert not is_path("owner/name") and may_be_checkpoint("owner/name")
+    assert not is_path("owner/name:x.pth") and not may_be_checkpoint("owner/name:x.pth")
+    assert is_path(tmp_path) and may_be_checkpoint(tmp_path)
