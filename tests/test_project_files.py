@@ -1,0 +1,69 @@
+"""The files around the code say what the code says."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from tests.invariants.launching import ROOT
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def load_yaml(path: str) -> dict:
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def shell_lines(workflow: str) -> list[str]:
+    (job,) = load_yaml(f".github/workflows/{workflow}.yml")["jobs"].values()
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def dependencies() -> set[str]:
+    """The names of all packages that pyproject.toml lists."""
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
+    return {re.match(r"[\w-]+", line)[0] for line in lines}
+
+
+def test_the_workflow_is_the_ci_script():
+    assert shell_lines("ci") == [".ci/run"]
+
+
+def test_the_scheduled_workflow_upgrades_dependencies_of_the_project():
+    upgrade = next(line for line in shell_lines("newest") if "--upgrade" in line)
+    upgraded = set(upgrade.split("--upgrade")[1].split())
+    assert {"transformers", "accelerate", "deepspeed", "trl", "peft", "datasets", "gguf", "lm-eval"} <= upgraded
+    assert upgraded <= dependencies()
+
+
+def test_pre_commit_runs_what_make_quality_runs():
+    output = subprocess.run(
+        ["make", "-n", "quality", "VENV=.venv"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    make = {line.removesuffix(" .") for line in output.splitlines() if re.match(r"\.venv/bin/(?!python)", line)}
+    (repository,) = load_yaml(".pre-commit-config.yaml")["repos"]
+    hooks = {hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]}
+    assert hooks == make
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_issue_forms_are_complete(name):
+    form = load_yaml(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert form.keys() >= {"name", "description", "body"}
+    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert len(ids) == len(set(ids)) > 0
+
+
+def test_the_citation_names_this_version_and_licence():
+    citation = load_yaml("CITATION.cff")
+    assert citation["version"] == PROJECT["project"]["version"]
+    assert citation["license"] == PROJECT["project"]["license"]
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "hf_pretrain/py.typed").is_file()
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["hf_pretrain"]
