@@ -112,7 +112,9 @@ def test_one_without_a_manifest_is_taken_when_told_to(tmp_path):
     newest = make_checkpoint(tmp_path, 10)
     os.unlink(f"{newest}/{MANIFEST_NAME}")
     for resume in ("auto", newest):
-        with pytest.raises(ValueError, match="no manifest.json, so nothing says whether it is whole.*--allow_inexact"):
+        with pytest.raises(
+            ValueError, match="no manifest.json, so nothing says whether it is intact.*--allow_inexact"
+        ):
             checkpoint_to_resume(arguments(tmp_path, resume))
         assert checkpoint_to_resume(arguments(tmp_path, resume, allow_inexact_resume=True)) == newest
 

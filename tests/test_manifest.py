@@ -84,7 +84,7 @@ def test_a_manifest_that_was_written_anew_by_hand_is_not_one(checkpoint):
     content = json.loads((checkpoint / MANIFEST_NAME).read_text())
     content["run"]["step"] = 3
     (checkpoint / MANIFEST_NAME).write_text(json.dumps(content))
-    assert find_damage(checkpoint) == ["manifest.json is damaged (its own sha256 is another one)"]
+    assert find_damage(checkpoint) == ["manifest.json is damaged (its own sha256 does not match)"]
     for text in ("", "[]", "{}", '{"sha256": 1, "files": []}'):
         (checkpoint / MANIFEST_NAME).write_text(text)
         assert len(find_damage(checkpoint)) == 1

@@ -1,0 +1,10 @@
+"""
+Checkpoint directories on disk: the manifest that makes damage visible, and finding, verifying and rotating checkpoints.
+How a running training writes into them is the matter of `training`.
+"""
+
+from .directory import find_newest_run, newest_checkpoint
+from .manifest import find_damage, read_manifest, write_manifest
+
+
+__all__ = ["find_damage", "find_newest_run", "newest_checkpoint", "read_manifest", "write_manifest"]

@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: find the newest, verify, rotate and set aside."""
+"""The checkpoints of an output directory: find the newest, verify, rotate and set aside."""
 
 import json
 import shutil
@@ -15,13 +15,19 @@ from .manifest import MANIFEST_NAME, find_damage, read_manifest
 
 logger = logging.get_logger(__name__)
 
+# The subdirectory that a checkpoint is written into before it gets its name.
 SAVING = ".saving"
 
 
 def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> str | None:
     """
-    The newest checkpoint in `output_dir` that verifies, if any; damaged ones that are newer get another name. One
-    without a manifest is an error (`ValueError`), unless `unverified` ones are wanted.
+    Return the newest intact checkpoint in `output_dir`, or `None`. Rename newer ones that are damaged.
+
+    Args:
+        unverified (`bool`): accept a checkpoint without a manifest, as another program writes it.
+
+    Raises:
+        `ValueError`: for a checkpoint without a manifest unless `unverified`, or for shards outside of the directory.
     """
     output_dir = Path(output_dir)
     found = sort_checkpoints(str(output_dir)) if output_dir.is_dir() else []
@@ -36,19 +42,28 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
         if not (path / MANIFEST_NAME).exists():
             raise ValueError(_no_manifest(path))
         aside = set_aside(path)
-        logger.warning(f"{path} is damaged and now called {aside.name}: {summarize(damage)}.")
-    logger.warning(f"No checkpoint in {output_dir}: starting.")
+        logger.warning(f"{path} is damaged and was renamed to {aside.name}: {summarize(damage)}.")
+    logger.warning(f"No checkpoint in {output_dir}: starting from the first step.")
     return None
 
 
-def _leave_branch(path: Path) -> None:
-    """Renames the checkpoints beside `path` that came after it: `auto` would return to them."""
+def abandon_later_checkpoints(path: Path) -> None:
+    """Rename the checkpoints beside `path` that came after it, so that `auto` does not return to them."""
     found = [Path(other).resolve() for other in sort_checkpoints(str(path.parent))]
     for other in found[found.index(path.resolve()) + 1 :] if path.resolve() in found else []:
-        logger.warning(f"Going on from {path}: {other} is now called {set_aside(other, 'abandoned').name}.")
+        logger.warning(f"Resuming from {path}: {other} was renamed to {set_aside(other, 'abandoned').name}.")
 
 
-def _verified(path: Path, *, unverified: bool) -> str:
+def verify_checkpoint(path: Path, *, unverified: bool) -> str:
+    """
+    Return `path` if it is an intact checkpoint.
+
+    Args:
+        unverified (`bool`): accept a checkpoint without a manifest, with a warning.
+
+    Raises:
+        `ValueError`: for a damaged or incomplete checkpoint, or one without a manifest unless `unverified`.
+    """
     if not (path / TRAINER_STATE_NAME).is_file():
         raise ValueError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
     check_shards(path)
@@ -60,24 +75,27 @@ def _verified(path: Path, *, unverified: bool) -> str:
     damage = find_damage(path)
     if damage:
         raise ValueError(
-            f"--resume_from_checkpoint {path} is damaged: {summarize(damage)}. `--resume_from_checkpoint auto` takes the "
-            "newest one in --output_dir that is whole."
+            f"--resume_from_checkpoint {path} is damaged: {summarize(damage)}. `--resume_from_checkpoint auto` takes "
+            "the newest intact one in --output_dir."
         )
     return str(path)
 
 
 def _no_manifest(path: Path) -> str:
+    """Return the message for a checkpoint that nothing describes."""
     return (
-        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is whole: another program wrote it, or an earlier "
-        "version. Go on from it with --allow_inexact_resume, or from its weights alone with --model_name_or_path."
+        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is intact: another program wrote it, or an earlier "
+        "version. Resume with --allow_inexact_resume, or start from its weights alone with --model_name_or_path."
     )
 
 
 def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = None) -> None:
     """
-    Removes the checkpoints beside `newest`, which was just saved, that have the lowest steps, until `limit` are left;
-    `newest` and `best` stay. The step is the one in the manifest: times lie after a clock was set or files were copied.
-    A checkpoint without a readable manifest is not this run's to remove, and does not count.
+    Delete the checkpoints with the lowest steps beside `newest` until `limit` are left.
+
+    `newest`, which was just saved, and `best` stay. The step comes from the manifest, because file times change when a
+    clock is set or files are copied. A checkpoint without a readable manifest belongs to another run: it stays and
+    does not count.
     """
     steps = {}
     for path in map(Path, sort_checkpoints(str(newest.parent))):
@@ -90,10 +108,12 @@ def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = N
 
 
 def summarize(damage: list[str]) -> str:
+    """Return a list of damages as one line, at most five of them in full."""
     return "; ".join(damage[:5]) + (f"; and {len(damage) - 5} more" if len(damage) > 5 else "")
 
 
 def set_aside(path: Path, why: str = "damaged") -> Path:
+    """Rename a checkpoint so that no run finds it, and return its new path."""
     number = 0
     while (aside := path.with_name(f"{why}-{path.name}" + (f"-{number}" if number else ""))).exists():
         number += 1
@@ -102,13 +122,13 @@ def set_aside(path: Path, why: str = "damaged") -> Path:
 
 
 def remove_leftovers(output_dir: str | Path) -> None:
-    """Removes what a killed run was writing into `output_dir`; no save may be under way there."""
+    """Delete the half-written checkpoint of a killed run. No save may be in progress in `output_dir`."""
     shutil.rmtree(Path(output_dir, SAVING), ignore_errors=True)
 
 
 def find_newest_run(directory: str = "out") -> str:
     """
-    The directory of the MiniMind model that was saved last in `directory`, by the time of its weights.
+    Return the directory of the MiniMind model in `directory` that was saved last, by the time of its weights.
 
     Raises:
         `ValueError`: if there is none.
@@ -121,6 +141,7 @@ def find_newest_run(directory: str = "out") -> str:
         except (ValueError, AttributeError, OSError) as error:
             logger.warning(f"{config} cannot be read and is skipped: {error}.")
             continue
+        # A directory without a tokenizer is no finished run.
         if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
             runs.append((weights, str(config.parent)))
     if not runs:
@@ -132,10 +153,12 @@ def find_newest_run(directory: str = "out") -> str:
 
 __all__ = [
     "SAVING",
+    "abandon_later_checkpoints",
     "find_newest_run",
     "newest_checkpoint",
     "remove_leftovers",
     "rotate_checkpoints",
     "set_aside",
     "summarize",
+    "verify_checkpoint",
 ]

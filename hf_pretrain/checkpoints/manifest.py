@@ -1,8 +1,8 @@
 """
-What a checkpoint consists of: `manifest.json` names every file with its size and sha256, and the run that wrote it.
+The content of a checkpoint: `manifest.json` names every file with its size and sha256, and the run that wrote it.
 
-A directory is written, flushed to the disk, described, and only then given its name (`checkpointing.py`). Whatever is
-lost, changed or added afterwards shows in [`find_damage`].
+A checkpoint is written, flushed to the disk, described, and only then given its name (`training/checkpointing.py`).
+[`find_damage`] shows every file that is lost, changed or added afterwards.
 """
 
 import hashlib
@@ -16,10 +16,7 @@ MANIFEST_NAME = "manifest.json"
 
 
 def write_manifest(directory: Path, run: dict[str, Any]) -> None:
-    """
-    Describes all files below `directory`, as they are on the disk, and the `run` that wrote them. Files, manifest and
-    directories are flushed to the disk.
-    """
+    """Describe all files below `directory` and the `run` that wrote them, and flush everything to the disk."""
     files: dict[str, dict[str, Any]] = {}
     for path in _files(directory):
         name = path.relative_to(directory).as_posix()
@@ -29,23 +26,24 @@ def write_manifest(directory: Path, run: dict[str, Any]) -> None:
     manifest = directory / MANIFEST_NAME
     manifest.write_text(json.dumps({"sha256": _seal(content), **content}, indent=1), encoding="utf-8")
     flush(manifest)
+    # A file's name lies in its directory, which has to be flushed too.
     for path in [*filter(Path.is_dir, directory.rglob("*")), directory]:
         flush(path)
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
     """
-    The manifest of a checkpoint: `files`, and under `run` what [`write_manifest`] was given.
+    Return the manifest of a checkpoint: its `files`, and the `run` that [`write_manifest`] was given.
 
     Raises:
-        `ValueError`: where there is none, or it was changed.
+        `ValueError`: if it is missing or was changed.
     """
     path = Path(directory, MANIFEST_NAME)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         seal = content.pop("sha256")
         if seal != _seal(content) or not isinstance(content["files"], dict) or not isinstance(content["run"], dict):
-            raise ValueError("its own sha256 is another one")
+            raise ValueError("its own sha256 does not match")
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST_NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -54,7 +52,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
 
 
 def find_damage(directory: str | Path) -> list[str]:
-    """What is missing, changed or too much in a checkpoint, a line each; nothing if it is as it was written."""
+    """Return one line for every file that is missing, changed or added; an empty list for an intact checkpoint."""
     directory = Path(directory)
     try:
         expected = read_manifest(directory)["files"]
@@ -72,15 +70,17 @@ def find_damage(directory: str | Path) -> list[str]:
 
 
 def _compare(name: str, path: Path, expected: dict[str, Any]) -> list[str]:
+    """Return the damage of one file. A link counts as damage: its target may change later."""
     if path.is_symlink():
         return [f"{name} is a link"]
     size = path.stat().st_size
     if size != expected["size"]:
         return [f"{name} has {size:,} bytes instead of {expected['size']:,}"]
-    return [f"{name} has another sha256"] if _sha256(path) != expected["sha256"] else []
+    return [f"{name} has a different sha256"] if _sha256(path) != expected["sha256"] else []
 
 
 def _files(directory: Path) -> list[Path]:
+    """Return all files below `directory` but the manifest."""
     paths = sorted(directory.rglob("*"))
     return [path for path in paths if not path.is_dir() and path != directory / MANIFEST_NAME]
 
@@ -91,14 +91,15 @@ def _sha256(path: Path) -> str:
 
 
 def _seal(content: dict[str, Any]) -> str:
+    """Return the checksum of the manifest's own content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def flush(path: Path) -> None:
     """
-    Makes what was written to a file, or renamed in a directory, last.
+    Flush a file, or the entries of a directory, to the disk.
 
-    NOTE: Windows opens no directory, and flushes only what is open for writing.
+    NOTE: Windows cannot open a directory, and flushes only files that are open for writing.
     """
     is_directory = path.is_dir()
     try:

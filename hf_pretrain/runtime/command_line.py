@@ -1,6 +1,8 @@
 """
-How a recipe meets mistakes on its command line and after: one line for the user's own, a traceback for a bug. And what
-libraries print beside a recipe: bars on a terminal alone, and nothing that only says what they do.
+Errors and library output on the command line.
+
+A user's mistake ends a recipe with one line, a bug with a traceback. Progress bars appear on terminals only, and
+messages of libraries that no user can act on are hidden.
 """
 
 import argparse
@@ -25,57 +27,59 @@ from transformers.utils import logging as transformers_logging
 
 
 EXIT_MISTAKE = 2
-# sysexits.h calls it EX_IOERR: what was to be written could not be.
+# EX_IOERR of sysexits.h: the output could not be written.
 EXIT_NOT_SAVED = 74
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-# Within these seconds a launcher ends the other ranks after the first one that stopped.
+# Seconds within which every supported launcher ends the other ranks after the first one has stopped.
 _LAUNCHER_SECONDS = 5.0
 _MISTAKES = (ValueError, ImportError, OSError)
 
 
 class RecipeParser(HfArgumentParser):
-    """A parser of dataclasses, or of arguments added one by one, that raises `ValueError` where argparse exits."""
+    """Parser of dataclasses or single arguments that raises `ValueError` where argparse exits."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `--help` lists the flags.")
 
 
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--debug` to a parser; [`one_line_errors`] looks for it on the command line."""
-    parser.add_argument("--debug", action="store_true", help="show the traceback of a mistake, too")
+    """Add `--debug` to a parser. [`one_line_errors`] looks for the flag on the command line."""
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a user's mistake, too")
 
 
 def shows_bars() -> bool:
-    """Whether somebody sees progress bars, which a log file fills up with."""
+    """Return whether somebody sees progress bars. In a log file they would fill page after page."""
     return sys.stderr.isatty() or is_in_notebook()
 
 
 def quiet_libraries() -> None:
     """
-    Hides the bars of libraries where nobody sees them and, unless `--log_level info` or `debug` is on the command line,
-    what they say that no user can act on.
+    Hide the progress bars of libraries where nobody sees them and, unless `--log_level info` or `debug` is on the
+    command line, the messages that no user can act on.
     """
     if not shows_bars():
         datasets.disable_progress_bars()
         transformers_logging.disable_progress_bar()
+    # The logging level is parsed later: libraries already write while the recipe is being imported.
     if re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv)):
         return
     if not sys.warnoptions:
-        # Libraries warn each other of names that will change.
+        # FutureWarnings are for the authors of libraries: one library calls a name that another one will change.
         warnings.filterwarnings("ignore", category=FutureWarning)
-    # NOTE: DeepSpeed says so wherever it is imported. A run's first line tells the device.
+    # NOTE: DeepSpeed logs this on every import. The first line of a run names the device anyway.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """
-    Ends the process with `error: ...`, and with status 2 for a user's mistake, 74 for a disk that is full or cannot be
-    written to, as where the caches are (`HF_HOME`). All other exceptions pass with their tracebacks, and with `--debug`
-    on the command line these, too.
+    Turn mistakes of the user into one line, `error: ...`, and an exit status.
 
-    Of several ranks, the first one on each machine prints the line. The others wait until their launcher ends them, and
-    print the line only if it does not: the first one may not have met the mistake.
+    The status is 2 for a mistake and 74 for a disk that is full or not writable, the disk of the caches (`HF_HOME`)
+    included. All other exceptions keep their traceback; with `--debug` on the command line these keep it, too.
+
+    The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
+    line only if it does not, because the first rank may not have made the mistake.
     """
     quiet_libraries()
     try:
@@ -92,8 +96,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _refusal_of_a_disk(error: BaseException | None) -> str | None:
-    """What to tell a user where a disk refused to be written to, be it behind a library's own error; else `None`."""
-    # NOTE: `datasets` asks for the space itself and leaves the number out.
+    """Return a message if a disk refused a write, even behind a library's own error; otherwise `None`."""
+    # NOTE: `datasets` checks the free space itself and raises an OSError without an errno.
     while not (
         error is None
         or (isinstance(error, OSError) and (error.errno in _DISK_ERRORS or "Not enough disk space" in str(error)))
@@ -109,14 +113,17 @@ def _refusal_of_a_disk(error: BaseException | None) -> str | None:
 
 def is_mistake(error: BaseException) -> bool:
     """
-    Whether a `raise` statement of this package or of a recipe raised `error`: such a `ValueError`, `ImportError` or
-    `OSError` tells the user what to do. One that a library or the interpreter raises (`int("x")`) is nobody's message.
+    Return whether a `raise` statement of this package or of a recipe raised `error`.
+
+    Such a `ValueError`, `ImportError` or `OSError` tells the user what to do. The same exception from a library or
+    from the interpreter (`int("x")`) is not a message for the user, so it keeps its traceback.
     """
     traceback = error.__traceback__
     if not isinstance(error, _MISTAKES) or traceback is None:
         return False
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
+    # The last bytecode instruction tells a `raise` statement from an operation that failed.
     module = str(traceback.tb_frame.f_globals.get("__name__"))
     instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
     return (

@@ -1,11 +1,13 @@
-"""Which devices a run looks for, which one it trains on, and whether that is good at bfloat16."""
+"""
+The device of a run: which kinds torch supports, which one is present, and whether it computes in bfloat16 natively.
+"""
 
 from importlib.util import find_spec
 
 import torch
 
 
-# Devices of torch itself, ROCm among `cuda`, and packages that add others to it.
+# The device types of torch itself (ROCm appears as `cuda`), and the packages that add others.
 DEVICE_TYPES = ("cuda", "mps", "xpu")
 PLUG_INS = (
     *("torch_xla", "torch_npu", "torch_neuronx", "torch_mlu", "torch_musa", "torch_sdaa", "torch_directml"),
@@ -14,7 +16,7 @@ PLUG_INS = (
 
 
 def describe_search() -> str:
-    """Which devices were looked for, and which of them are there."""
+    """Return one line on which devices were looked for and which were found."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = [*([accelerator.type] if accelerator is not None else []), *installed_plug_ins()]
     return (
@@ -24,21 +26,26 @@ def describe_search() -> str:
 
 
 def installed_plug_ins() -> list[str]:
+    """Return the installed packages that add a device type to torch."""
     return [name for name in PLUG_INS if find_spec(name) is not None]
 
 
 def default_device_type(*, use_cpu: bool) -> str:
-    """`cpu`, or the kind of accelerator that torch finds."""
+    """Return `cpu`, or the type of the accelerator that torch finds."""
     accelerator = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
 def has_bfloat16_units(device_type: str) -> bool:
-    """Whether bfloat16 products are faster there than float32 ones. Elsewhere they are emulated, or were never tried."""
+    """
+    Return whether bfloat16 matrix products run on units of their own. Elsewhere they are emulated and slower than
+    float32.
+    """
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device_type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
+    # The last name is Arm's; the others are Intel's and AMD's.
     features = torch.cpu.get_capabilities()
     return any(features.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 

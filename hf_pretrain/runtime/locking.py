@@ -1,9 +1,9 @@
 """
-One run for each `output_dir`, and no rank without its launcher.
+One run per `output_dir`, and no rank without its launcher.
 
-The main process of a run holds a kernel lock (flock) on `.lock`, and writes its host, its process and a counter into it
-every few seconds. The kernel frees the lock however the process ends. It may know nothing of other machines that share
-the file system: a lock that another machine left is taken over once its counter stands still.
+The main process of a run holds a kernel lock (flock) on `.lock`, and writes its host, its process id and a counter
+into that file every few seconds. The kernel frees the lock however the process ends. On a network file system the
+kernel may not know about locks of other machines: there a lock is taken over once its counter stands still.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from transformers.utils import logging
 try:
     import fcntl
 except ImportError:
-    # Windows. The counter alone decides there.
+    # Windows has no flock; the counter alone decides there.
     fcntl = None  # type: ignore[assignment]
 
 
@@ -33,24 +33,24 @@ logger = logging.get_logger(__name__)
 
 LOCK_NAME = ".lock"
 _BEAT_SECONDS = 5.0
-# As long as a lock's counter has to stand still.
+# A lock of another machine is taken over when its counter has not moved for this long.
 _SILENCE_SECONDS = 15.0
-# By path.
+# The locks of this process, by path.
 _held: dict[Path, "_Lock"] = {}
 
 
 def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) -> bool:
     """
-    Locks `output_dir` until [`release_output_dir`] or the end of this process. Makes the directory if need be.
+    Lock `output_dir` until [`release_output_dir`] or the end of this process. Create the directory if necessary.
 
     Args:
         patience_seconds (`float`, *optional*, defaults to 0): how long to wait for another run to end.
 
     Returns:
-        `bool`: whether this process did not hold it before.
+        `bool`: whether this call took the lock; `False` if this process held it already.
 
     Raises:
-        `ValueError`: if another run holds it.
+        `ValueError`: if another run holds the lock.
     """
     path = Path(output_dir).absolute() / LOCK_NAME
     lock = _held.get(path)
@@ -68,12 +68,15 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) ->
 
 
 def release_output_dir(output_dir: str | Path) -> None:
+    """Release the lock of `output_dir`, if this process holds it."""
     lock = _held.pop(Path(output_dir).absolute() / LOCK_NAME, None)
     if lock is not None:
         lock.release()
 
 
 class _Lock:
+    """A held lock: the open file, and a thread that writes the counter."""
+
     def __init__(self, path: Path, patience_seconds: float):
         self.path = path
         self.descriptor = _open_locked(path, patience_seconds)
@@ -85,10 +88,10 @@ class _Lock:
         self._thread.start()
 
     def _beat(self, count: int) -> None:
-        # A full disk does not matter: the kernel's lock holds.
+        # A full disk does not matter: the kernel's lock still holds.
         with suppress(OSError):
             text = json.dumps({**self._holder, "beat": count}).encode()
-            # Where the file system is shared, others see it then.
+            # fsync makes the counter visible to other machines on a shared file system.
             os.lseek(self.descriptor, 0, os.SEEK_SET)
             os.write(self.descriptor, text)
             os.ftruncate(self.descriptor, len(text))
@@ -110,12 +113,13 @@ class _Lock:
                 self.path.unlink()
         os.close(self.descriptor)
         if is_there and fcntl is None:
-            # Windows removes no file that is open, be it by another run.
+            # Windows cannot delete an open file, and another run may have it open.
             with suppress(OSError):
                 self.path.unlink()
 
 
 def _open_locked(path: Path, patience_seconds: float) -> int:
+    """Open and lock the file, waiting for its holder up to `patience_seconds`; return the descriptor."""
     deadline = time.monotonic() + patience_seconds
     has_told = False
     while True:
@@ -123,12 +127,14 @@ def _open_locked(path: Path, patience_seconds: float) -> int:
         is_locked = _lock(descriptor)
         holder = _read(descriptor)
         if is_locked is None or is_locked:
-            is_ours = is_locked and holder.get("host") == socket.gethostname()
+            # The kernel gave the lock and the last holder ran here: that process is gone.
+            is_own_host = is_locked and holder.get("host") == socket.gethostname()
             if not _is_file_at(descriptor, path):
-                # Its holder has just removed it.
+                # The holder removed the file between our open and our lock: we locked a file without a name. Start
+                # over.
                 os.close(descriptor)
                 continue
-            if not holder or is_ours or _stands_still(path, holder):
+            if not holder or is_own_host or _stands_still(path, holder):
                 return descriptor
         os.close(descriptor)
         if time.monotonic() >= deadline:
@@ -138,14 +144,14 @@ def _open_locked(path: Path, patience_seconds: float) -> int:
             )
         if not has_told:
             logger.warning(
-                f"{path.parent} is in use by {_describe(holder)}: waiting {patience_seconds:.0f} s for its end."
+                f"{path.parent} is in use by {_describe(holder)}: waiting up to {patience_seconds:.0f} s for it to end."
             )
             has_told = True
         time.sleep(0.2)
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the kernel gave the lock; `None` where the file system has none."""
+    """Return whether the kernel gave the lock; `None` if the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -158,12 +164,14 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _stands_still(path: Path, holder: dict) -> bool:
-    """Whether the counter of a holder that the kernel does not know of does."""
-    logger.warning(f"{path.parent} was in use by {_describe(holder)}: watching for it {_SILENCE_SECONDS:.0f} s.")
+    """Return whether the counter of a holder on another machine stands still."""
+    logger.warning(
+        f"{path.parent} was in use by {_describe(holder)}: watching its counter for {_SILENCE_SECONDS:.0f} s."
+    )
     deadline = time.monotonic() + _SILENCE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        # Opened anew, or a shared file system would show what it showed before.
+        # Open the file anew each time: NFS shows a file that stays open as it was when it was opened.
         descriptor = os.open(path, os.O_RDONLY)
         try:
             if _read(descriptor) != holder:
@@ -174,22 +182,25 @@ def _stands_still(path: Path, holder: dict) -> bool:
 
 
 def _read(descriptor: int) -> dict:
+    """Return the holder that the file names; an empty dictionary if the file is empty."""
     os.lseek(descriptor, 0, os.SEEK_SET)
     try:
         holder = json.loads(os.read(descriptor, 4096) or b"{}")
     except ValueError:
-        # Read while it was written.
+        # The holder was writing at this moment.
         return {"text": "unreadable"}
     return holder if isinstance(holder, dict) else {"text": "unreadable"}
 
 
 def _describe(holder: dict) -> str:
+    """Return a holder as text for messages."""
     if "host" not in holder:
         return "a process that has just started"
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')}"
 
 
 def _is_file_at(descriptor: int, path: Path) -> bool:
+    """Return whether the open file still is the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -198,12 +209,16 @@ def _is_file_at(descriptor: int, path: Path) -> bool:
 
 @atexit.register
 def _release_all() -> None:
+    """Release every lock when the interpreter exits."""
     for path in list(_held):
         _held.pop(path).release()
 
 
 def _forget() -> None:
-    """In forked processes, such as workers of a loader. They would keep the lock when their parent is killed."""
+    """
+    Close the locks in a forked process, such as a data loader worker: an inherited descriptor keeps a killed run's
+    lock.
+    """
     for lock in _held.values():
         os.close(lock.descriptor)
     _held.clear()
@@ -219,24 +234,30 @@ if hasattr(os, "register_at_fork"):
 @cache
 def watch_launcher(launcher: str) -> None:
     """
-    Stops this process as by SIGTERM when its launcher is gone, which would have passed signals on and ended it. A process
-    that was started by hand may outlive its shell.
+    Stop this process, as by SIGTERM, when its launcher dies.
+
+    A dead launcher can no longer forward signals or end its ranks. A process that was started by hand (`launcher` is
+    `python`) may outlive its shell.
     """
     if launcher == "python":
         return
     chain = _ancestors(2 if launcher == "deepspeed" else 1)
 
     def watch() -> None:
+        # When a parent dies, the kernel gives its children another parent.
         while _ancestors(len(chain)) == chain:
             time.sleep(1)
-        logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone: stopping as by SIGTERM.")
+        logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone. This rank stops, as by SIGTERM.")
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def _ancestors(number: int) -> list[int]:
-    """The processes that started this one. DeepSpeed's runner starts a second launcher, and that the ranks."""
+    """
+    Return the ids of the processes above this one, the nearest first. DeepSpeed's runner starts a launcher, which
+    starts the ranks: two levels.
+    """
     found = [os.getppid()]
     with suppress(psutil.Error):
         while len(found) < number:

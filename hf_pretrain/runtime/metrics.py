@@ -1,4 +1,4 @@
-"""The headline metrics of an evaluation: one table for the progress line, the report, the model card and comparisons."""
+"""The headline metrics of an evaluation, in one table that progress line, report, model card and comparisons read."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Metric:
         return self.key.removeprefix("eval_")
 
     def unit_in(self, loss_unit: str) -> str:
-        """Return the unit in a run whose loss is counted in `loss_unit`: preference losses are not in nats per token."""
+        """Return the unit in a run whose loss is counted in `loss_unit`; preference losses have units of their own."""
         return loss_unit if self.key == "eval_loss" else self.unit
 
 

@@ -24,7 +24,8 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
     Split the name of a model, `owner/name[:file]`, into its Hub id and the file in that repository.
 
     Returns:
-        `tuple`: `("owner/name", "full_sft_512.pth")`, or `(name, None)` if it names no file. The file may lie in a folder.
+        `tuple`: `("owner/name", "full_sft_512.pth")`, or `(name, None)` if it names no file. The file may lie in a
+            folder.
     """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w./ -]+)", name)
     return (match[1], match[2]) if match else (name, None)

@@ -1,4 +1,4 @@
-"""Run something on one process, or on those that write files, with the same outcome on all."""
+"""Run a function on the main process, or on those that write files, with the same outcome on every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 
 def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
-    """What `decide` returns or raises on the main process, on all of them: none is left waiting for the others."""
+    """
+    Run `decide` on the main process and give its result to every rank.
+
+    An exception is raised on every rank, so that no rank waits for one that has stopped. All ranks must call this.
+    """
     outcome: list[Any] = [None, None]
     if args.process_index == 0:
         try:
@@ -27,7 +31,9 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
 
 
 def on_saving_processes(args: TrainingArguments, action: Callable[[], None]) -> None:
-    """Does something on the processes that write files; all raise what one of them raises."""
+    """
+    Run `action` on the processes that write files. If one of them raises, all ranks raise. All ranks must call this.
+    """
     error: BaseException | None = None
     try:
         if args.should_save:

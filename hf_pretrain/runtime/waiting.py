@@ -1,4 +1,4 @@
-"""The main process of each machine works first, and the others wait for it however long that takes."""
+"""Let the first process of each machine work while the others wait, however long that takes."""
 
 import os
 import time
@@ -14,27 +14,31 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+# How often a waiting process looks, and how often it prints that it waits.
 POLL_SECONDS = 0.2
 TELL_SECONDS = 60.0
 _DONE, _FAILED = b"done", b"failed"
+# All ranks enter the blocks in the same order, so equal numbers name the same block on every rank.
 _numbers = count()
 
 
 @contextmanager
 def first_process_first(rank: int, local_rank: int, *, desc: str) -> Iterator[None]:
     """
-    Lets the first process of this machine through, and the others once it has left the block. All call it alike.
+    Let the first process of this machine through, and the others once it has left the block. All ranks must call this.
 
-    NOTE: transformers' own `main_process_first` waits in a collective, which gives up after `--ddp_timeout`.
+    NOTE: `main_process_first` of transformers waits in a collective, which gives up after `--ddp_timeout`.
 
     Args:
-        desc (`str`): what the first process does, for the line that the others print each minute.
+        rank (`int`): the number of this process among all.
+        local_rank (`int`): the number of this process on its machine.
+        desc (`str`): what the first process does, as a participle, for the line that the others print every minute.
 
     Raises:
-        `ValueError`: on those that wait, if the first process failed or died.
+        `ValueError`: on the waiting processes, if the first process failed or died.
     """
     first = rank - local_rank
-    # torchrun keeps one store over its restarts.
+    # torchrun keeps one store across its restarts, with the keys of the attempt before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"first_process_first/{attempt}/{first}/{next(_numbers)}"
     store = _get_default_store()
@@ -52,15 +56,17 @@ def first_process_first(rank: int, local_rank: int, *, desc: str) -> Iterator[No
 
 
 def _wait(store: dist.Store, key: str, first: int, desc: str) -> None:
+    """Wait until the first process has finished; raise `ValueError` if it failed or died."""
     begin = told = time.monotonic()
     was_seen = False
     while (outcome := _read(store, key, first, desc)) is None:
         time.sleep(POLL_SECONDS)
         pid = _read(store, f"{key}/pid", first, desc)
-        # In another container the process may have a number that means nothing here.
+        # In another container the id may belong to no process here. So only a process that was seen before can be
+        # missed.
         is_there = pid is not None and psutil.pid_exists(int(pid))
         if was_seen and not is_there and _read(store, key, first, desc) is None:
-            raise ValueError(f"Rank {first} died while it was {desc}. Start again; what it finished is kept.")
+            raise ValueError(f"Rank {first} died while it was {desc}. Start again; finished parts are kept.")
         was_seen = is_there
         if time.monotonic() - told >= TELL_SECONDS:
             told = time.monotonic()
@@ -70,12 +76,12 @@ def _wait(store: dist.Store, key: str, first: int, desc: str) -> None:
 
 
 def _read(store: dist.Store, key: str, first: int, desc: str) -> bytes | None:
-    """What stands in the store, without waiting for it."""
+    """Return the value of a key, or `None` if it has none yet, without blocking."""
     try:
         return store.get(key) if store.check([key]) else None
     except RuntimeError as error:
-        # The store is gone with the process that held it.
-        raise ValueError(f"Rank {first} cannot be reached any more, which was {desc} ({error}).") from error
+        # The process that held the store has ended.
+        raise ValueError(f"Rank {first}, which was {desc}, cannot be reached any more ({error}).") from error
 
 
 __all__ = ["first_process_first"]

@@ -1,4 +1,4 @@
-"""Directories that hold all that was to be written into them, or nothing of it."""
+"""Write the files of a directory completely or not at all."""
 
 import os
 import shutil
@@ -10,14 +10,14 @@ from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME
 
 
-# Where what is not complete yet lies, in checkpoint directories as well.
+# Subdirectory for files that are still being written, in checkpoint directories as well.
 ASIDE = ".saving"
 
 
 def check_writable(directory: Path, *, overwrite: bool = False) -> None:
     """
-    Raises `ValueError` for a directory that is not empty; with `overwrite`, for one that holds anything besides the files
-    of a model.
+    Raise `ValueError` for a directory that is not empty; with `overwrite`, for one that holds anything but a model's
+    files.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, not a directory; choose another name.")
@@ -30,26 +30,28 @@ def check_writable(directory: Path, *, overwrite: bool = False) -> None:
         )
     others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
     if others or not any(path.name == CONFIG_NAME or path.suffix == ".gguf" for path in entries):
+        found = f"the directory {others[0]}" if others else f"no model, but {entries[0].name}"
         raise ValueError(
-            f"--overwrite replaces the files of a model, and {directory} holds "
-            f"{f'the directory {others[0]}' if others else f'no model, but {entries[0].name}'}; choose another, or delete it."
+            f"--overwrite replaces the files of a model, and {directory} holds {found}; choose another, or delete it."
         )
 
 
 @contextmanager
 def written_whole(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
-    Gives a directory to write into. When the block ends, its files get their place in `directory`, config.json last, and
-    those that were there go. When it fails, it is deleted, and `directory` is as it was before.
+    Give a directory to write into, and move its files into `directory` when the block ends.
+
+    The files that `directory` held before are deleted. config.json arrives last, so that a directory with a config is
+    complete. If the block fails, nothing in `directory` changes.
 
     Raises:
         `ValueError`: as [`check_writable`] does, before anything is written.
-        `OSError`: where writing failed, saying so.
+        `OSError`: if writing failed, naming the directory.
     """
     check_writable(directory, overwrite=overwrite)
     is_new = not directory.exists()
     aside = directory / ASIDE
-    # What a killed process left.
+    # A killed process may have left its files.
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:

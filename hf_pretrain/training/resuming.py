@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from ..checkpoints.directory import _leave_branch, _verified, newest_checkpoint
+from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.locking import LOCK_NAME, hold_output_dir
 from ..runtime.processes import on_main_process
@@ -57,9 +57,9 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
         # After a restart the run may have come further than the checkpoint that it was started with.
         if restarts and (further := newest()):
             return further
-        verified = _verified(path, unverified=args.allow_inexact_resume)
+        verified = verify_checkpoint(path, unverified=args.allow_inexact_resume)
         if is_own:
-            _leave_branch(path)
+            abandon_later_checkpoints(path)
         return verified
 
     return on_main_process(args, decide)

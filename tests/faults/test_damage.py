@@ -50,7 +50,7 @@ def test_the_run_that_goes_on_says_so(reference, tmp_path, ends_like, workspace)
     damage(tmp_path / "run/checkpoint-6/optimizer.pt", "a flipped bit")
     words = command(workspace, tmp_path / "run")
     result = run([*words, "--resume_from_checkpoint", str(tmp_path / "run/checkpoint-6")])
-    assert result.returncode != 0 and "checkpoint-6 is damaged: optimizer.pt has another sha256" in result.stdout
+    assert result.returncode != 0 and "checkpoint-6 is damaged: optimizer.pt has a different sha256" in result.stdout
     output = ends_like("damage: then resumed", tmp_path / "run")
-    assert "is damaged and now called damaged-checkpoint-6: optimizer.pt has another sha256." in output
+    assert "is damaged and was renamed to damaged-checkpoint-6: optimizer.pt has a different sha256." in output
     assert "Resuming from" in output and "checkpoint-4." in output
