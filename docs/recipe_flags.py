@@ -1,8 +1,8 @@
 """
 Sphinx extension: tables of the flags of every recipe, from the recipe's own parser.
 
-Each recipe is started without arguments up to the moment at which it parses its command line. So the tables hold exactly
-the flags that the recipe accepts, and nothing here has to name a dataclass.
+Each recipe is started without arguments, up to the moment at which it parses its command line. So the tables hold
+exactly the flags that the recipe accepts, and nothing here has to name a dataclass.
 """
 
 import argparse

@@ -8,8 +8,8 @@ Tunes a MiniMind on preferences, by TRL's DPO, KTO, ORPO or SimPO.
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 
 A record has `chosen` and `rejected`, as lists of messages or text, with the `prompt` apart or at the beginning of both.
-The flags of `TrainingArguments`, but for those that the README names, and of TRL's config for the algorithm work
-(`--loss_type ipo`); `--help` lists all.
+The flags of `TrainingArguments` and of TRL's config for the algorithm (`--loss_type ipo`) work, except those that
+docs/launching.md lists; `--help` prints all flags.
 """
 
 from hf_pretrain.data.arguments import SourceArguments

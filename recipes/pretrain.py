@@ -7,8 +7,8 @@ Pretrains a MiniMind from scratch, or goes on from a checkpoint.
     accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/pretrain.py
     deepspeed --include localhost:0,1 recipes/pretrain.py --deepspeed ds_configs/zero2.json
 
-The flags of `TrainingArguments` work, but for those that the README names; `--help` lists ours too. Without `--config`,
-the preset's own YAML gives the defaults, and the command line wins.
+The flags of `TrainingArguments` work, except those that docs/launching.md lists; `--help` prints all flags. Without
+`--config`, the YAML file of the preset gives the defaults. The command line wins.
 """
 
 from hf_pretrain import MaskedLossTrainer

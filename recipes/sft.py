@@ -9,8 +9,8 @@ Fine-tunes a MiniMind on conversations, with the loss on what the assistant says
     deepspeed --include localhost:0,1 recipes/sft.py --config recipes/tiny/sft.yaml --deepspeed ds_configs/zero2.json
 
 Records are recognised by their fields: `conversations` (MiniMind, ShareGPT), `messages`, `prompt` with `completion`,
-`instruction` with `output`. The flags of `TrainingArguments` work, but for those that the
-README names; `--help` lists ours too.
+`instruction` with `output`. The flags of `TrainingArguments` work, except those that docs/launching.md lists; `--help`
+prints all flags.
 """
 
 from hf_pretrain import MaskedLossTrainer

@@ -1,4 +1,4 @@
-"""The commands of both READMEs and of the documentation: each one is parsed by the program that it starts, many are run."""
+"""Check the commands of both READMEs and of the documentation: parse each one, and run those of the README."""
 
 import ast
 import importlib
@@ -18,7 +18,10 @@ from deepspeed.launcher.runner import parse_args as parse_deepspeed_args
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from docs.recipe_parsers import recipe_parser
+from hf_pretrain.runtime.metrics import HEADLINES
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.reporting import format_report
 from hf_pretrain.weights.exporting import export
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.toys import toy_model, write_jsonl
@@ -84,7 +87,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check(command: str) -> None:
-    """Raise `AssertionError` or `SystemExit` if a file, a flag, a target or an extra that `command` names is missing."""
+    """Raise `AssertionError` or `SystemExit` if `command` names a file, flag, target or extra that does not exist."""
     words = shlex.split(command)
     while re.match(r"[A-Z_]+=", words[0]):
         words.pop(0)
@@ -268,6 +271,16 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
             if message not in foreign and not any(map(pattern.search, messages())):
                 missing.append(message)
     assert not missing, f"docs/troubleshooting.md quotes messages that no code prints: {missing}"
+
+
+def test_the_lines_of_the_report_are_those_that_a_run_prints(tmp_path):
+    metrics = {metric.key: 1.0 for metric in HEADLINES}
+    args = LMTrainingArguments(str(tmp_path), use_cpu=True)
+    report = format_report(args, metrics=metrics, unigram=2.0, samples=[("a", "b")])
+    page = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
+    table = page.split("| line | meaning |")[1].split("\n\n")[0]
+    labels = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
+    assert len(labels) > 4 and all(re.search(rf"^{label}  +\S", report, re.MULTILINE) for label in labels), report
 
 
 @pytest.mark.slow
