@@ -66,7 +66,7 @@ def test_a_step_beyond_the_data_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(100_000, 1), (8, 1000)])
 def test_a_step_beyond_a_stream_is_refused(tmp_path, batch, accumulation):
-    words = f"The stream ended after 22 rows, and a step takes {batch * accumulation:,}"
+    words = f"The stream ended after 22 rows, and a step needs {batch * accumulation:,}"
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, rows=Stream(), batch=batch, accumulation=accumulation).train()
     make_trainer(tmp_path, rows=Stream(), batch=8, accumulation=4).train()

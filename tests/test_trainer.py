@@ -369,7 +369,7 @@ def test_tokens_are_counted_up_to_each_evaluation(tmp_path):
 def test_ids_that_the_model_does_not_know_are_refused(tmp_path, bad):
     documents = make_documents()
     documents[7]["input_ids"][5] = bad
-    with pytest.raises(ValueError, match=rf"Row 7 holds the id {bad}, and the model knows 0 to 63"):
+    with pytest.raises(ValueError, match=rf"Row 7 holds the id {bad}; the model knows ids 0 to 63"):
         make_trainer(tmp_path, pack(documents, [1] * 13)).train()
 
 

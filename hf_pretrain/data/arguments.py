@@ -1,4 +1,4 @@
-"""Command-line arguments that name the data."""
+"""Command-line arguments that name the data and say how it becomes packed sequences."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,34 +15,45 @@ from .packing import PackingReport, prepare_rows
 
 @dataclass
 class SourceArguments:
-    """Which data to train on."""
+    """Arguments that choose the data to train on."""
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
         metadata={"help": "One or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision."},
     )
     dataset_weights: list[float] | None = field(
-        default=None, metadata={"help": "How often each dataset is drawn from; by default they are concatenated."}
+        default=None, metadata={"help": "Sampling weight of each dataset; without weights, they are concatenated."}
     )
     validation_fraction: float = field(
-        default=0.01, metadata={"help": "Share of the documents that is held out, chosen by a hash of their text."}
+        default=0.01,
+        metadata={"help": "Share of the documents in the validation set, chosen by a hash of their text."},
     )
     train_fraction: float = field(
-        default=1.0, metadata={"help": "Share of the other documents to train on, chosen by the same hash."}
+        default=1.0, metadata={"help": "Share of the remaining documents to train on, chosen by the same hash."}
     )
     num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that read and tokenize large data; by default one a core, up to 8."}
+        default=None,
+        metadata={"help": "Number of processes that read and tokenize large data; by default one per core, up to 8."},
     )
     max_rejected_ratio: float = field(
-        default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they go to rejected.jsonl."}
+        default=0.01, metadata={"help": "Share of bad lines that a run tolerates; it lists them in rejected.jsonl."}
     )
 
     def load_documents(
         self, training_args: TrainingArguments, *, schema: str = "text", keep_rejected: bool = True, **reading: Any
     ) -> tuple[Dataset | IterableDataset, Dataset]:
         """
-        Documents to train on and documents held out, as [`~data.loading.load_documents`] gives them and raises; the
-        main process lists bad lines in `output_dir`.
+        Load the training set and the validation set by [`~data.loading.load_documents`].
+
+        Args:
+            training_args ([`TrainingArguments`]): for the seed and the directory of `rejected.jsonl`, which only the
+                main process writes.
+            schema (`str`, defaults to `"text"`): kind of the records.
+            keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
+            reading: further arguments of [`~data.loading.load_documents`].
+
+        Raises:
+            `ValueError`: as [`~data.loading.load_documents`] does.
         """
         is_main = training_args.process_index == 0
         return load_documents(
@@ -61,11 +72,11 @@ class SourceArguments:
 
 @dataclass
 class DataArguments(SourceArguments):
-    """Which text to train on, and how it becomes rows."""
+    """Arguments that choose the text to train on and how it becomes packed sequences."""
 
-    streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
-    text_column: str = field(default="text", metadata={"help": "The column or JSON field that holds the text."})
-    max_length: int = field(default=512, metadata={"help": "Tokens a row."})
+    streaming: bool = field(default=False, metadata={"help": "Read the data while training; needs --max_steps."})
+    text_column: str = field(default="text", metadata={"help": "Column or JSON field that holds the text."})
+    max_length: int = field(default=512, metadata={"help": "Number of tokens per packed sequence."})
     packing_strategy: str = field(
         default="bfd",
         metadata={
@@ -76,29 +87,41 @@ class DataArguments(SourceArguments):
 
     @property
     def row_length(self) -> int | None:
-        """Tokens of every packed row: one width, so one compiled graph. `None` where a row is one document."""
+        """
+        Length in tokens of every packed sequence, or `None` where a row is one document.
+
+        With one length for all batches, compiled graphs are compiled once.
+        """
         return None if self.packing_strategy == "none" else self.max_length
 
     @property
     def schema(self) -> str:
-        """What a record is, for [`~data.loading.load_documents`]."""
+        """Kind of the records, for [`~data.loading.load_documents`]."""
         return "text"
 
     @property
     def encoder(self) -> ConversationEncoder | None:
-        """From conversations to ids and weights; `None` for text."""
+        """Encoder of conversations; `None` for text."""
         return None
 
     def load_documents(self, training_args: TrainingArguments, **reading: Any):
-        """The same; a stream is shuffled."""
+        """Load the training set, shuffled if it is a stream, and the validation set."""
         own: dict[str, Any] = {"schema": self.schema, "text_column": self.text_column, "streaming": self.streaming}
-        train, held_out = super().load_documents(training_args, **own | reading)
-        return (train.shuffle(seed=training_args.seed, buffer_size=10_000) if self.streaming else train), held_out
+        train, validation = super().load_documents(training_args, **own | reading)
+        # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
+        return (train.shuffle(seed=training_args.seed, buffer_size=10_000) if self.streaming else train), validation
 
     def prepare_rows(
         self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast
     ) -> tuple[Dataset | IterableDataset | None, PackingReport | None]:
-        """Rows and what was counted, as [`~data.packing.prepare_rows`] gives them; `None` where there are no documents."""
+        """
+        Tokenize and pack documents by [`~data.packing.prepare_rows`].
+
+        Returns:
+            `tuple`: packed sequences and a report, as [`~data.packing.prepare_rows`] returns them, or `None` and
+                `None` where
+            there are no documents.
+        """
         if isinstance(documents, Dataset) and len(documents) == 0:
             return None, None
         return prepare_rows(
@@ -113,44 +136,55 @@ class DataArguments(SourceArguments):
 
 @dataclass
 class ChatArguments(DataArguments):
-    """Which conversations to train on, and what of them. What is over `max_length` is cut off."""
+    """
+    Arguments that choose the conversations to train on, and which of their tokens.
+
+    Conversations are cut off at `max_length` tokens.
+    """
 
     dataset_kind: str = field(
-        default="auto", metadata={"help": f"What the records are: auto, {', '.join(CONVERSATION_KEYS)}; or text."}
+        default="auto", metadata={"help": f"Kind of the records: auto, {', '.join(CONVERSATION_KEYS)} or text."}
     )
     chat_template: str | None = field(
-        default=None, metadata={"help": "A Jinja file in place of the tokenizer's own template; or minimind."}
+        default=None, metadata={"help": "Jinja file that replaces the tokenizer's own template; or minimind."}
     )
     enable_thinking: bool | None = field(
-        default=None, metadata={"help": "Given to the template: false puts an empty thought in front of each answer."}
+        default=None,
+        metadata={"help": "Variable of the template; false puts an empty thought in front of each answer."},
     )
-    train_on_inputs: bool = field(default=False, metadata={"help": "Train on what the assistant is given, too."})
+    train_on_inputs: bool = field(
+        default=False, metadata={"help": "Train on system, user and tool messages too, not only on the assistant's."}
+    )
     span_weights: str = field(
         default="",
-        metadata={"help": "Weights within the answers: <think>=10 of the marks, think=0.5 of what is between them."},
+        metadata={
+            "help": "Weights within answers, e.g. <think>=10 for the marks and think=0.5 for the text between them."
+        },
     )
-    preview: int = field(default=0, metadata={"help": "Print this many rows, what is trained on in colour, and stop."})
+    preview: int = field(
+        default=0, metadata={"help": "Print this many packed sequences, with trained tokens in colour, and stop."}
+    )
 
     def __post_init__(self):
         if self.dataset_kind not in ("auto", "text", *CONVERSATION_KEYS):
             raise ValueError(
-                f"--dataset_kind {self.dataset_kind} is unknown; use auto, {', '.join(CONVERSATION_KEYS)} or text."
+                f"--dataset_kind {self.dataset_kind} is unknown. Use auto, {', '.join(CONVERSATION_KEYS)} or text."
             )
 
     @property
     def schema(self) -> str:
-        """The name of the reader in `SCHEMAS`."""
+        """Key of the reader in `SCHEMAS`."""
         kinds = {"auto": "conversation", "text": "text"}
         return kinds.get(self.dataset_kind) or f"conversation:{self.dataset_kind}"
 
     @property
     def kind_name(self) -> str:
-        """What the records are, for people."""
+        """Name of the records in messages to users."""
         return "text" if self.dataset_kind == "text" else "conversations"
 
     @property
     def encoder(self) -> ConversationEncoder | None:
-        """From conversations to ids and weights; `None` for text."""
+        """Encoder of conversations; `None` for text."""
         if self.dataset_kind == "text":
             return None
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)

@@ -1,4 +1,4 @@
-"""From rows to a batch of tensors."""
+"""Collate packed sequences into a batch of tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,22 +7,22 @@ import numpy as np
 import torch
 
 
-# One value for each token.
+# Columns with one value per token.
 TOKEN_COLUMNS = ("input_ids", "labels", "loss_mask", "attention_mask")
 
 
 @dataclass
 class DataCollatorForPackedRows:
     """
-    Batches rows of documents, padding on the right.
+    Collator of packed sequences; it pads on the right.
 
-    There is no attention mask: documents are told apart by `position_ids`, which begin at 0 in each one. The padding
-    of a row is like one more document without labels. Rows of other programs are taken as well: without `seq_lengths`, a
-    row is one document; what its `attention_mask` hides is left out.
+    The batch has no attention mask: `position_ids`, which restart at 0 in each document, tell the documents apart. The
+    padding of a row acts as one more document without labels. Rows that other programs prepared work too: a row
+    without `seq_lengths` is one document, and tokens that its `attention_mask` hides are removed.
 
     Args:
-        pad_token_id (`int`): fills rows up.
-        max_length (`int`, *optional*): length of every batch; by default that of its longest row.
+        pad_token_id (`int`): id that fills rows up.
+        max_length (`int`, *optional*): length of every batch in tokens. The default is the length of its longest row.
     """
 
     pad_token_id: int
@@ -30,28 +30,33 @@ class DataCollatorForPackedRows:
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         """
+        Collate rows into a batch.
+
         Args:
-            features (`list[dict]`): rows with `input_ids`, and optionally `seq_lengths` (lengths of the documents in
-                it), `labels` (by default, `input_ids`), `attention_mask`, and in all rows or none, `loss_mask`, one
-                weight for each of `input_ids`.
+            features (`list[dict]`): rows with `input_ids` and optionally `seq_lengths` (lengths of the documents in
+                the row), `labels` (by default `input_ids`), `attention_mask` and, in all rows or none, `loss_mask`
+                (one weight per token).
 
         Returns:
             `dict`: `input_ids`, `labels` and `position_ids`, `torch.int64` of shape `(batch_size, seq_len)`. Labels
-            are -100 at the first token of each document, in the padding, where the weight is 0 and where they were.
-            With `loss_mask` in the rows, also `loss_mask`, `torch.float32` of the same shape, 0 where labels are -100.
-            `cu_seq_lens_q`, `torch.int32` of shape `(num_documents + 1,)`: where in the flattened batch each document
-            begins (padding is one), and its end. `max_length_q`: the longest document's length, rounded up to 128.
+                are -100
+            at the first token of each document, in the padding, where the weight is 0, and where they were -100
+            before. If the rows have a `loss_mask`, also `loss_mask`, `torch.float32` of the same shape, 0 where labels
+            are -100. `cu_seq_lens_q`, `torch.int32` of shape `(num_documents + 1,)`: start of each document (padding
+            is one) in the flattened batch, and its end. `max_length_q`, `int`: length of the longest document, rounded
+            up to 128.
 
         Raises:
-            `ValueError`: if a row is longer than `max_length`, its documents' lengths do not sum to its own, or its
-                columns differ in length.
+            `ValueError`: if a row is longer than `max_length`, the lengths of its documents do not add up to its own,
+                or its columns differ in length.
         """
         features = [_without_padding(feature) for feature in features]
         lengths = [len(feature["input_ids"]) for feature in features]
         seq_len = self.max_length or max(lengths)
         if max(lengths) > seq_len:
             raise ValueError(
-                f"A row of {max(lengths)} tokens is longer than max_length={seq_len}; prepare the rows with that length."
+                f"A row of {max(lengths)} tokens is longer than max_length={seq_len}. "
+                "Prepare the rows with that length."
             )
         shape = (len(features), seq_len)
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
@@ -62,29 +67,33 @@ class DataCollatorForPackedRows:
             seq_lengths = feature.get("seq_lengths", np.array([length]))
             if seq_lengths.sum() != length:
                 raise ValueError(f"seq_lengths {seq_lengths.tolist()} do not sum to the row's {length} tokens.")
+            # (num_documents,): start of each document in the row
             starts = np.cumsum(seq_lengths) - seq_lengths
             position_ids[row, :length] -= np.repeat(starts, seq_lengths)
             position_ids[row, length:] -= length
             input_ids[row, :length] = feature["input_ids"]
             labels[row, :length] = feature.get("labels", feature["input_ids"])
+            # Nothing comes before the first token of a document, so it is never predicted.
             labels[row, starts] = -100
             loss_mask[row, :length] = feature.get("loss_mask", 1.0)
+        # Labels and weights must agree: Trainer counts labels, the loss sums weights.
         labels[loss_mask == 0] = -100
         loss_mask[labels == -100] = 0
         arrays: dict[str, np.ndarray] = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         if "loss_mask" in features[0]:
             arrays["loss_mask"] = loss_mask
-        # Counted here, since asking a GPU for it would stall each forward pass.
+        # Computed here on the CPU: the model would have to wait for the GPU in each forward pass to learn it.
         starts = np.flatnonzero(position_ids == 0)
         cu_seq_lens = np.append(starts, position_ids.size).astype(np.int32)
         arrays["cu_seq_lens_q"] = cu_seq_lens
         batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        # A kernel's blocks have 128 queries; a few round numbers keep compiled graphs from being compiled again.
+        # Attention kernels work on blocks of 128 queries. Rounding also leaves few distinct values, each of which
+        # would compile a graph of its own.
         return batch | {"max_length_q": int(-(-np.diff(cu_seq_lens).max() // 128) * 128)}
 
 
 def _without_padding(feature: dict[str, Any]) -> dict[str, Any]:
-    """A row as arrays, without the tokens that its `attention_mask` hides, on whichever side they are."""
+    """Return a row as arrays, without the tokens that its `attention_mask` hides on either side."""
     row = {name: np.asarray(feature[name]) for name in TOKEN_COLUMNS if feature.get(name) is not None}
     shapes = {name: column.shape for name, column in row.items()}
     if set(shapes.values()) != {(len(row["input_ids"]),)}:

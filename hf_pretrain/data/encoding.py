@@ -1,4 +1,4 @@
-"""Encode conversations as token ids with a weight for each."""
+"""Encode conversations as token ids with one weight per token."""
 
 import json
 from dataclasses import dataclass
@@ -14,16 +14,18 @@ from ..tokenizer.encoding import encode_rendered
 @dataclass(frozen=True)
 class ConversationEncoder:
     """
-    From conversations to ids with weights, by the chat template of a tokenizer: its `{% generation %}` marks enclose
-    what the assistant writes and its stop token, and that is what is trained on.
+    Encoder of conversations by the chat template of a tokenizer.
+
+    The template's `{% generation %}` marks enclose what the assistant writes and its stop token. Training uses these
+    tokens only, unless `train_on_inputs` is set.
 
     Args:
-        train_on_inputs (`bool`, defaults to `False`): train on everything else too.
-        span_weights (`tuple` of pairs of `str` and `float`): weights other than 1 within what is trained on: of
-            `<think>`, the weight of the opening and closing marks; of `think`, that of all between them. Any mark that
+        train_on_inputs (`bool`, defaults to `False`): train on all other tokens too.
+        span_weights (`tuple` of pairs of `str` and `float`): weights other than 1 of trained tokens. `<think>` sets
+            the weight of the opening and closing marks, `think` the weight of the tokens between them. Any mark that
             is one token works. Later pairs win.
-        chat_template_kwargs (`tuple` of pairs): what the template is given, such as `("enable_thinking", False)`; what
-            a conversation itself says wins.
+        chat_template_kwargs (`tuple` of pairs): variables of the template, such as `("enable_thinking", False)`. The
+            values that a conversation itself holds win.
     """
 
     train_on_inputs: bool = False
@@ -34,14 +36,19 @@ class ConversationEncoder:
         self, texts: list[str], tokenizer: PreTrainedTokenizerFast, *, max_length: int
     ) -> dict[str, list[list[int]] | list[list[float]] | list[int]]:
         """
+        Encode the conversations that hold at least one trained token.
+
         Args:
             texts (`list[str]`): conversations in the internal form.
             tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template, see [`mark_template`].
-            max_length (`int`): tokens after which a conversation is cut off.
+            max_length (`int`): number of tokens after which a conversation is cut off.
 
         Returns:
-            `dict`: `input_ids`, `loss_mask` (a weight for each of them) and `num_tokens_cut`, of the conversations in
-            which there is anything to train on. The first token is never trained on, as nothing comes before it.
+            `dict`: `input_ids`, `loss_mask` (a weight for each of them) and `num_tokens_cut`, one entry per encoded
+            conversation. The first token is never trained on, since nothing comes before it.
+
+        Raises:
+            `ValueError`: if the template cannot render a conversation, or a mark in `span_weights` is not one token.
         """
         encoded: dict[str, list] = {"input_ids": [], "loss_mask": [], "num_tokens_cut": []}
         for text in texts:
@@ -51,6 +58,7 @@ class ConversationEncoder:
                 tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
             )
             weights = self._weigh(np.array(ids), np.array(is_generated), tokenizer)[:max_length]
+            # A conversation that is cut off before its first answer has nothing to train on.
             if weights[1:].any():
                 encoded["input_ids"].append(ids[:max_length])
                 encoded["loss_mask"].append(weights)
@@ -58,21 +66,23 @@ class ConversationEncoder:
         return encoded
 
     def _weigh(self, ids: np.ndarray, is_generated: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-        """Weights of shape `(num_tokens,)`."""
+        """Return the weights of `ids`; all arrays are of shape `(num_tokens,)`."""
         weights = np.ones(len(ids), np.float32)
         for name, weight in self.span_weights:
             mark = name.strip("<>")
             opening, closing = (ids == self._mark_id(tokenizer, f"<{slash}{mark}>") for slash in ("", "/"))
+            # True from an opening mark, which it includes, to the token before the closing mark.
             inside = np.cumsum(opening) - np.cumsum(closing) > 0
             weights[(opening | closing) if name.startswith("<") else (inside & ~opening)] = weight
         return weights if self.train_on_inputs else weights * is_generated
 
     @staticmethod
     def _mark_id(tokenizer: PreTrainedTokenizerFast, mark: str) -> int:
+        """Return the id of a mark; raise `ValueError` if it is not one token."""
         index = tokenizer.get_added_vocab().get(mark)
         if index is None:
             raise ValueError(
-                f"--span_weights: {mark} is not one token of this tokenizer; its marks are "
+                f"--span_weights: {mark} is not one token of this tokenizer. Its marks are "
                 f"{', '.join(token for token in tokenizer.get_added_vocab() if token.startswith('</'))}."
             )
         return index
@@ -85,8 +95,16 @@ def encode_conversation(
     **chat_template_kwargs: Any,
 ) -> tuple[list[int], list[bool]]:
     """
-    Ids of a whole conversation, and for each whether the assistant generates it. No message can bring in a control
-    token by spelling it.
+    Encode a whole conversation. No message can produce a control token by spelling it.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
+        messages (`list[dict]`): the conversation in the internal form.
+        tools (`list[dict]`, *optional*): JSON schemas of the available tools.
+        chat_template_kwargs: further variables of the template.
+
+    Returns:
+        `tuple[list[int], list[bool]]`: token ids, and for each whether the assistant generates it.
 
     Raises:
         `ValueError`: as [`~tokenizer.chat_template.render_guarded`] does.
@@ -94,14 +112,19 @@ def encode_conversation(
     rendered, spans = render_guarded(tokenizer, messages, tools, chat_template_kwargs)
     ids, offsets = encode_rendered(tokenizer, rendered)
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    # A token belongs to the span that its first character is in.
+    # A token belongs to the span that contains its first character.
     span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1
-    ends = np.append(edges[:, 1], 0)  # span -1 has ended before anything
+    ends = np.append(edges[:, 1], 0)  # index -1: before the first span, where nothing is generated
     return ids, [start < ends[i] for (start, _), i in zip(offsets, span.tolist(), strict=True)]
 
 
 def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
-    """Reads `<think>=10,think=0.5`; raises `ValueError` for what is not of that form or below 0."""
+    """
+    Parse weights such as `<think>=10,think=0.5`.
+
+    Raises:
+        `ValueError`: for text of another form, or a weight that is negative or not finite.
+    """
     pairs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
@@ -111,7 +134,7 @@ def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
             weight = -1.0
         if not 0 <= weight < float("inf") or name.startswith("<") != name.endswith(">") or not name.strip("</>"):
             raise ValueError(
-                f"--span_weights: {part!r} is not of the form <think>=10 or think=0.5, with a weight from 0."
+                f"--span_weights: {part!r} is not of the form <think>=10 or think=0.5 with a weight of 0 or more."
             )
         pairs.append((name, weight))
     return tuple(pairs)

@@ -1,6 +1,8 @@
 """
-Rows of weight zero that fill up the last global batch: accelerate would repeat the first rows instead, and every rank
-needs as many batches as the others.
+Padding rows: rows of weight zero that fill the last global batch of an epoch.
+
+Every rank needs the same number of batches. accelerate would fill the last one with the first rows of the data, which
+would then be trained on twice.
 """
 
 import math
@@ -14,14 +16,19 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 PADDING_ROW_COLUMN = "is_padding_row"
-# The number of a row in the training data, or of its turn in a stream.
+# Index of a row in the training data, or its position in a stream. A report of non-finite losses names it.
 ROW_NUMBER_COLUMN = "row_number"
 
 
 class PaddedDataset(Dataset):
     """
-    Map-style rows. An index past the end gives a padding row: the first row, marked to get no weight. The others
-    carry their number, if `is_numbered`.
+    Map-style dataset in which an index past the end gives a padding row.
+
+    A padding row is a copy of the first row with `is_padding_row` set. [`PaddingRowCollator`] sets its labels to -100.
+
+    Args:
+        dataset: map-style rows.
+        is_numbered (`bool`, defaults to `False`): add its index to each row as `row_number`.
     """
 
     def __init__(self, dataset: Any, *, is_numbered: bool = False):
@@ -33,7 +40,8 @@ class PaddedDataset(Dataset):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int):
-        # NOTE: after a resume on several ranks accelerate finds no way to the sampler below its own, but asks us.
+        # NOTE: after a resume on several ranks accelerate replaces the sampler and no longer reaches ours, but it
+        # calls `set_epoch` of the dataset.
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
 
@@ -41,7 +49,9 @@ class PaddedDataset(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """The rows of a batch, which torch's loader asks for at once: `datasets` then reads them in one go."""
+        """
+        Return the rows of a batch. torch's loader asks for all at once, so that `datasets` reads them in one call.
+        """
         places = [index if index < len(self.dataset) else 0 for index in indices]
         reads_batches = isinstance(self.dataset, datasets.Dataset)
         rows = self.dataset.__getitems__(places) if reads_batches else [self.dataset[place] for place in places]
@@ -55,8 +65,14 @@ class PaddedDataset(Dataset):
 
 class PaddedSampler(Sampler[int]):
     """
-    The indices of another sampler, then as many past the end as fill up a multiple of `multiple`. A sampler that draws
-    is seeded for each epoch: the global generator may have been used differently on each rank.
+    Sampler that appends indices past the end of the data, up to a multiple of `multiple`.
+
+    Args:
+        sampler: the sampler of the data. A random one gets a generator seeded by `seed` and the epoch, since the ranks
+        may
+            have used the global generator differently.
+        multiple (`int`): number of rows in a global batch.
+        seed (`int`): seed of the order.
     """
 
     def __init__(self, sampler: Any, *, multiple: int, seed: int):
@@ -70,6 +86,7 @@ class PaddedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if isinstance(self.sampler, (RandomSampler, LengthGroupedSampler)):
+            # Each epoch has its own order, which depends on nothing but seed and epoch.
             self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         yield from self.sampler
         yield from range(len(self.sampler), len(self))
@@ -80,8 +97,15 @@ class PaddedSampler(Sampler[int]):
 
 class PaddedStream(IterableDataset):
     """
-    The same for a stream: after its last row come padding rows, up to a multiple of `multiple`; `ValueError` if training
-    would see more of them than of rows.
+    Stream that appends padding rows after its last row, up to a multiple of `multiple`.
+
+    Args:
+        dataset: an iterable of rows.
+        multiple (`int`): number of rows in a global batch.
+        is_training (`bool`, defaults to `True`): refuse a stream that fills less than half of a step.
+
+    Raises:
+        `ValueError`: while iterating, if training would see more padding rows than rows.
     """
 
     def __init__(self, dataset: Any, *, multiple: int, is_training: bool = True):
@@ -97,9 +121,10 @@ class PaddedStream(IterableDataset):
         worker = get_worker_info()
         if self.is_training and 2 * num_rows * (worker.num_workers if worker else 1) < self.multiple:
             raise ValueError(
-                f"The stream ended after {num_rows:,} rows, and a step takes {self.multiple:,}. Lower "
+                f"The stream ended after {num_rows:,} rows, and a step needs {self.multiple:,}. Lower "
                 "--per_device_train_batch_size or --gradient_accumulation_steps, or add data."
             )
+        # The last row serves as the padding row: a stream cannot go back to its first one.
         for _ in range(-num_rows % self.multiple):
             yield {**row, PADDING_ROW_COLUMN: True}
 
@@ -110,8 +135,17 @@ class PaddedStream(IterableDataset):
 
 class PaddingRowCollator:
     """
-    Collates as another collator does, then takes the weight from padding rows and checks `loss_mask` and that all ids
-    are below `vocab_size`. In training, the batch has `row_number` besides, of shape `(num_rows,)`: -1 for a padding row.
+    Collator that wraps another one and removes the labels of padding rows.
+
+    It also checks that `loss_mask` is not negative and that all ids are below `vocab_size`.
+
+    Args:
+        collator (`Callable`): makes a batch from rows, one row of labels per feature.
+        is_training (`bool`): add `row_number` of shape `(batch_size,)` to the batch, -1 for a padding row.
+        vocab_size (`int`, *optional*): number of ids that the model can embed; not checked without it.
+
+    Raises:
+        `ValueError`: when called, for an id out of range, a negative weight, or a collator that packs rows itself.
     """
 
     def __init__(
@@ -127,6 +161,7 @@ class PaddingRowCollator:
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         is_padding_row = torch.tensor([bool(feature.get(PADDING_ROW_COLUMN)) for feature in features])
+        # The wrapped collator may stack all columns, so it must not see ours.
         own = (PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN)
         batch = self.collator([{k: v for k, v in f.items() if k not in own} for f in features])
         if self.is_training:
@@ -135,22 +170,23 @@ class PaddingRowCollator:
             if len(batch["labels"]) != len(features):
                 raise ValueError(
                     f"The collator made {len(batch['labels'])} rows of labels from {len(features)} features. "
-                    "MaskedLossTrainer needs one row a feature: pack rows before (data.packing), not in the collator."
+                    "MaskedLossTrainer needs one row per feature. Pack documents before training (data.packing), not "
+                    "in the collator."
                 )
             batch["labels"][is_padding_row] = -100
         if self.vocab_size is not None and "input_ids" in batch:
             self._check_ids(batch["input_ids"], features)
         if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
-            raise ValueError("loss_mask holds a negative weight; weights of predictions are zero or positive.")
+            raise ValueError("loss_mask holds a negative weight. Weights of predictions must be zero or positive.")
         return batch
 
     def _check_ids(self, input_ids: torch.Tensor, features: list[dict[str, Any]]):
-        """Here, since a GPU would only say that an assertion failed somewhere."""
+        """Raise `ValueError` for an id out of range. A GPU would only report that an assertion failed."""
         is_bad = (input_ids < 0) | (input_ids >= self.vocab_size)
         if is_bad.any():
             place = int(is_bad.flatten(1).any(dim=1).nonzero()[0])
             number = features[place].get(ROW_NUMBER_COLUMN, "?") if len(features) == len(input_ids) else "?"
             raise ValueError(
-                f"Row {number} holds the id {int(input_ids[is_bad][0])}, and the model knows 0 to {self.vocab_size - 1}. "
-                "Prepare the rows with the model's own tokenizer."
+                f"Row {number} holds the id {int(input_ids[is_bad][0])}; the model knows ids 0 to "
+                f"{self.vocab_size - 1}. Prepare the rows with the model's own tokenizer."
             )

@@ -1,4 +1,4 @@
-"""Chat templates: mark what the assistant generates, and render conversations within a time limit."""
+"""Mark in a chat template what the assistant generates, and render conversations within a time limit."""
 
 import json
 import re
@@ -16,20 +16,25 @@ from .encoding import guard_control_tokens
 from .special_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN
 
 
-# Where the templates of MiniMind's own tokenizers write what the assistant says, and the same with marks.
+# transformers returns a mask of the assistant's tokens only for text between these marks.
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}.*{%-?\s*endgeneration\s*-?%}", flags=re.DOTALL)
 
 
+# Places in the templates of MiniMind's own tokenizers that write what the assistant says, and the same with marks.
 _UNMARKED = {
-    # V1, and MiniMind2's
+    # V1 and MiniMind2
     "{{ content + '</s>' + '\\n' }}": "{% generation %}{{ content + '</s>' }}{% endgeneration %}{{ '\\n' }}",
-    "{{ content + '<|im_end|>' + '\\n' }}": "{% generation %}{{ content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}",
-    # later MiniMind2's
+    "{{ content + '<|im_end|>' + '\\n' }}": (
+        "{% generation %}{{ content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    ),
+    # later MiniMind2
     "{{- '<|im_start|>' + message.role + '\\n' + content }}": (
         "{{- '<|im_start|>' + message.role + '\\n' }}{%- generation %}{{- content }}"
     ),
-    # minimind-3's; an empty thought is part of the prompt, as in its generation prompt
-    "{{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\n        {%- endif %}": (
+    # minimind-3. An empty thought stays outside the marks: the generation prompt contains it, so the model never
+    # generates it.
+    "{{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n')"
+    " + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\n        {%- endif %}": (
         "{{- '<|im_start|>' + message.role + '\\n' }}{%- endif %}"
         "{%- set thought = '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' %}"
         "{%- if not reasoning_content.strip('\\n') %}{{- thought }}{%- endif %}{%- generation %}"
@@ -43,26 +48,28 @@ _UNMARKED = {
 
 def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
     """
-    Makes sure that a tokenizer's chat template marks what the assistant generates. Templates of MiniMind's own
-    tokenizers are given the marks and still render the same.
+    Make sure that a tokenizer's chat template marks what the assistant generates.
+
+    The templates of MiniMind's own tokenizers get the marks and render the same text as before.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): changed in place.
-        chat_template (`str`, *optional*): a file to take the template from, or `minimind` for this package's own.
+        chat_template (`str`, *optional*): path of a template file to use instead, or `minimind` for the template of
+            this package.
 
     Raises:
-        `ValueError`: if there is no template, or it has no marks and is not known.
+        `ValueError`: if there is no template, or it has no marks and is not one of MiniMind's.
     """
     if chat_template is not None:
         path = CHAT_TEMPLATE_PATH if chat_template == "minimind" else Path(chat_template)
         if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
             raise ValueError(
-                f"--chat_template minimind is written with {BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this "
-                "tokenizer: write a template with its own control tokens."
+                f"--chat_template minimind uses {BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer. "
+                "Write a template with its own control tokens."
             )
         if not path.is_file():
             raise ValueError(
-                f"--chat_template {chat_template}: no such file. Write a path to a Jinja template, or minimind."
+                f"--chat_template {chat_template}: no such file. Pass the path of a Jinja template, or minimind."
             )
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     template = tokenizer.chat_template or ""
@@ -72,18 +79,21 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
     if not _MARKED.search(template):
         raise ValueError(
             "The tokenizer's chat template does not mark what the assistant generates with {% generation %} and "
-            "{% endgeneration %}. Add the marks and pass the file by --chat_template, or pass --chat_template minimind."
+            "{% endgeneration %}. Add the marks and pass the file by --chat_template, or pass --chat_template "
+            "minimind."
             if tokenizer.chat_template
             else "The tokenizer has no chat template. Pass --chat_template minimind, or a file of your own."
         )
     tokenizer.chat_template = template
 
 
-# CPU time for one conversation, which usually takes a millisecond. Real time would depend on what else is running.
+# Limit of CPU time per conversation, which usually takes a millisecond. Wall time would depend on other processes.
 MAX_RENDER_SECONDS = 10.0
 
 
 class _TimeLimitReached(Exception):
+    """Signal that a template used up its CPU time."""
+
     pass
 
 
@@ -94,12 +104,22 @@ def render_guarded(
     chat_template_kwargs: dict[str, Any],
 ) -> tuple[str, list[tuple[int, int]]]:
     """
-    A conversation as the tokenizer's chat template writes it, with guards in whatever spells a control token
-    ([`~tokenizer.encoding.guard_control_tokens`]); and where in it each text begins and ends that the assistant generates.
+    Render a conversation by the tokenizer's chat template, with guards in texts that spell a control token.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): with a template that marks what the assistant generates.
+        messages (`list[dict]`): a conversation in the internal form of `data.conversations`.
+        tools (`list[dict]`, *optional*): JSON schemas of the available tools.
+        chat_template_kwargs (`dict`): further variables of the template.
+
+    Returns:
+        `tuple`: the rendered text with guards ([`~tokenizer.encoding.guard_control_tokens`]), and for each text that
+            the
+        assistant generates the range `[start, end)` of its characters.
 
     Raises:
-        `ValueError`: if the template cannot render the conversation, takes more than `MAX_RENDER_SECONDS`, or leaves a
-            part of it out.
+        `ValueError`: if the template fails, takes more than `MAX_RENDER_SECONDS`, or leaves out a part of the
+            conversation.
     """
     guarded = guard_control_tokens(tokenizer, messages)
     try:
@@ -112,13 +132,13 @@ def render_guarded(
                 **tokenizer.special_tokens_map,
                 **chat_template_kwargs,
             )
-    except Exception as error:  # whatever a template does
+    except Exception as error:  # a template of the user's own may raise anything
         start = messages[0]["content"][:80]
         if isinstance(error, _TimeLimitReached):
             template = tokenizer.chat_template[:80]
             raise ValueError(
                 f"The chat template that begins {template!r} takes more than {MAX_RENDER_SECONDS:g} s for the "
-                f"conversation that begins {start!r}. Look for a loop that does not end, or pass another template by "
+                f"conversation that begins {start!r}. Look for an endless loop, or pass another template by "
                 "--chat_template."
             ) from None
         raise ValueError(
@@ -129,28 +149,32 @@ def render_guarded(
 
 
 def _check_is_whole(rendered: str, messages: list[dict[str, Any]], *, has_thoughts: bool) -> None:
-    """Raises `ValueError` if a text, a called tool's name or, with `has_thoughts`, a thought is not in `rendered`."""
+    """
+    Raise `ValueError` if `rendered` lacks a text, the name of a called tool or, with `has_thoughts`, a thought.
+
+    A template that does not know tools or thoughts drops them silently, and training would never see them.
+    """
     for message in messages:
         parts = [message["content"], *([message.get("reasoning_content", "")] if has_thoughts else [])]
         absent = next((part for part in parts if part.strip() not in rendered), None)
         for name in (call["name"] for call in message.get("tool_calls", [])):
-            # As it is, or as JSON writes it.
+            # Templates write a name as it is or as JSON, which escapes some characters.
             if name.strip() not in rendered and json.dumps(name, ensure_ascii=False)[1:-1] not in rendered:
                 absent = name
         if absent is not None:
             raise ValueError(
-                f"The chat template leaves {absent[:80]!r} out, of a message of the {message['role']}. Pass a template "
-                "that knows tools and thoughts by --chat_template, or drop such conversations."
+                f"The chat template leaves {absent[:80]!r} out, in a message of the {message['role']}. Pass a "
+                "template that renders tools and thoughts by --chat_template, or drop such conversations."
             )
 
 
 @contextmanager
 def _cpu_time_limit(seconds: float) -> Iterator[None]:
     """
-    Raises [`_TimeLimitReached`] in a block that takes more CPU time than this.
+    Raise [`_TimeLimitReached`] in a block that takes more than `seconds` of CPU time.
 
-    NOTE: Python gives signals to the main thread alone, which data are prepared in, also in worker processes. In other
-    threads and on Windows, which has no such timer, there is no limit.
+    NOTE: Python delivers signals only to the main thread. Data are prepared there, also in worker processes. There is
+    no limit in other threads, nor on Windows, which has no such timer.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,10 @@
-"""Encode documents, prompts and rendered conversations."""
+"""
+Encode documents, prompts and rendered conversations.
+
+Text is only text here. A text that spells a control token, such as `<|im_end|>` or `<think>`, is encoded letter by
+letter like any other text and decodes to itself. Control tokens come from the chat template alone, so no document can
+end itself early or speak as the assistant.
+"""
 
 import json
 import re
@@ -10,7 +16,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 
-# Stands inside the spelling of a control token that is only text, until the text is encoded.
+# A guard separates the first character of a spelled control token from the rest until the text is encoded. It is a
+# character of Unicode's private use area; a text that contains it gets it doubled.
 _GUARD = "\ue000"
 
 
@@ -19,15 +26,14 @@ _UNGUARDED = re.compile(f"{_GUARD}{_GUARD}|[^{_GUARD}]")
 
 def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """
-    Ids of each document: bos, the text, eos.
-
-    Text is only text here: where it contains the spelling of a control token, such as `<|im_end|>` or `<think>`, it is
-    encoded letter by letter like any other text and still decodes to itself. Control tokens come from the chat
-    template alone, so that no document can end itself early or speak as the assistant.
+    Encode each document as bos, its text, eos.
 
     Args:
         texts (`list[str]`): the documents.
         tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos.
+
+    Returns:
+        `list[list[int]]`: token ids of each document.
     """
     encodings = _plain_backend(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -41,16 +47,20 @@ def encode_prompt(
     enable_thinking: bool | None = None,
 ) -> list[int]:
     """
-    Ids of a conversation up to where the assistant answers: those of `apply_chat_template`, except that no message can
-    bring in a control token by spelling it.
+    Encode a conversation up to the point where the assistant answers.
+
+    The ids are those of `apply_chat_template`, except that no message can produce a control token by spelling it.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): with a chat template.
         messages (`list[dict]`): the conversation so far.
-        tools (`list[dict]`, *optional*): JSON schemas of the tools on offer.
-        enable_thinking (`bool`, *optional*): with or without reasoning; by default as the template has it.
+        tools (`list[dict]`, *optional*): JSON schemas of the available tools.
+        enable_thinking (`bool`, *optional*): with or without reasoning; the default is the template's.
+
+    Returns:
+        `list[int]`: token ids, the generation prompt included.
     """
-    # MiniMind-3's own template has another name for it.
+    # minimind-3's own template names the same variable `open_thinking`.
     thinking = {} if enable_thinking is None else dict.fromkeys(("enable_thinking", "open_thinking"), enable_thinking)
     rendered = tokenizer.apply_chat_template(
         guard_control_tokens(tokenizer, messages),
@@ -64,8 +74,9 @@ def encode_prompt(
 
 def guard_control_tokens(tokenizer: PreTrainedTokenizerFast, value: Any) -> Any:
     """
-    A copy of messages or tools whose texts do not spell control tokens, to be rendered by a chat template and then
-    encoded by [`encode_rendered`], which takes the guards out again.
+    Return a copy of messages or tools in which no text spells a control token.
+
+    A chat template can then render the copy, and [`encode_rendered`] removes the guards again.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): its added tokens are the control tokens, special or not.
@@ -83,12 +94,17 @@ def guard_control_tokens(tokenizer: PreTrainedTokenizerFast, value: Any) -> Any:
 
 def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """
-    Encodes what a chat template made of guarded messages ([`guard_control_tokens`]): the control tokens in it are the
-    template's, and what is guarded is plain text.
+    Encode the text that a chat template rendered from guarded messages ([`guard_control_tokens`]).
+
+    Control tokens in it come from the template; guarded spellings are plain text.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the template.
+        text (`str`): the rendered text, with guards.
 
     Returns:
-        `tuple[list[int], list[tuple[int, int]]]`: ids, and for each the characters `[start, end)` of `text`, guards
-        counted, that it stands for.
+        `tuple[list[int], list[tuple[int, int]]]`: token ids, and for each the range `[start, end)` of characters in
+        `text` that it stands for, guards counted.
     """
     control, _ = _control_patterns(tokenizer)
     ids: list[int] = []
@@ -99,7 +115,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
         plain = text[position:end]
         kept: Sequence[int] = range(position, end)
         if _GUARD in plain:
-            # Of two guards the first is the text's own.
+            # A doubled guard is one guard of the text itself. `kept` maps characters back to their place in `text`.
             kept = [found.start() for found in _UNGUARDED.finditer(text, position, end)]
             plain = "".join(text[i] for i in kept)
         if plain:
@@ -115,7 +131,8 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
 
 @lru_cache(maxsize=4)
 def _control_patterns(tokenizer: PreTrainedTokenizerFast) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What finds the control tokens in a text, and what finds the first character of each."""
+    """Return a pattern that matches control tokens, and one that matches the first character of each."""
+    # Longest first, since a regular expression takes the first alternative that matches.
     spellings = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     beginnings = (f"{re.escape(spelling[0])}(?={re.escape(spelling[1:])})" for spelling in spellings)
     return re.compile("|".join(map(re.escape, spellings))), re.compile("|".join(beginnings))
@@ -124,10 +141,10 @@ def _control_patterns(tokenizer: PreTrainedTokenizerFast) -> tuple[re.Pattern[st
 @lru_cache(maxsize=4)
 def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     """
-    The tokenizer's backend without added tokens.
+    Return the tokenizer's backend without added tokens.
 
-    NOTE: `split_special_tokens=True` is not enough, it still matches added tokens that are not marked special, as
-    `<think>` is here and in Qwen's tokenizers.
+    NOTE: `split_special_tokens=True` is not enough. With it the tokenizer still matches added tokens that are not
+    marked special, such as `<think>` here and in Qwen's tokenizers.
     """
     fields = json.loads(tokenizer.backend_tokenizer.to_str())
     absent: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}

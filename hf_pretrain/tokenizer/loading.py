@@ -1,9 +1,9 @@
 """
-Tokenizers: train, load, check and apply them.
+Save, load and check tokenizers.
 
-A tokenizer trained here is a byte-level BPE (https://arxiv.org/abs/1508.07909 on bytes, as in GPT-2): it covers any
-text without an unknown token and gives it back unchanged. Its chat template is `templates/minimind.jinja`, and
-`templates/response.json` parses what a model answers.
+The tokenizers of this package are byte-level BPEs (https://arxiv.org/abs/1508.07909 on bytes, as in GPT-2). They
+encode any text without an unknown token and decode it unchanged. Their chat template is `templates/minimind.jinja`;
+`templates/response.json` parses a model's answers.
 """
 
 import json
@@ -23,13 +23,19 @@ logger = logging.get_logger(__name__)
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
     """
-    Writes a tokenizer that transformers 4.57 reads as well, and that pads on the left: a decoder generates from the
-    right end of a row, so a padded batch gives the answers of its single prompts.
+    Save a tokenizer so that transformers 4.57 can read it too, with padding on the left.
+
+    A decoder generates from the right end of a row, so a batch that is padded on the left gives the same answers as
+    its prompts one by one.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer; it is not changed.
+        directory (`str` or `Path`): directory to write to.
     """
     tokenizer.save_pretrained(directory)
     path = Path(directory, "tokenizer_config.json")
     fields = json.loads(path.read_text(encoding="utf-8"))
-    # NOTE: transformers 4 knows neither the class TokenizersBackend nor a list of extra special tokens.
+    # NOTE: transformers 4 knows neither the class `TokenizersBackend` nor a list in `extra_special_tokens`.
     if fields["tokenizer_class"] == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(fields.setdefault("extra_special_tokens", {}), list):
@@ -40,11 +46,16 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
     """
-    Loads a tokenizer from a directory or from the Hub. One that has our control tokens and no response template, as
-    MiniMind-3's, gets ours. Code that comes with it runs with `trust_remote_code` alone.
+    Load a tokenizer from a directory or from the Hub.
+
+    A tokenizer that has our control tokens but no response template, such as minimind-3's, gets ours.
+
+    Args:
+        name_or_path (`str` or `Path`): a directory or Hub id, `name[@revision]`.
+        trust_remote_code (`bool`, defaults to `False`): run code that comes with the tokenizer.
 
     Raises:
-        `ValueError`: if there is none under that name.
+        `ValueError`: if no tokenizer can be loaded from there.
     """
     name_or_path, _ = split_hub_name(str(name_or_path))
     if not may_be_checkpoint(name_or_path):
@@ -55,19 +66,20 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
         raise ValueError(
-            f"The directory {name_or_path} holds no tokenizer.json. Point --tokenizer_name_or_path (or --model_name_or_path) at what "
-            "recipes/tokenizer.py or `save_pretrained` wrote, or leave it out to train a tokenizer on the data."
+            f"The directory {name_or_path} holds no tokenizer.json. Pass --tokenizer_name_or_path (or "
+            "--model_name_or_path) a directory that recipes/tokenizer.py or `save_pretrained` wrote, or leave it out "
+            "to train a tokenizer on the data."
         )
     try:
-        # NOTE: without a value, transformers asks on stdin.
+        # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, where nobody may be listening.
         tokenizer = AutoTokenizer.from_pretrained(
             str(name_or_path), use_fast=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
         where = "the directory" if is_path else "neither a directory here nor a tokenizer on the Hub:"
         raise ValueError(
-            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and --model_name_or_path, or "
-            f"leave it out to train a tokenizer on the data. ({error})"
+            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and "
+            f"--model_name_or_path, or leave it out to train a tokenizer on the data. ({error})"
         ) from error
     control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if tokenizer.response_template is None and control_tokens.issuperset([BOS_TOKEN, EOS_TOKEN, *MARKS]):
@@ -76,14 +88,19 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
 
 
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
-    """The tokenizer beside weights: in their directory, in that of a file of them, or on the Hub; `None` without one."""
+    """
+    Return the tokenizer that lies beside weights, or `None` if there is none.
+
+    Args:
+        path (`str` or `Path`): a checkpoint directory, a file of weights, or a Hub id.
+    """
     path, _ = split_hub_name(str(path))
     local = Path(path)
     directory = local.parent if local.is_file() else local
     if directory.is_dir():
         return load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     try:
-        # NOTE: without this file AutoTokenizer makes an empty tokenizer from the config's model_type.
+        # NOTE: without this file AutoTokenizer builds an empty tokenizer from the `model_type` of the config.
         hf_hub_download(path, "tokenizer.json")
     except (OSError, ValueError):
         return None
@@ -92,12 +109,12 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name: str) -> None:
     """
-    Makes sure that a model can embed every id that a tokenizer gives.
+    Check that a model can embed every id of a tokenizer.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer.
-        vocab_size (`int`): entries of the model's embedding.
-        name (`str`): what the error calls the tokenizer.
+        vocab_size (`int`): number of entries in the model's embedding.
+        name (`str`): name of the tokenizer in error messages.
 
     Raises:
         `ValueError`: if an id is at or above `vocab_size`, or if bos, eos or pad is missing.
@@ -106,7 +123,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
     if missing:
         raise ValueError(
             f"The tokenizer {name} has no {', '.join(f'{kind}_token' for kind in missing)}. Set it in its "
-            "tokenizer_config.json: documents begin with bos, end with eos and rows are filled with pad."
+            "tokenizer_config.json: documents begin with bos and end with eos, and pad fills rows up."
         )
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
@@ -118,15 +135,19 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
     """
-    UTF-8 bytes that each id stands for, to turn nats per token into bits per byte.
+    Count the UTF-8 bytes that each id stands for, to convert nats per token into bits per byte.
 
-    Exact for byte-level BPE, where a piece is spelt with one character for each byte. SentencePiece-like pieces count
-    their white space mark as one byte and `<0xAB>` as one byte.
+    The counts are exact for byte-level BPE, which spells a piece with one character per byte. In SentencePiece-like
+    vocabularies the white space mark and pieces such as `<0xAB>` count as one byte each.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer.
 
     Returns:
         `torch.LongTensor` of shape `(len(tokenizer),)`: bytes; 0 for special tokens.
     """
     lengths = torch.zeros(len(tokenizer), dtype=torch.long)
+    # The backend offers no other way to ask for its kind.
     is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
     added = tokenizer.added_tokens_decoder
     for piece, index in tokenizer.get_vocab().items():

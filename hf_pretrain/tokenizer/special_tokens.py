@@ -1,4 +1,4 @@
-"""The control tokens of MiniMind's tokenizers, and the files of its chat template."""
+"""The control tokens of MiniMind's tokenizers, and the paths of its chat and response templates."""
 
 from pathlib import Path
 
@@ -6,10 +6,12 @@ from pathlib import Path
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
-# They show in decoded text even with `skip_special_tokens=True`, because tool parsers and users read them there.
+# Added tokens that are not special: `skip_special_tokens=True` keeps them in decoded text, where tool parsers and
+# users read them.
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
 
+# Reserved ids, so that a new control token does not move the ids of text.
 RESERVED_TOKENS = [f"<|reserved_{index}|>" for index in range(27)]
 
 
@@ -19,8 +21,8 @@ SPECIAL_TOKENS = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, *MARKS, *RESERVED_TOKENS]
 CHAT_TEMPLATE_PATH = Path(__file__).parent / "templates" / "minimind.jinja"
 
 
-# Reads back what the assistant writes in that template: reasoning, tool calls and the rest. A call whose arguments are
-# not JSON keeps them as text, and what is no call at all is text as well, because a small model writes both.
+# The response template parses an answer into reasoning, tool calls and content. A call whose arguments are not JSON
+# keeps them as text, and a malformed call becomes content, because a small model writes both.
 RESPONSE_TEMPLATE_PATH = Path(__file__).parent / "templates" / "response.json"
 
 

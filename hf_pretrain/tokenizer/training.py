@@ -1,4 +1,4 @@
-"""Train byte-level BPE tokenizers."""
+"""Train byte-level BPE tokenizers, and keep them in a cache by the content of their training data."""
 
 import hashlib
 import inspect
@@ -34,19 +34,19 @@ logger = logging.get_logger(__name__)
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrainedTokenizerFast:
     """
-    Trains a byte-level BPE tokenizer. The same texts in the same order give the same tokenizer.
+    Train a byte-level BPE tokenizer. The same texts in the same order give the same tokenizer.
 
     Args:
-        texts (`Iterable[str]`): the text to learn from.
-        vocab_size (`int`, defaults to 6400): entries in total, `SPECIAL_TOKENS` and the 256 bytes included. Little
-            text gives fewer.
+        texts (`Iterable[str]`): text to learn from.
+        vocab_size (`int`, defaults to 6400): number of entries in total, `SPECIAL_TOKENS` and the 256 bytes included.
+            The result has fewer if the text is short.
 
     Returns:
         [`PreTrainedTokenizerFast`]: with `<|endoftext|>` 0 (pad), `<|im_start|>` 1 (bos), `<|im_end|>` 2 (eos) and the
         chat and response templates. `tokenizer(text)` adds neither bos nor eos; [`encode_documents`] does.
 
     Raises:
-        `ValueError`: if `vocab_size` has no room for the special tokens and the bytes.
+        `ValueError`: if `vocab_size` is less than the number of special tokens plus 256.
     """
     smallest = len(SPECIAL_TOKENS) + 256
     if vocab_size < smallest:
@@ -59,7 +59,9 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        # `normalized=False`: a normalizer must not change how a control token is spelled.
         special_tokens=[AddedToken(token, special=token not in MARKS, normalized=False) for token in SPECIAL_TOKENS],
+        # All 256 bytes, so that text outside the training data needs no unknown token.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -85,16 +87,19 @@ def load_or_train_tokenizer(
     max_training_chars: int = 50_000_000,
 ) -> PreTrainedTokenizerFast:
     """
-    Loads a tokenizer, or trains one on the documents and keeps it for the next run on the same ones.
+    Load a tokenizer, or train one on the documents and cache it for later runs on the same documents.
 
     Args:
         name_or_path (`str`, *optional*): a directory or Hub id to load; `None` trains.
         documents ([`Dataset`] or [`IterableDataset`]): with a column `text`.
-        vocab_size (`int`): entries of the trained tokenizer, in total.
-        cache_dir (`str` or `Path`, *optional*): where trained tokenizers are kept, by the content of what they were
-            trained on; by default `hf_pretrain/tokenizers` in `HF_HOME`.
-        max_training_chars (`int`, defaults to 50,000,000): above this, training sees evenly spaced documents; of a
-            stream, the first ones.
+        vocab_size (`int`): number of entries of the trained tokenizer in total.
+        cache_dir (`str` or `Path`, *optional*): directory of cached tokenizers, whose names are digests of what they
+            were trained on. The default is `hf_pretrain/tokenizers` in `HF_HOME`.
+        max_training_chars (`int`, defaults to 50,000,000): limit of the training text in characters. Above it,
+            training uses evenly spaced documents; of a stream, the first ones.
+
+    Returns:
+        [`PreTrainedTokenizerFast`]
 
     Raises:
         `ValueError`: if the named tokenizer cannot be loaded, or `vocab_size` is too small.
@@ -102,6 +107,7 @@ def load_or_train_tokenizer(
     if name_or_path is not None:
         return load_tokenizer(name_or_path)
     texts = _sample_texts(documents, max_training_chars)
+    # The key covers everything that the result depends on: text, settings, templates, code and library version.
     digest = hashlib.blake2b(digest_size=16)
     templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
     recipe = [vocab_size, SPECIAL_TOKENS, *templates, _TRAINING_CODE, tokenizers.__version__]
@@ -109,13 +115,14 @@ def load_or_train_tokenizer(
         digest.update(part.encode() + b"\0")
     directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest.hexdigest()
     if directory.is_dir():
-        logger.info(f"Taking the tokenizer trained before on these documents: {directory}")
+        logger.info(f"Using the tokenizer that an earlier run trained on these documents: {directory}")
         return load_tokenizer(directory)
 
-    logger.info(f"Training a tokenizer of {vocab_size} entries on {len(texts)} documents")
+    logger.info(f"Training a tokenizer with {vocab_size} entries on {len(texts)} documents")
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed: another process never sees half of it, and whoever is second finds the same content.
+    # Write to a scratch directory and rename it, so that no other process sees half a tokenizer. Where another process
+    # was faster, the rename fails and its tokenizer, which is equal, is used.
     scratch = tempfile.mkdtemp(dir=directory.parent)
     try:
         save_tokenizer(tokenizer, scratch)
@@ -129,7 +136,7 @@ def load_or_train_tokenizer(
 
 
 def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[str]:
-    """Texts of at most about `max_chars` characters: evenly spaced, or the first ones of a stream."""
+    """Return texts of about `max_chars` characters: evenly spaced, or the first ones of a stream."""
     if isinstance(documents, Dataset):
         probe = documents.select(np.linspace(0, len(documents) - 1, min(len(documents), 1000), dtype=np.int64))
         mean_chars = sum(map(len, probe["text"])) / max(len(probe), 1)
@@ -146,7 +153,7 @@ def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[
     return texts
 
 
-# A tokenizer that an older version trained is not taken for one of this version.
+# Part of the cache key, so that a tokenizer that older code trained is not used by newer code.
 _TRAINING_CODE = inspect.getsource(train_tokenizer)
 
 
