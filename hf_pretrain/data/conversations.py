@@ -1,9 +1,10 @@
 """
-From records to conversations and preferences, and from conversations to ids with a weight for each.
+Read records as conversations and preferences.
 
-The internal form is a document again, `{"text": str}`, whose text is JSON: `messages` (each with `role`, `content` and,
-of the assistant, `reasoning_content` and `tool_calls`), and where there are any, `tools` and `chat_template_kwargs`. A
-preference has `prompt`, `chosen` and `rejected`, each a list of messages, in place of `messages`.
+The internal form is again a document `{"text": str}`, whose text is JSON. A conversation has `messages`, each with
+`role`, `content` and, from the assistant, optionally `reasoning_content` and `tool_calls`. It may have `tools` and
+`chat_template_kwargs`. A preference has `prompt`, `chosen` and `rejected`, each a list of messages, instead of
+`messages`.
 """
 
 import json
@@ -15,7 +16,7 @@ from .formats import BadRecord, check_characters, check_values, json_type, write
 
 
 ROLES = ("system", "user", "assistant", "tool")
-# What ShareGPT's `from` calls them.
+# Values of ShareGPT's `from`.
 SHAREGPT_ROLES = {
     **{role: role for role in ROLES},
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"},
@@ -29,7 +30,8 @@ CONVERSATION_KEYS = {
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
 }
-# What the chat template is given by the program, or knows by these names and by those of special tokens.
+# Variables that the program passes to chat templates, and names that Jinja and transformers define in them. A record
+# must not replace these, nor any name of a special token.
 _RESERVED_KWARGS = {
     *("self", "messages", "conversations", "tools", "documents", "chat_template", "compiled_template"),
     *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
@@ -39,18 +41,21 @@ _RESERVED_KWARGS = {
 
 def read_conversation(record: Any, *, kind: str | None = None) -> str:
     """
-    The conversation of one record, as JSON.
+    Read the conversation of one record.
 
     Args:
-        record (`Any`): what was parsed, a `dict` if all is well. Fields that are null count as absent, since that is
-            how a table holds them.
-        kind (`str`, *optional*): a key of `CONVERSATION_KEYS`; by default the first one whose fields are there.
-            `messages` and `prompt_completion` are TRL's, the latter each text or a list of messages; `minimind` has its
-            `tools` in the first message, `sharegpt` its messages as `from` and `value`; `input` and `history` of
-            `alpaca` may be absent. A `system` beside any of them is the first message.
+        record (`Any`): a parsed record, a `dict` if it is sound. Fields that are null count as absent, because a table
+            holds every column in every row.
+        kind (`str`, *optional*): a key of `CONVERSATION_KEYS`; the default is the first one whose fields are present.
+            `messages` and `prompt_completion` are TRL's formats; the latter holds texts or lists of messages.
+            `minimind` has its `tools` in the first message. `sharegpt` writes messages as `from` and `value`. `alpaca`
+            may lack `input` and `history`. In all of them a field `system` becomes the first message.
+
+    Returns:
+        `str`: JSON in the internal form.
 
     Raises:
-        `BadRecord`: if the record is none of these, a message is not as it should be, or the assistant says nothing.
+        `BadRecord`: if the record has none of these formats, a message is malformed, or the assistant says nothing.
     """
     record = _check_record(record)
     if kind is None:
@@ -66,7 +71,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
         question = "\n".join(_text(record[key], key) for key in ("instruction", "input") if record.get(key))
         turns = [*_parsed(record.get("history", []), "history", list), (question, record["output"])]
         if not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns):
-            raise BadRecord("'history' is no list of pairs of question and answer; mend or drop the line")
+            raise BadRecord("'history' is no list of pairs of question and answer; fix or drop the line")
         messages, tools = [], None
         for asked, answered in turns:
             messages += [_message("user", _text(asked, "history")), _message("assistant", _text(answered, "output"))]
@@ -76,18 +81,26 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
     if record.get("system") and messages[0]["role"] != "system":
         messages = [_message("system", _text(record["system"], "system")), *messages]
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("the assistant says nothing in it, there is nothing to learn; drop the line")
+        raise BadRecord("the assistant says nothing in it, so there is nothing to learn; drop the line")
     return _write({"messages": messages}, record, tools)
 
 
 def read_preference(record: Any) -> str:
     """
-    The preference of one record, as JSON: `chosen` and `rejected`, with the `prompt` apart or at the beginning of both
-    (MiniMind, TRL). Each is a list of messages, or text.
+    Read the preference of one record.
+
+    `chosen` and `rejected` are lists of messages or texts. The prompt is in `prompt`, or both begin with it (MiniMind,
+    TRL).
+
+    Args:
+        record (`Any`): a parsed record, a `dict` if it is sound.
+
+    Returns:
+        `str`: JSON in the internal form.
 
     Raises:
-        `BadRecord`: if one is missing, a message is not as it should be, the two do not answer the same prompt, or
-            they are equal.
+        `BadRecord`: if a field is missing, a message is malformed, the two do not answer the same prompt, or they are
+            equal.
     """
     record = _check_record(record)
     missing = [key for key in ("chosen", "rejected") if key not in record]
@@ -104,7 +117,7 @@ def read_preference(record: Any) -> str:
     else:
         pairs = zip(answers["chosen"], answers["rejected"], strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, answers.values())))
-        # The answer itself is no prompt, though both begin with it.
+        # Both answers may begin with equal messages of the assistant. They belong to the answers, not to the prompt.
         while shared and answers["chosen"][shared - 1]["role"] == "assistant":
             shared -= 1
         prompt = answers["chosen"][:shared]
@@ -115,9 +128,9 @@ def read_preference(record: Any) -> str:
         raise BadRecord("chosen and rejected are equal; drop the line")
     for key, messages in answers.items():
         if not messages or messages[0]["role"] != "assistant":
-            raise BadRecord(f"{key!r} does not go on with an answer of the assistant; mend or drop the line")
+            raise BadRecord(f"{key!r} does not continue with an answer of the assistant; fix or drop the line")
         if len(messages) > 1:
-            raise BadRecord(f"{key!r} goes on after the answer, and only the last one can be compared; cut it off")
+            raise BadRecord(f"{key!r} continues after the answer, and only the last one can be compared; cut it off")
     return _write({"prompt": prompt, **answers}, record, tools)
 
 
@@ -129,48 +142,50 @@ SCHEMAS: dict[str, Callable[[Any], str]] = {
 
 
 def first_question(text: str) -> str:
-    """What the user says first in a conversation or preference in the internal form."""
+    """Return the first message of the user in a conversation or preference in the internal form."""
     parts = json.loads(text)
     messages = parts.get("prompt") or parts["messages"]
     return next((message["content"] for message in messages if message["role"] == "user"), text)
 
 
 def _check_record(record: Any) -> dict[str, Any]:
+    """Return the fields of a record that are not null; raise `BadRecord` if it is no object."""
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{'messages': [...]}}")
     return {key: value for key, value in record.items() if value is not None}
 
 
 def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) -> str:
-    """JSON in the internal form; tools stand in the record or were found in a message."""
+    """Return the internal form as JSON, with the tools of the record or else those found in a message."""
     tools = _read_tools(record["tools"]) if record.get("tools") else tools
     if tools:
         parts["tools"] = tools
     if record.get("chat_template_kwargs"):
         kwargs = _parsed(record["chat_template_kwargs"], "chat_template_kwargs", dict)
-        # A table gives every conversation the names of all, null where it has none.
+        # In a table every conversation has the names of all others, with null where it has no value.
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         taken = next((k for k in kwargs if k in _RESERVED_KWARGS or k.endswith(("_token", "_tokens"))), None)
         if taken is not None:
-            raise BadRecord(f"'chat_template_kwargs' holds {_quoted(taken)}, which is not its to give; remove it")
+            raise BadRecord(f"'chat_template_kwargs' holds {_quoted(taken)}, which a record cannot set; remove it")
         parts["chat_template_kwargs"] = kwargs
     return write_json(parts, "messages")
 
 
 def _read_tools(value: Any) -> list[dict[str, Any]]:
+    """Return the tools, which may be given as JSON; raise `BadRecord` unless each is an object."""
     tools = _parsed(value, "tools", list)
     if not all(isinstance(tool, dict) for tool in tools):
-        raise BadRecord("'tools' is no list of JSON schemas; mend or drop the line")
+        raise BadRecord("'tools' is no list of JSON schemas; fix or drop the line")
     return tools
 
 
 def _read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
-    """Messages that are given as such, or as the text of one message."""
+    """Return messages that are given as a list, or as the text of one message with the given role."""
     return ([_message(role, _text(value, name))], None) if isinstance(value, str) else _read_messages(value, name)
 
 
 def _read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
-    """Messages in the internal form, and the tools that MiniMind puts into one of them."""
+    """Return messages in the internal form, and the tools that MiniMind writes into one of them."""
     if not isinstance(messages, list) or not messages:
         raise BadRecord(f"{name!r} is no list of messages but {json_type(messages) if messages != [] else 'empty'}")
     read, tools = [], None
@@ -194,6 +209,7 @@ read_messages = _read_messages
 
 
 def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    """Translate a ShareGPT message into one with `role` and `content`."""
     name, value = message["from"], message.get("value", "")
     if not isinstance(name, str) or name not in SHAREGPT_ROLES:
         raise BadRecord(f"a message is from {_quoted(name)}; known are {', '.join(SHAREGPT_ROLES)}")
@@ -204,6 +220,7 @@ def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return one message in the internal form; raise `BadRecord` if its parts are malformed."""
     calls = _parsed(message["tool_calls"], "tool_calls", list) if message.get("tool_calls") else None
     if message["role"] == "assistant":
         content, reasoning = _text(message.get("content", ""), "content"), message.get("reasoning_content")
@@ -222,9 +239,12 @@ def _read_message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _split_thought(content: str) -> tuple[str, str]:
     """
-    A thought that an answer's text begins with, and the rest: as text, its marks would be spelt letter by letter.
+    Split an answer's text into the thought that it begins with and the rest.
 
-    NOTE: no regular expression. With white space on both sides of `.*?`, one takes cubic time where the end is missing.
+    As part of the text, the marks of the thought would be encoded letter by letter.
+
+    NOTE: this avoids regular expressions. One with white space on both sides of `.*?` takes cubic time where the
+    closing mark is missing.
     """
     thought, closing, rest = content.lstrip().partition("</think>")
     if not closing or not thought.startswith("<think>"):
@@ -237,35 +257,37 @@ def _message(role: str, content: str, **extra: Any) -> dict[str, Any]:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
+    """Return a tool call as `name` and `arguments`, from OpenAI's format or without its `function` level."""
     function = call.get("function") or call if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecord("a tool call has no name; write it as {'name': ..., 'arguments': {...}}")
     arguments = function.get("arguments")
-    # A table gives every call the arguments of all, null where it has none.
+    # In a table every call has the arguments of all others, with null where it has no value.
     arguments = _parsed(arguments, "arguments", dict) if arguments else {}
     return {"name": function["name"], "arguments": {k: v for k, v in arguments.items() if v is not None}}
 
 
 def _parsed(value: Any, name: str, kind: type | tuple[type, ...]) -> Any:
-    """A value that may stand there as the JSON of itself."""
+    """Return a value that may be given as JSON text; raise `BadRecord` if it is not of type `kind`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise BadRecord(f"{name!r} is text that is not JSON, or nests too deep; mend or drop the line") from error
+            raise BadRecord(f"{name!r} is text that is not JSON, or nests too deep; fix or drop the line") from error
     if not isinstance(value, kind):
-        raise BadRecord(f"{name!r} holds {json_type(value)}; mend or drop the line")
+        raise BadRecord(f"{name!r} holds {json_type(value)}; fix or drop the line")
     check_values(value, name)
     return value
 
 
 def _quoted(value: Any) -> str:
-    """A wrong name, for a reason: what is no name is called by its type."""
+    """Return a wrong name for a message to users: quoted if it is a short text, else its type."""
     return repr(value) if isinstance(value, str) and len(value) <= 40 else json_type(value)
 
 
 def _text(value: Any, name: str) -> str:
-    if isinstance(value, list):  # parts, as the OpenAI API has them
+    """Return a text, which may be given as a list of parts; raise `BadRecord` for anything else."""
+    if isinstance(value, list):  # parts, as in the OpenAI API
         texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
         if len(texts) != len(value) or not all(isinstance(text, str) for text in texts):
             raise BadRecord(f"{name!r} has parts that are not text; drop the line")

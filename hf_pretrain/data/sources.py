@@ -1,4 +1,6 @@
-"""From what users name to files and embedded parts, and from these to the pieces that are read and cached together."""
+"""
+Find the files and embedded parts that users name, and cut them into the pieces that are read and cached together.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,11 +19,11 @@ from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
 logger = logging.get_logger(__name__)
 
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
-SHARD_BYTES = 64 << 20  # what is read into one file of the cache
+SHARD_BYTES = 64 << 20  # approximate size of the data behind one file of the cache
 
 
 def file_state(source: str) -> tuple[int, int]:
-    """Size and time of a file, by which a change is noticed; zeros for an embedded part."""
+    """Return size and modification time of a file, which reveal a change; zeros for an embedded part."""
     if source in EMBEDDED_SOURCES:
         return 0, 0
     status = Path(source).stat()
@@ -29,15 +31,21 @@ def file_state(source: str) -> tuple[int, int]:
 
 
 def check_unchanged(source: str, state: tuple[int, int]) -> None:
+    """Raise `ValueError` if a file is no longer in the given state."""
     if file_state(source) != state:
         raise ValueError(
-            f"{source} changed while this run was reading it: what was read is neither the old file nor the new one. "
-            "Start again, from a copy if something still writes to it."
+            f"{source} changed while this run was reading it, so its rows are a mixture of two versions. "
+            "Start again, from a copy if a program still writes to it."
         )
 
 
 def find_sources(name: str) -> list[str] | None:
-    """The embedded parts or files that a name stands for, in order; `None` for a Hub id."""
+    """
+    Return the embedded parts or files that a name stands for, in order, or `None` for a Hub id.
+
+    Raises:
+        `ValueError`: if there is no such part or file, or a file is empty or of an unknown format.
+    """
     if name == "embedded":
         return list(EMBEDDED_SOURCES)
     if name.startswith("embedded:"):
@@ -50,16 +58,18 @@ def find_sources(name: str) -> list[str] | None:
         paths = [file for file in files if file_format(file) is not None]
         if len(paths) < len(files):
             ignored = next(file for file in files if file_format(file) is None)
-            logger.warning(f"{len(files) - len(paths)} files under {name} are no data and ignored, such as {ignored}")
+            logger.warning(
+                f"Ignoring {len(files) - len(paths)} files under {name} that are no data, such as {ignored}"
+            )
         wanted = f"The directory {name} holds no file that ends in"
     elif path.is_file():
         paths = [path]
     elif path.exists():
-        # A FIFO or a device: it could not be read again for the next epoch, or by the next rank.
-        raise ValueError(f"{name} is neither a file nor a directory. Write what comes out of it to a file first.")
+        # A FIFO or a device cannot be read again for the next epoch or by another rank.
+        raise ValueError(f"{name} is neither a file nor a directory. Write its content to a file first.")
     elif any(character in name for character in "*?["):
         paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
-        wanted = f"No file matches the glob {name}; wanted are"
+        wanted = f"No file matches the glob {name} and ends in"
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
         raise ValueError(f"There is no file or directory {name}. Check --dataset_name.")
     else:
@@ -77,8 +87,14 @@ def find_sources(name: str) -> list[str] | None:
 @dataclass(frozen=True)
 class Piece:
     """
-    A file or embedded part in its state of the beginning, or some lines of it: from byte `start` to `stop`, of which the
-    first is number `line`. `digest` is that of its content.
+    A file or embedded part, or some lines of a file.
+
+    Args:
+        source (`str`): path of the file, or name of the embedded part.
+        state (`tuple[int, int]`): the [`file_state`] at the beginning of the run.
+        start, stop (`int`): range of bytes; a `stop` of `None` means the whole file.
+        line (`int`): number of the first line.
+        digest (`str`): digest of the content, or version of an embedded part.
     """
 
     source: str
@@ -90,7 +106,11 @@ class Piece:
 
 
 def cut_sources(sources: list[str]) -> list[list[Piece]]:
-    """What is read together: about `SHARD_BYTES` each, whole files unless they can be cut between lines."""
+    """
+    Group the pieces of all sources into shards of about `SHARD_BYTES`.
+
+    Files are kept whole unless they can be cut between lines.
+    """
     shards: list[list[Piece]] = [[]]
     size = 0
     for piece in chain.from_iterable(map(_cut_file, sources)):
@@ -103,6 +123,7 @@ def cut_sources(sources: list[str]) -> list[list[Piece]]:
 
 
 def _cut_file(source: str) -> Iterator[Piece]:
+    """Yield the pieces of one source. Only uncompressed JSONL files can be cut."""
     state = file_state(source)
     if source in EMBEDDED_SOURCES:
         yield Piece(source, state, digest=EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version())
@@ -111,6 +132,7 @@ def _cut_file(source: str) -> Iterator[Piece]:
     hasher, start, line, stop, next_line = hashlib.blake2b(digest_size=16), 0, 1, 0, 1
     with open(source, "rb") as file:
         for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
+            # Cut after the last whole line of the chunk, once the piece is large enough.
             end_of_line = chunk.rfind(b"\n") + 1
             if is_cut and end_of_line and stop + end_of_line - start >= SHARD_BYTES:
                 hasher.update(chunk[:end_of_line])

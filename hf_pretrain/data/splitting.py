@@ -16,7 +16,14 @@ DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")
 def split_documents(
     documents: Dataset | IterableDataset, start: float, stop: float, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """The documents whose hash is in [`start`, `stop`), with the column `text` alone."""
+    """
+    Return the documents whose hash lies in [`start`, `stop`), with the column `text` alone.
+
+    Args:
+        documents ([`Dataset`] or [`IterableDataset`]): with the columns of `DOCUMENT_FEATURES`.
+        start, stop (`float`): range within [0, 1].
+        num_proc (`int`, *optional*): number of processes; by default one per core, up to 8.
+    """
     is_wanted = partial(hashes_are_between, start=start, stop=stop)
     if isinstance(documents, IterableDataset):
         documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
@@ -27,18 +34,26 @@ def split_documents(
 
 
 def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
+    """Filter one part of a dataset."""
     key = cache_key(documents._fingerprint, key)
     return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
 
 
 def hashes_are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
     """
-    For each document, whether its hash, as a number in [0, 1), is in [`start`, `stop`). It is that of the document's
-    origin, such as the first question of a conversation, so that all of one origin are on one side of a split; or of
-    the text, if there is none.
+    Return for each document whether its hash, as a number in [0, 1), lies in [`start`, `stop`).
+
+    The hash is that of the document's origin, such as the first question of a conversation, so that all documents of
+    one origin land in one set. A document without an origin is hashed by its text.
+
+    Args:
+        texts (`list[str]`): the documents.
+        origins (`list[str | None]`): origin of each document.
+        start, stop (`float`): range within [0, 1].
     """
     keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
     hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
+    # NOTE: Python's `hash` differs between processes, so every rank would get another split.
     return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]
 
 

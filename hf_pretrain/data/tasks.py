@@ -1,15 +1,15 @@
 """
-Tasks for reinforcement: prompts whose answers can be checked, embedded or from files of the user's own.
+Tasks of reinforcement learning: prompts whose answers a program can check, embedded or from the user's own files.
 
 | name | a prompt asks for | checked by |
 |---|---|---|
-| `embedded:answer-format` | an answer of a given shape to a question from the dialogues | `format` |
-| `embedded:arithmetic` | the result of adding, subtracting or multiplying two numbers | `arithmetic` |
+| `embedded:answer-format` | an answer of a given form to a question from the dialogues | `format` |
+| `embedded:arithmetic` | the sum, difference or product of two numbers | `arithmetic` |
 | `embedded:idiom-task` | the second half of a Chinese idiom from the idiom corpus | `idiom` |
 | `embedded:tool-call` | a call of one of the tools that the system message lists | `tool_call` |
 
-A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: what TRL calls a conversational prompt, and the
-columns that its reward functions read. Embedded tasks are the same for the same seed.
+A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: TRL's conversational prompt, and the columns
+that its reward functions read. The same seed gives the same embedded tasks.
 """
 
 import json
@@ -35,7 +35,8 @@ from .splitting import hashes_are_between
 
 
 NUM_EMBEDDED = 2000
-# A question in a dialogue, wherever it begins; those that are a whole line make tasks.
+# A question anywhere in a dialogue. The lookahead finds overlapping ones. Only questions that fill a line become
+# tasks.
 ENGLISH_QUESTION = re.compile(
     r"(?=\b((?:What|Who|How|Why|When|Where|Which|Do|Does|Did|Are|Is|Can|Have|Will)\b[^.!?\n]{5,60}\?))", re.ASCII
 )
@@ -44,12 +45,12 @@ ENGLISH_QUESTION = re.compile(
 @dataclass(frozen=True)
 class AnswerFormat:
     """
-    A shape that an answer can be asked to have.
+    A form that a prompt can ask an answer to have.
 
     Args:
-        instruction (`str`): how a prompt asks for it.
-        parts (`tuple[str, ...]`): regular expressions, each to match the whole of what is checked.
-        with_thought (`bool`): whether the thought before the answer is checked too.
+        instruction (`str`): sentence that asks for it.
+        parts (`tuple[str, ...]`): regular expressions, each of which must match the whole answer.
+        with_thought (`bool`): match the thought before the answer as well.
     """
 
     instruction: str
@@ -60,7 +61,7 @@ class AnswerFormat:
 ANSWER_FORMATS = {
     "sentence": AnswerFormat(
         "Answer in one short sentence that begins with a capital letter and ends with a full stop.",
-        # One line; the capital letter; one full stop, at the end; two to twelve words.
+        # In order: one line; a capital letter first; one full stop, at the end; two to twelve words.
         (r".+", r"(?s)[A-Z].*", r"(?s)[^.!?]+\.", r"\S+(\s+\S+){1,11}"),
     ),
     "number": AnswerFormat("Answer with a number and nothing else.", (r"-?\d+(\.\d+)?",)),
@@ -71,7 +72,8 @@ ANSWER_FORMATS = {
     ),
 }
 
-# What the chat template says of tools, as a system message: TRL renders no tools that it cannot call.
+# The chat template's own words about tools. They go into a system message, since TRL renders only tools that it can
+# call.
 TOOLS_INTRODUCTION = "These tools can be called, each described by one line of JSON:\n<tools>\n"
 TOOLS_INSTRUCTION = (
     "</tools>\nTo call one, write its name and arguments as JSON:\n"
@@ -80,12 +82,13 @@ TOOLS_INSTRUCTION = (
 
 
 def tools_message(tools: list[dict[str, Any]], system: str = "") -> str:
-    """The system message that the chat template makes of `tools`, described by their JSON schemas."""
+    """Return the system message that the chat template writes for `tools`, with their JSON schemas."""
     lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in tools)
     return (f"{system}\n\n" if system else "") + TOOLS_INTRODUCTION + lines + TOOLS_INSTRUCTION
 
 
 def _tool(name: str, description: str, **properties: str) -> dict[str, Any]:
+    """Return the JSON schema of a tool with the given properties."""
     schema = {
         "type": "object",
         "properties": {key: {"type": kind} for key, kind in properties.items()},
@@ -104,20 +107,23 @@ _WORDS = ["river", "green", "apple", "house", "music", "friend", "winter", "brea
 _LANGUAGES = ["French", "German", "Spanish", "Italian"]
 
 
-# The embedded tasks: rows from a source of chance, with the `origins` of the documents that they are made of
+# Embedded tasks: generators of rows, with the `origins` of the documents that they are made of.
 
 
 def _documents(*parts: str) -> Iterator[dict[str, str]]:
+    """Yield the documents of embedded parts."""
     return (record for part in parts for record in load_embedded(part) if not isinstance(record, BadRecord))
 
 
 def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield one task per English question of the dialogues, in random order."""
     questions: dict[str, None] = {}
     origins = defaultdict(list)
     for document in _documents("chatterbot", "chitchat"):
         for line in document["text"].split("\n"):
             for match in ENGLISH_QUESTION.finditer(line):
                 origins[match[1]].append(document["origin"])
+                # Without the speaker's mark, such as "A: ".
                 if line[3:] == match[1]:
                     questions[match[1]] = None
     shuffled = list(questions)
@@ -129,6 +135,7 @@ def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield random problems with two numbers, without end."""
     operations: dict[str, Callable[[int, int], int]] = {
         "+": lambda a, b: a + b,
         "-": lambda a, b: a - b,
@@ -147,6 +154,7 @@ def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _idioms(generator: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield one task per beginning of a four-character idiom, in random order."""
     endings, origins = defaultdict(list), defaultdict(list)
     for document in _documents("idiom"):
         idiom = document["text"].split(" (")[0]
@@ -156,13 +164,14 @@ def _idioms(generator: random.Random) -> Iterator[dict[str, Any]]:
     beginnings = list(endings)
     generator.shuffle(beginnings)
     for beginning in beginnings:
-        # Several idioms may begin alike: each of them is right.
+        # Several idioms may share a beginning; each of their endings is right, alone or with the beginning.
         solution = [ending for found in endings[beginning] for ending in (found, beginning + found)]
         prompt = [{"role": "user", "content": f"补全成语：{beginning}__"}]
         yield {"prompt": prompt, "solution": solution, "origins": origins[beginning]}
 
 
 def _tool_calls(generator: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield random requests that one of `TOOLS` serves, without end."""
     while True:
         city, word, language = map(generator.choice, (_CITIES, _WORDS, _LANGUAGES))
         minutes = generator.randint(1, 60)
@@ -191,6 +200,7 @@ TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": 
 
 
 def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Yield the tasks of one embedded kind, each with the origins of the documents that it is made of."""
     task = name.removeprefix("embedded:")
     if task not in EMBEDDED_TASKS:
         known = ", ".join(f"embedded:{task}" for task in EMBEDDED_TASKS)
@@ -201,17 +211,23 @@ def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any],
         yield TASK_COLUMNS | row | {"task": task}, origins
 
 
-# Files
+# Tasks from files and the Hub.
 
 
 def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     """
-    A task from a record: TRL's (`prompt`, messages or text, and whatever columns the rewards read), or MiniMind's
-    (`conversations`, whose last message is the answer to be replaced, tools in the system message, and the target in
-    `gt`, which becomes `solution`). With `describe_tools`, the tools become part of the system message.
+    Read the task of one record, in TRL's or MiniMind's format.
+
+    TRL's has a `prompt` (messages or text) and any columns that the rewards read. MiniMind's has `conversations`,
+    whose last message is the answer to replace, with tools in the system message, and a target in `gt`, which becomes
+    `solution`.
+
+    Args:
+        record (`Any`): a parsed record, a `dict` if it is sound.
+        describe_tools (`bool`, defaults to `True`): write the tools into the system message.
 
     Raises:
-        `BadRecord`: if it is neither.
+        `BadRecord`: if the record has neither format.
     """
     if not isinstance(record, dict):
         raise BadRecord('not an object; write it as {"prompt": [{"role": "user", "content": ...}]}')
@@ -222,7 +238,7 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return {**record, "prompt": _read_messages(_non_empty_list(messages, "prompt"), "prompt")[0]}
     if "conversations" not in record:
-        raise BadRecord("neither `prompt` nor `conversations`; give one of them")
+        raise BadRecord("neither `prompt` nor `conversations`; write one of them")
     *messages, _ = _non_empty_list(record["conversations"], "conversations")
     messages = _non_empty_list(messages, "conversations without the answer")
     prompt, schemas = _read_messages(messages, "conversations")
@@ -238,13 +254,18 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
 
 
 def _non_empty_list(value: Any, name: str) -> list[Any]:
+    """Return a list of messages; raise `BadRecord` if it is empty or no list."""
     if not isinstance(value, list) or not value:
         raise BadRecord(f"`{name}` holds no message; write a list of them")
     return value
 
 
 def _read_messages(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Messages, with the arguments of calls as JSON: a table would give every call the arguments of all."""
+    """
+    Return messages in the internal form, with the arguments of tool calls as JSON text.
+
+    In a table, nested arguments would give every call the names of all others.
+    """
     read, tools = read_messages(messages, name)
     for message in read:
         for call in message.get("tool_calls", []):
@@ -253,7 +274,7 @@ def _read_messages(messages: list[Any], name: str) -> tuple[list[dict[str, Any]]
 
 
 def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
-    """Source, line, byte and content of every record under a name that is not embedded."""
+    """Yield source, line, offset and content of every record under a name that is not embedded."""
     sources = find_sources(name)
     if sources is None:
         dataset = DatasetName.parse(name)
@@ -267,18 +288,23 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
         return
     for source in sources:
         if file_format(Path(source)) not in (".jsonl", ".json"):
-            raise ValueError(f"{source}: tasks are read from .jsonl and .json. Convert the file.")
+            raise ValueError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
         yield from ((source, *found) for found in read_file(Path(source), text_column="prompt"))
 
 
 class _ColumnTypes:
-    """The types of the columns that all tasks share in one table."""
+    """The Arrow types of the columns that all tasks share in one table."""
 
     def __init__(self) -> None:
         self.types: dict[str, pa.DataType] = {}
 
     def add(self, task: dict[str, Any]) -> None:
-        """Raises `BadRecord` for a value of another type than those of the tasks before, or of none that a table has."""
+        """
+        Add the columns of a task.
+
+        Raises:
+            `BadRecord`: for a value whose type does not fit those of earlier tasks, or that no table can hold.
+        """
         for name, value in task.items():
             try:
                 kind = pa.array([value]).type
@@ -288,7 +314,7 @@ class _ColumnTypes:
                     kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
             except (pa.ArrowException, OverflowError) as error:
                 reason = (
-                    f"column {name!r} does not fit into a table with those of the lines before; mend or drop the line"
+                    f"column {name!r} does not fit into a table with those of the lines before; fix or drop the line"
                 )
                 raise BadRecord(reason) from error
             self.types[name] = kind
@@ -302,7 +328,7 @@ def _load_tasks(
     types: _ColumnTypes,
     check: Callable[[dict[str, Any]], None] | None,
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Everything under one name: the tasks, and what the side of each goes by."""
+    """Load the tasks under one name, each with the texts whose hashes decide the set it belongs to."""
     rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
         rows = list(_load_embedded_tasks(name, seed))
@@ -338,37 +364,42 @@ def load_tasks(
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Dataset, Dataset]:
     """
-    Tasks to train on and tasks to hold out, chosen by a hash of their prompts; those that are made of the embedded
-    corpora are held out where all that they are made of is held out by the other stages.
+    Load the training set and the validation set of tasks.
+
+    A hash of its prompt decides to which set a task belongs. A task that is made of embedded documents is in the
+    validation set if the other stages have all of these documents there.
 
     Args:
         dataset_names (`list[str]`): each one `embedded:<task>`, a path, glob or directory (`.jsonl`, `.json`), or a
-            Hub id, of records as [`read_task`] takes.
-        validation_fraction (`float`, defaults to 0.01): share of the tasks to hold out.
-        seed (`int`, defaults to 42): of the embedded tasks.
-        describe_tools (`bool`, defaults to `True`): put the tools of MiniMind's records into the system message. Those
-            that the trainer can call are described by the chat template instead.
-        max_rejected_ratio (`float`, defaults to 0.01): share of bad lines that is tolerated.
-        rejected_path (`str` or `Path`, *optional*): JSONL file that bad lines are listed in.
+            Hub id, with records as [`read_task`] takes them.
+        validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
+        seed (`int`, defaults to 42): seed of the embedded tasks.
+        describe_tools (`bool`, defaults to `True`): write the tools of MiniMind's records into the system message. The
+            chat template describes tools that the trainer can call.
+        max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines.
+        rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines.
         check (`Callable`, *optional*): raises `BadRecord` for a task of the user's that cannot be trained on.
 
+    Returns:
+        `tuple`: training set and validation set.
+
     Raises:
-        `ValueError`: if a name leads to no task, too many lines are bad, or nothing is left to train on.
+        `ValueError`: if a name leads to no task, too many lines are bad, or the training set is empty.
     """
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     reading = (seed, describe_tools, rejected, _ColumnTypes(), check)
     loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
     rows, origins = zip(*loaded, strict=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    held_out = [
+    is_validation = [
         all(hashes_are_between(task_origins, [None] * len(task_origins), 0.0, validation_fraction))
         for task_origins in origins
     ]
-    sides = [
-        [row for row, is_held_out in zip(rows, held_out, strict=True) if is_held_out is side] for side in (False, True)
-    ]
+    sides = [[row for row, flag in zip(rows, is_validation, strict=True) if flag is side] for side in (False, True)]
     if not sides[0]:
-        raise ValueError(f"--validation_fraction {validation_fraction} holds out all {len(rows)} tasks. Lower it.")
+        raise ValueError(
+            f"--validation_fraction {validation_fraction} leaves none of {len(rows)} tasks to train on. Lower it."
+        )
     train, validation = (
         Dataset.from_list([{column: row.get(column) for column in columns} for row in side]) for side in sides
     )

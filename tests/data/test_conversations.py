@@ -291,7 +291,7 @@ def test_tool_calls_of_sharegpt_and_openai():
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "\ud800"}]}]}, "half a surrogate pair"),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, "from an array; known are system"),
         ({"messages": [{"role": {"a": 1}, "content": "a"}, ANSWER]}, "role an object; known are system"),
-        ({"messages": [BadRecord("the key 'role' stands there twice"), ANSWER]}, "the key 'role' stands there twice"),
+        ({"messages": [BadRecord("the key 'role' occurs twice"), ANSWER]}, "the key 'role' occurs twice"),
         *(
             ({"messages": [USER, ANSWER], "chat_template_kwargs": {name: "a"}}, f"holds '{name}', which is not its")
             for name in ("tools", "conversations", "chat_template", "bos_token", "self")
@@ -456,7 +456,7 @@ def test_preferences():
         ({"chosen": [USER, ANSWER]}, "no 'rejected'"),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "chosen and rejected are equal"),
         ({"chosen": [ANSWER], "rejected": [no]}, "share no prompt"),
-        ({"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, no, USER, no]}, "goes on after the answer"),
+        ({"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, no, USER, no]}, "continues after the answer"),
     ):
         with pytest.raises(BadRecord, match=reason):
             read_preference(record)

@@ -64,7 +64,7 @@ def test_json_lines(tmp_path):
     assert (texts[0], texts[-1]) == ({"text": "after a byte order mark"}, {"text": "no end of line"})
     for record, words in zip(
         texts[1:-1],
-        ["'text' stands there twice", "broken JSON: Unterminated", "not UTF-8", "NUL byte", "cannot be read", "limit"],
+        ["'text' occurs twice", "broken JSON: Unterminated", "not UTF-8", "NUL byte", "cannot be read", "limit"],
         strict=True,
     ):
         assert record.startswith("bad: ") and words in record
@@ -95,7 +95,7 @@ def test_json_array_and_lines(tmp_path):
     path.write_text('  \n[{"text": "a"},\n {"text": "b", "text": "c"}, 5]')
     records = read(path)
     assert records[0] == (1, {"text": "a"}) and records[2] == (3, 5)
-    assert records[1][0] == 2 and "stands there twice" in records[1][1]
+    assert records[1][0] == 2 and "occurs twice" in records[1][1]
     path.write_text('{"text": "a"}\n{"text": "b"}\n')
     assert read(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
     path.write_text('[{"text": "a"},\n {"text": ]')
