@@ -308,7 +308,7 @@ def test_weights_mix_sources(tmp_path, streaming):
     [
         ([], {}, "pass --dataset_name"),
         (["a", "b"], {"weights": [1.0]}, "1 dataset_weights for 2 dataset names"),
-        (["a"], {"weights": [0.0]}, r"shares above 0, not \[0.0\]"),
+        (["a"], {"weights": [0.0]}, r"dataset_weights=\[0.0\] must be finite and above 0"),
         (["a"], {"validation_fraction": 1.0}, "validation_fraction=1.0"),
         (["a"], {"train_fraction": 0.0}, "train_fraction=0.0"),
         (["a"], {"train_fraction": 1.5}, "train_fraction=1.5"),
