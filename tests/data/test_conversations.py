@@ -293,7 +293,10 @@ def test_tool_calls_of_sharegpt_and_openai():
         ({"messages": [{"role": {"a": 1}, "content": "a"}, ANSWER]}, "role an object; known are system"),
         ({"messages": [BadRecord("the key 'role' occurs twice"), ANSWER]}, "the key 'role' occurs twice"),
         *(
-            ({"messages": [USER, ANSWER], "chat_template_kwargs": {name: "a"}}, f"holds '{name}', which a record cannot set")
+            (
+                {"messages": [USER, ANSWER], "chat_template_kwargs": {name: "a"}},
+                f"holds '{name}', which a record cannot set",
+            )
             for name in ("tools", "conversations", "chat_template", "bos_token", "self")
         ),
     ],
