@@ -157,7 +157,7 @@ def test_stacked_experts_are_refused_under_zero3(named, monkeypatch):
 
 
 def test_a_model_without_a_name_is_refused(build_model):
-    with pytest.raises(ValueError, match="give --model_name_or_path"):
+    with pytest.raises(ValueError, match="--use_peft needs --model_name_or_path"):
         add_adapter(build_model(), AdapterArguments(use_peft=True))
 
 

@@ -134,7 +134,10 @@ def test_what_is_inferred_and_what_is_assumed_is_said(tmp_path, caplog):
     assert "num_experts=4, moe_intermediate_size=128" in caplog.text and "defaults" not in caplog.text
     shutil.copy(GOLDEN / "C_moe/weights.pth", tmp_path / "x.pth")
     load_upstream(tmp_path / "x.pth", config={"num_experts_per_tok": 2})
-    assert "By MiniMind's defaults, for want of a config: {'rms_norm_eps': 1e-06, 'rope_parameters': " in caplog.text
+    assert (
+        "No config gives these, so MiniMind's defaults are used: {'rms_norm_eps': 1e-06, 'rope_parameters': "
+        in caplog.text
+    )
     assert "'router_aux_loss_coef': 0.001" in caplog.text
 
 
@@ -365,7 +368,7 @@ def test_weights_of_two_kinds_are_said(tmp_path, caplog):
     save_file(weights_of("C_dense"), tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").touch()
     load_upstream(tmp_path)
-    assert "taking model.safetensors, leaving pytorch_model.bin aside" in caplog.text
+    assert "reading model.safetensors and ignoring pytorch_model.bin" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["./out/x.pth", "nope.pth", "~/x", "/x/y", "out/sft/x", "owner/name.safetensors"])
@@ -555,7 +558,7 @@ def test_a_config_of_ours_does_not_describe_a_file_beside_it(build_model, tmp_pa
     shutil.copy(GOLDEN / "B_dense/weights.pth", tmp_path / "x.pth")
     with pytest.raises(ValueError, match="number of heads"):
         load_upstream(tmp_path / "x.pth")
-    assert "not to x.pth, and is left aside" in caplog.text
+    assert "not to x.pth, and is ignored" in caplog.text
 
 
 def test_training_starts_from_upstream_weights(tmp_path, expected_logits):

@@ -397,9 +397,7 @@ def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, s
     assert resolve("user/several:out/full_sft_32.pth").read_bytes() == content
     with pytest.raises(ValueError, match="user/several holds no file nope.pth"):
         resolve("user/several:nope.pth")
-    with pytest.raises(
-        ValueError, match="user/nope is neither a file or directory here nor a model that the Hub gives"
-    ):
+    with pytest.raises(ValueError, match="user/nope is neither a file or directory here nor a model on the Hub"):
         resolve("user/nope")
 
 

@@ -450,7 +450,7 @@ def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
 
 
 def test_a_stage_without_a_model_says_so():
-    with pytest.raises(ValueError, match="This stage goes on from a model: pass --model_name_or_path"):
+    with pytest.raises(ValueError, match="This stage starts from a trained model: pass --model_name_or_path"):
         ModelArguments().base_model  # noqa: B018
 
 

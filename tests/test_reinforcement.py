@@ -547,5 +547,5 @@ def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher
 def test_the_recipe_needs_a_model_to_start_from(tmp_path):
     main = runpy.run_path(RECIPE)["main"]
     training = GRPOTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ValueError, match="This stage goes on from a model: pass --model_name_or_path"):
+    with pytest.raises(ValueError, match="This stage starts from a trained model: pass --model_name_or_path"):
         main(ModelArguments(), AdapterArguments(), TaskArguments(), training)

@@ -1,6 +1,6 @@
 """
-Checkpoint directories on disk: the manifest that makes damage visible, and finding, verifying and rotating checkpoints.
-How a running training writes into them is the matter of `training`.
+Checkpoint directories on disk: the manifest that makes damage visible, and functions that find, verify and rotate
+checkpoints. `training` writes them.
 """
 
 from .directory import find_newest_run, newest_checkpoint

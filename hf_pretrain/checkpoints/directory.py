@@ -84,8 +84,9 @@ def verify_checkpoint(path: Path, *, unverified: bool) -> str:
 def _no_manifest(path: Path) -> str:
     """Return the message for a checkpoint that nothing describes."""
     return (
-        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is intact: another program wrote it, or an earlier "
-        "version. Resume with --allow_inexact_resume, or start from its weights alone with --model_name_or_path."
+        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is intact: another program or an earlier "
+        "version wrote it. Resume with --allow_inexact_resume, or start from its weights alone with "
+        "--model_name_or_path."
     )
 
 

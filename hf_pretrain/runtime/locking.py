@@ -144,7 +144,7 @@ def _open_locked(path: Path, patience_seconds: float) -> int:
             )
         if not has_told:
             logger.warning(
-                f"{path.parent} is in use by {_describe(holder)}: waiting up to {patience_seconds:.0f} s for it to end."
+                f"{path.parent} is in use by {_describe(holder)}: waiting {patience_seconds:.0f} s for it to end."
             )
             has_told = True
         time.sleep(0.2)

@@ -81,7 +81,7 @@ def _read(store: dist.Store, key: str, first: int, desc: str) -> bytes | None:
         return store.get(key) if store.check([key]) else None
     except RuntimeError as error:
         # The process that held the store has ended.
-        raise ValueError(f"Rank {first}, which was {desc}, cannot be reached any more ({error}).") from error
+        raise ValueError(f"Rank {first} cannot be reached any more. It was {desc} ({error}).") from error
 
 
 __all__ = ["first_process_first"]

@@ -4,9 +4,9 @@ and QLoRA (https://huggingface.co/papers/2305.14314) on attention, MLP and stack
 
     model = add_adapter(model_args.load_model(tokenizer), adapter_args)
 
-An adapter directory holds `adapter_model.safetensors` in float32 and `adapter_config.json`, which names the base model.
-It is a `--model_name_or_path` to train on from, loads with peft's `AutoPeftModelForCausalLM`, and is merged into its
-base by `recipes/convert.py --from ADAPTER`.
+An adapter directory holds `adapter_model.safetensors` in float32, and `adapter_config.json`, which names the base
+model. The directory is a `--model_name_or_path` for further training, and peft's `AutoPeftModelForCausalLM` loads it.
+`recipes/convert.py --from ADAPTER` merges the adapter into its base model.
 """
 
 from dataclasses import dataclass, field
@@ -35,38 +35,47 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 @dataclass
 class AdapterArguments:
-    """Whether to train an adapter in place of all weights, and which. The names are those of TRL's `ModelConfig`."""
+    """
+    Whether to train an adapter in place of all weights, and which one. The names are those of TRL's `ModelConfig`.
+    """
 
     use_peft: bool = field(
         default=False, metadata={"help": "Train a LoRA adapter on top of --model_name_or_path, which stays frozen."}
     )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter, of each expert's too."})
-    lora_alpha: int = field(default=32, metadata={"help": "The adapter's output is scaled by lora_alpha / lora_r."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "On the adapter's input; not with stacked experts."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter, also for each stacked expert."})
+    lora_alpha: int = field(
+        default=32, metadata={"help": "The output of the adapter is multiplied by lora_alpha / lora_r."}
+    )
+    lora_dropout: float = field(
+        default=0.0, metadata={"help": "Dropout on the adapter's input. Stacked experts need 0."}
+    )
     lora_target_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": f"Which of {', '.join(dict.fromkeys(MODULES + EXPERT_PARAMETERS))} to adapt; by default all that "
-            "the model has. gate_up_proj and down_proj are also the stacked experts."
+            "help": f"One or more of {', '.join(dict.fromkeys(MODULES + EXPERT_PARAMETERS))}; by default all that the "
+            "model has. gate_up_proj and down_proj also name the stacked experts."
         },
     )
     use_dora: bool = field(
         default=False,
-        metadata={"help": "Train the length of each weight vector apart (DoRA); not of stacked experts."},
+        metadata={
+            "help": "Train the magnitude of each weight vector separately (DoRA). Stacked experts do not support it."
+        },
     )
     load_in_4bit: bool = field(
-        default=False, metadata={"help": "Keep the frozen linear layers in 4 bits (QLoRA); needs CUDA, bitsandbytes."}
+        default=False,
+        metadata={"help": "Keep the frozen linear layers in 4 bits (QLoRA); needs CUDA and bitsandbytes."},
     )
 
     def __post_init__(self):
         if self.lora_r < 1:
-            raise ValueError(f"--lora_r {self.lora_r}: the rank of an adapter is at least 1.")
+            raise ValueError(f"--lora_r {self.lora_r}: the rank of an adapter must be at least 1.")
         if self.load_in_4bit and not self.use_peft:
             raise ValueError("--load_in_4bit freezes the model, so that nothing would be trained: add --use_peft.")
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether `model` is a `PeftModel`."""
+    """Return whether `model` is a `PeftModel`."""
     if not is_peft_available():
         return False
     from peft import PeftModel
@@ -75,27 +84,35 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def base_model_of(model: Any) -> PreTrainedModel:
-    """The model itself, without peft's wrapper; its layers may hold adapters still."""
+    """Return the model without peft's wrapper. Its layers may still hold adapters."""
     return model.get_base_model() if is_adapted(model) else model
 
 
 def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     """
-    Puts an adapter on a model and freezes the rest; gives the model back as it is without `--use_peft`, and where it
-    has an adapter already, which is then trained on. The first weights follow from the seed alone.
+    Add an adapter to a model and freeze the other weights.
+
+    Return the model unchanged without `--use_peft`, or if it already has an adapter, which is then trained further.
+    The initial weights of the adapter depend on the seed alone.
+
+    Args:
+        model ([`MiniMindForCausalLM`]): the model, or a [`~peft.PeftModel`] around it.
+        args ([`AdapterArguments`]): what to add.
 
     Returns:
         [`~peft.PeftModelForCausalLM`] with the adapter in float32, or `model`.
 
     Raises:
         `ValueError`: if peft is missing; for a model without a name, which a saved adapter could not find again, or
-            sharded by FSDP; for targets that it does not have; for dropout or DoRA on stacked experts, or stacked
+            one sharded by FSDP; for targets that the model lacks; for dropout or DoRA on stacked experts, or stacked
             experts under ZeRO-3; for `--load_in_4bit` without CUDA and bitsandbytes.
     """
     if is_adapted(model):
         if args.load_in_4bit:
-            raise ValueError("--load_in_4bit quantizes the base of a new adapter; leave it out to train on from one.")
-        logger.warning("Going on with the adapter that was loaded, as its adapter_config.json has it.")
+            raise ValueError(
+                "--load_in_4bit quantizes the base of a new adapter; leave it out to train a saved adapter further."
+            )
+        logger.warning("Training the loaded adapter further. Its adapter_config.json replaces the --lora flags.")
         return model
     if not args.use_peft:
         return model
@@ -104,8 +121,8 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
 
     if not model.name_or_path:
         raise ValueError(
-            "--use_peft adapts a checkpoint of this package, which the adapter refers to: give --model_name_or_path. "
-            "Convert weights of another program first, with recipes/convert.py."
+            "--use_peft needs --model_name_or_path, because a saved adapter names its base model. Convert weights of "
+            "another program first, with recipes/convert.py."
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
@@ -124,14 +141,14 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
         target_parameters=parameters,
     )
     with torch.random.fork_rng():
-        # Whatever was drawn before, as some launchers do and others do not.
+        # Reseed: launchers consume different amounts of randomness before this point.
         torch.manual_seed(torch.initial_seed())
         adapted = get_peft_model(model, config)
     return _finish(adapted)
 
 
 def register_peft_defaults() -> None:
-    """Gives peft's methods the default `target_modules` of Llama, whose layers have the names of ours."""
+    """Give peft's methods the default `target_modules` of Llama, whose layers have the same names as ours."""
     if not is_peft_available():
         return
     from peft.utils import constants
@@ -142,19 +159,25 @@ def register_peft_defaults() -> None:
 
 
 def _finish(adapted: Any) -> Any:
-    """What `MiniMindPreTrainedModel` asks of DDP, by the names that the parts have in peft's wrapper."""
+    """
+    Restore the DDP settings of `MiniMindPreTrainedModel` under the names that the buffers have in peft's wrapper.
+    """
     tables = {name for name, _ in adapted.named_buffers() if name.endswith("rotary_emb.pos_cis")}
     adapted._ddp_params_and_buffers_to_ignore = tables
     return adapted
 
 
 def _check_peft(flag: str):
+    """Raise `ValueError` if peft is not installed."""
     if not is_peft_available():
         raise ValueError(f"{flag} needs peft: pip install 'hf_pretrain[peft]'.")
 
 
 def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str] | None]:
-    """Names of modules and of stacked parameters, as peft takes them; raises `ValueError` as [`add_adapter`] does."""
+    """
+    Return the modules and stacked parameters to adapt, as peft expects them. Raise `ValueError` as [`add_adapter`]
+    does.
+    """
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     has_experts = any(isinstance(module, MiniMindExperts) for module in model.modules())
     known = [name for name in MODULES if name in linear]
@@ -169,7 +192,8 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
         reasons = {
             f"--lora_dropout {args.lora_dropout:g}": args.lora_dropout > 0,
             "--use_dora": args.use_dora,
-            # NOTE: peft adds to the experts before they run, when ZeRO-3 may have prefetched them, or not yet.
+            # NOTE: peft adds to the expert parameters before the experts run, when ZeRO-3 may not have gathered them
+            # yet.
             "ZeRO-3": is_deepspeed_zero3_enabled(),
         }
         for reason, applies in reasons.items():
@@ -182,12 +206,15 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
 
 
 def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
-    """The same model with its linear layers in 4 bits. Embeddings, norms, head and stacked experts stay as they are."""
+    """
+    Return the model with its linear layers in 4 bits. Embeddings, norms, output head and stacked experts keep their
+    dtype.
+    """
     if not (torch.cuda.is_available() and is_bitsandbytes_available()):
         missing = "there is no CUDA device here" if not torch.cuda.is_available() else "pip install bitsandbytes"
-        raise ValueError(f"--load_in_4bit needs CUDA and bitsandbytes: {missing}. Without it, --use_peft is LoRA.")
+        raise ValueError(f"--load_in_4bit needs CUDA and bitsandbytes: {missing}. Without it, --use_peft trains LoRA.")
     if is_deepspeed_zero3_enabled():
-        raise ValueError("--load_in_4bit does not work under ZeRO-3, which takes weights apart: use ZeRO-2.")
+        raise ValueError("--load_in_4bit does not work under ZeRO-3, which shards the weights: use ZeRO-2.")
     from peft import prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
@@ -210,15 +237,12 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
     return prepare_model_for_kbit_training(quantized, use_gradient_checkpointing=False)
 
 
-# Adapters that are saved already
-
-
 def adapter_base(path: str | Path | None) -> str | None:
     """
-    The base model of the adapter at `path`, a directory or Hub id; `None` if there is no adapter.
+    Return the name of the base model of the adapter at `path`, a directory or Hub id; `None` if there is no adapter.
 
     Raises:
-        `ValueError`: if there is one that does not say what its base is.
+        `ValueError`: if the adapter does not name its base model.
     """
     if path is None or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
         return None
@@ -232,7 +256,9 @@ def adapter_base(path: str | Path | None) -> str | None:
 
 
 def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: bool = True) -> Any:
-    """Puts the adapter at `path`, a directory or Hub id, on its base model: [`~peft.PeftModelForCausalLM`]."""
+    """
+    Load the adapter at `path`, a directory or Hub id, onto its base model. Return a [`~peft.PeftModelForCausalLM`].
+    """
     from peft import PeftModel
 
     return _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
@@ -240,10 +266,14 @@ def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: 
 
 def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> MiniMindForCausalLM:
     """
-    The base model of the adapter at `path` with the adapter added to its weights, in eval mode.
+    Return the base model of the adapter at `path` with the adapter merged into its weights, in eval mode.
+
+    Args:
+        path (`str` or `Path`): a directory or Hub id.
+        dtype (`torch.dtype`, *optional*): the dtype of the model; by default that of the base model.
 
     Raises:
-        `ValueError`: if `path` is no adapter, or its base cannot be loaded.
+        `ValueError`: if `path` is no adapter, or its base model cannot be loaded.
     """
     base = adapter_base(path)
     if base is None:
@@ -252,8 +282,8 @@ def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> Mini
         model = load_upstream(base, dtype=dtype)
     except ValueError as error:
         raise ValueError(
-            f"The adapter {path} needs its base model {base} (base_model_name_or_path in adapter_config.json, seen from "
-            f"the current directory): {error}"
+            f"The adapter {path} needs its base model {base} (base_model_name_or_path in adapter_config.json, "
+            f"relative to the current directory): {error}"
         ) from error
     merged = load_adapter(model, path, is_trainable=False).merge_and_unload(safe_merge=True)
     return merged.eval()

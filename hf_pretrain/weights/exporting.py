@@ -1,9 +1,8 @@
 """
-Checkpoints out: MiniMind's own generations, the architectures that stock transformers (and so vLLM) loads, and GGUF for
-llama.cpp and Ollama.
+Write checkpoints for other programs: MiniMind's own generations, stock transformers architectures (and so vLLM), GGUF.
 
-[`export`] writes one layout, reads it back with the program that it is meant for, and compares the logits of that with
-the model's. What a layout cannot hold is refused before anything is written (`check_fits`).
+[`export`] writes one format, reads it back with the program that it is meant for, and compares the logits with the
+model's. [`check_fits`] refuses a model that a format cannot hold before anything is written.
 """
 
 import copy
@@ -33,16 +32,20 @@ logger = logging.get_logger(__name__)
 EXPORT_FORMATS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-# What MiniMind's scripts call the stages, in the names of their files.
+# The names of the stages in the file names of MiniMind's scripts, by ours.
 UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
-# The default of v1's max_seq_len.
+# The default of v1's `max_seq_len`, the length of its training rows.
 V1_LENGTH = 8192
 CARD_NAME = "README.md"
+# The random input on which logits are compared.
 ROWS, ROW_TOKENS = 8, 64
 
 
 def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
-    """The part of a model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold; `None` where all fits."""
+    """
+    Return the feature of a model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold; `None` if it holds
+    all.
+    """
     if layout == "minimind":
         return None
     target = LAYOUTS[layout]
@@ -70,13 +73,14 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
         rope = config.rope_parameters
         yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "attention_factor": 1.0}
         is_long = config.max_position_embeddings > V3_YARN["original_max_position_embeddings"]
+        # v3's code has the constants of YaRN built in, and applies them only past the original length.
         is_v3_yarn = rope == yarn and is_long
         parts["scaled rotary positions other than its own YaRN"] = rope["rope_type"] != "default" and not is_v3_yarn
     return next((part for part, is_there in parts.items() if is_there), None)
 
 
 def check_fits(config: MiniMindConfig, layout: str) -> None:
-    """Raises `ValueError` where `layout` cannot hold the model, saying which part does not fit and which forms would."""
+    """Raise `ValueError` if `layout` cannot hold the model, naming the feature and the formats that can."""
     part = unsupported_feature(config, layout)
     if part is None:
         return
@@ -86,12 +90,14 @@ def check_fits(config: MiniMindConfig, layout: str) -> None:
     if generations:
         others.append(f"upstream ({', '.join(generations)})")
     raise ValueError(
-        f"{describe_layout(layout)} has no place for {part}. Forms that hold this model: {', '.join(others)}."
+        f"{describe_layout(layout)} cannot hold {part}. Formats that can hold this model: {', '.join(others)}."
     )
 
 
 def default_generation(config: MiniMindConfig) -> str:
-    """The generation that `--format upstream` writes: the one the weights came from, or the newest that fits."""
+    """
+    Return the generation that `--format upstream` writes: the one the weights came from, or the newest one that fits.
+    """
     if config.upstream_generation is not None and unsupported_feature(config, config.upstream_generation) is None:
         return config.upstream_generation
     return next(
@@ -101,7 +107,7 @@ def default_generation(config: MiniMindConfig) -> str:
 
 
 def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Tensor]:
-    """The weights of `model` by the names and in the layout of `layout`, contiguous; tied ones share their memory."""
+    """Return the weights of `model` with the names and shapes of `layout`, contiguous. Tied weights share memory."""
     check_fits(model.config, layout)
     state_dict: dict[str, torch.Tensor] = {}
     for ours, tensor in model.state_dict().items():
@@ -115,12 +121,14 @@ def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Te
 
 
 def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
-    """The same model as `LlamaForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM` or `Ernie4_5_MoeForCausalLM`."""
+    """
+    Return the model as `LlamaForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM` or `Ernie4_5_MoeForCausalLM`.
+    """
     check_fits(model.config, layout)
     config = AutoConfig.for_model(layout, **_write_stock_fields(model.config, layout))
     stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     target = LAYOUTS[layout]
-    # In memory transformers stacks experts as we do; saving unstacks them.
+    # In memory transformers stacks experts as this package does, and saves them one by one.
     state_dict = {
         name: to_half_split(tensor, model.config.head_dim)
         if target.half_split and re.search(r"\.[qk]_(proj|norm)\.", name)
@@ -128,6 +136,7 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
         for name, tensor in model.state_dict().items()
     }
     if layout == "ernie4_5_moe":
+        # Ernie adds these biases to the router's scores; MiniMind has none.
         zeros = torch.zeros(1, model.config.num_experts, dtype=model.dtype)
         for layer in range(model.config.num_hidden_layers):
             state_dict[f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias"] = zeros
@@ -137,6 +146,7 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
 
 
 def _write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
+    """Return the config fields of the transformers architecture `layout`."""
     fields = {
         name: getattr(config, name)
         for name in (
@@ -151,6 +161,7 @@ def _write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
     if layout in ("llama", "qwen3"):
         return fields
     fields["moe_intermediate_size"] = config.moe_intermediate_size
+    # transformers averages the router loss over layers and does not divide by top-k; MiniMind sums and divides.
     fields["router_aux_loss_coef"] = (
         config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
     )
@@ -165,13 +176,14 @@ def _write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
         "moe_k": config.num_experts_per_tok,
         "moe_num_shared_experts": config.num_shared_experts,
         "moe_layer_start_index": 0,
-        # The sum of the top-k probabilities is divided by, and is at most 1: a floor of 1 switches that off.
+        # Ernie divides by the sum of the top-k probabilities, which is at most 1, but never by less than this floor: a
+        # floor of 1 switches the normalisation off.
         "moe_norm_min": 1e-12 if config.norm_topk_prob else 1.0,
     }
 
 
 def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any]:
-    """The config.json that MiniMind's own code of that generation writes."""
+    """Return the config.json that MiniMind's own code of that generation writes."""
     check_fits(config, generation)
     fields: dict[str, Any] = {
         name: getattr(config, name)
@@ -187,6 +199,7 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
         "rope_theta": config.rope_parameters["rope_theta"],
         "use_moe": config.num_experts > 0,
         "num_experts_per_tok": config.num_experts_per_tok,
+        # MiniMind's code never normalises at top-1, whatever this field says; True is what it writes.
         "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
     }
     if generation == "v3":
@@ -208,7 +221,8 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
     }
     if generation == "v1":
         fields["n_shared_experts"] = True if config.num_shared_experts else None
-        # Its code allocates a mask of this size squared in each layer, and turns by 32,768 positions whatever it is.
+        # v1's code allocates a mask of this size squared in each layer. Its rotary table has 32,768 positions either
+        # way.
         fields["max_position_embeddings"] = config.upstream_max_seq_len or min(
             config.max_position_embeddings, V1_LENGTH
         )
@@ -217,25 +231,23 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
     return fields
 
 
-# Writing and reading back
-
-
 @dataclass
 class ExportReport:
     """
-    What [`export`] wrote and how far it is from the model it came from.
+    The outcome of [`export`]: what was written, and how far it is from the original model.
 
     Args:
-        format (`str`): what was written; for GGUF, its architecture besides.
-        dtype (`str`): of the weights.
+        format (`str`): what was written; for GGUF, also its architecture.
+        dtype (`str`): the dtype of the weights.
         max_difference (`float`, *optional*): the largest difference of a logit on `ROWS` rows of `ROW_TOKENS` random
-            ids, both sides computed in float32; `None` where nothing here runs the format (then the tensors were
-            compared).
-        relative_difference (`float`, *optional*): the norm of the differences over that of the logits.
-        max_weight_difference (`float`, *optional*): of a weight, where the logits could not be compared.
-        decisive_difference (`float`): the one that must be nothing but rounding where the dtype is the model's: of the
-            weights, or of all logits; with experts, that of the second worst row alone, for in a near tie of two
-            experts rounding decides, and the rest of that row differs.
+            ids, both sides computed in float32; `None` if no program here can run the format, in which case the
+            tensors are compared.
+        relative_difference (`float`, *optional*): the norm of the differences divided by the norm of the logits.
+        max_weight_difference (`float`, *optional*): the largest difference of a weight, if the logits could not be
+            compared.
+        decisive_difference (`float`): the difference that must be rounding error if the dtype is the model's. It is
+            that of the weights or of all logits; for a model with experts it is that of the second-worst row, because
+            rounding decides a near tie between two experts, and then the whole row differs.
     """
 
     format: str
@@ -247,9 +259,11 @@ class ExportReport:
 
     def __str__(self) -> str:
         if self.max_difference is None:
-            return f"{self.format}, {self.dtype}: read back; largest difference of a weight {self.max_weight_difference:.2e}"
+            difference = f"largest difference of a weight {self.max_weight_difference:.2e}"
+            return f"{self.format}, {self.dtype}: read back; {difference}"
         return (
-            f"{self.format}, {self.dtype}: read back; largest logit difference on {ROWS} rows {self.max_difference:.2e} "
+            f"{self.format}, {self.dtype}: read back; "
+            f"largest logit difference on {ROWS} rows {self.max_difference:.2e} "
             f"({self.relative_difference:.1e} of the logits' norm)"
         )
 
@@ -268,26 +282,30 @@ def export(
     overwrite: bool = False,
 ) -> ExportReport:
     """
-    Writes `model` in another format, reads it back, and compares the logits.
+    Write `model` in another format, read it back, and compare the logits.
 
     Args:
-        output_dir (`str` or `Path`): must not exist, or be empty. After an error nothing is in it.
+        model ([`MiniMindForCausalLM`]): the model.
+        output_dir (`str` or `Path`): must not exist, or be empty. After an error it is as it was before.
         format (`str`): one of `EXPORT_FORMATS`.
-        tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside (GGUF: into) the weights; its special
-            tokens become those of the config.
+        tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside the weights, in a GGUF file into them; its
+            special tokens become those of the config.
         dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0` for GGUF; by default the model's.
-        generation (`str`, *optional*): for `upstream`: `v1`, `v2` or `v3`; by default the one that the weights came
-            from, or the newest that fits.
-        model_name (`str`, *optional*): what a GGUF file calls the model.
-        stage (`str`, *optional*): for `upstream`: what its scripts call the training stage, in the name of the file.
-        card (`Callable`, *optional*): makes the model card from the report in words.
+        generation (`str`, *optional*): `v1`, `v2` or `v3`, for `upstream`; by default the generation that the weights
+            came from, or the newest that fits.
+        model_name (`str`, *optional*): the name of the model in a GGUF file.
+        stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
+        card (`Callable`, *optional*): a function from the report as text to the model card.
         overwrite (`bool`, *optional*): replace the model in `output_dir`.
 
+    Returns:
+        [`ExportReport`]: how far the written model is from `model`.
+
     Raises:
-        `ValueError`: if the format cannot hold the model, naming the part that does not fit and the forms that would;
-            for an unknown format or dtype, a directory that is not empty, weights that overflow `dtype`.
-        `RuntimeError`: if what was written does not give the model's logits although it has its dtype, or no finite
-            ones.
+        `ValueError`: if the format cannot hold the model (naming the feature and the formats that can); for an unknown
+            format or dtype, a directory that is not empty, or weights that overflow `dtype`.
+        `RuntimeError`: if the written model has the dtype of `model` but not its logits, or logits that are not
+            finite.
     """
     output_dir = Path(output_dir)
     if format not in EXPORT_FORMATS:
@@ -296,7 +314,7 @@ def export(
     dtype = dtype or source_dtype
     known = GGUF_TYPES if format == "gguf" else DTYPES
     if dtype not in known:
-        raise ValueError(f"--dtype {dtype} is not one that {format} is written in; use {', '.join(known)}.")
+        raise ValueError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
     check_writable(output_dir, overwrite=overwrite)
     generation = generation or default_generation(model.config)
     target = {"upstream": generation, "gguf": gguf_layout(model.config)}.get(format, format)
@@ -306,23 +324,24 @@ def export(
 
     if tokenizer is None:
         logger.warning(
-            "No tokenizer goes with these weights: their ids mean nothing without the one that they were trained on. "
-            "MiniMind's own do not stand in for each other: of 6,400 ids, 9 mean the same in v1/v2 and in v3."
+            "The weights are exported without a tokenizer. Their ids are meaningless without the tokenizer that they "
+            "were trained on. The tokenizers of MiniMind's generations are not interchangeable: of 6,400 ids, 9 mean "
+            "the same in v1/v2 and in v3."
         )
     is_per_document = model.config.num_experts and model.config.router_aux_loss_level == "sequence"
     if is_per_document and target not in ("minimind", "v1", "v2"):
         logger.warning(
-            f"{describe_layout(target)} takes its router loss over a whole batch, this model over each document: training "
-            "on there will balance differently. The logits are the same."
+            f"{describe_layout(target)} computes its router loss over a whole batch, this model over each document. "
+            "The logits are the same, but further training there balances the experts differently."
         )
     if format in ("qwen3_moe", "ernie4_5_moe"):
-        # With it on, transformers' generate() fails on padded prompts.
+        # With output_router_logits on, transformers' generate() fails on padded prompts.
         logger.warning(
-            f"{format} is written with output_router_logits=False, with which transformers trains it without any router "
-            "loss. Set it to True in the config to train on there, and back to generate."
+            f"{format} is written with output_router_logits=False, so transformers would train it without router "
+            "loss. Set it to True in the config to train the model there, and back to False to generate."
         )
     reference = copy.deepcopy(model).float().eval()
-    # GGUF rounds tensor by tensor, and leaves norms and routers as they are.
+    # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
     converted = _cast(copy.deepcopy(model), torch.float32 if format == "gguf" else DTYPES[dtype])
     if tokenizer is not None:
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
@@ -351,7 +370,8 @@ def export(
         difference = report.decisive_difference
         if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
             raise RuntimeError(
-                f"What was written for {output_dir} is not the same model: {report}. Please report this."
+                f"{output_dir} was written wrongly: what was read back is not the same model: {report}. Please report "
+                "this."
             )
         if tokenizer is not None and format != "gguf":
             save_tokenizer(tokenizer, aside)
@@ -361,12 +381,12 @@ def export(
 
 
 def upstream_file_name(config: MiniMindConfig, stage: str) -> str:
-    """The file that MiniMind's own scripts look for, such as `full_sft_512.pth` or `pretrain_640_moe.pth`."""
+    """Return the name that MiniMind's scripts look for, such as `full_sft_512.pth` or `pretrain_640_moe.pth`."""
     return f"{stage}_{config.hidden_size}{'_moe' if config.num_experts else ''}.pth"
 
 
 def upstream_stage(source: str | Path) -> str:
-    """What MiniMind's scripts call the stage of `source`, by its name: `full_sft` of `out/sft-tiny`, and by default."""
+    """Return MiniMind's name of the stage of `source`, judged by the file or directory name; by default `full_sft`."""
     name = Path(source).name
     match = re.fullmatch(r"(\w+?)_\d+(_moe)?\.pth", name)
     return match[1] if match else UPSTREAM_STAGES.get(name.partition("-")[0], "full_sft")
@@ -374,8 +394,10 @@ def upstream_stage(source: str | Path) -> str:
 
 def _add_older_names(config_file: Path) -> None:
     """
-    Says once more in a stock config.json, by the names of transformers 4, what transformers 5 renamed. Without them
-    transformers 4 (and who follows it) would rotate by the default of the architecture, without a word.
+    Add the fields of a stock config.json under the names that transformers 4 reads.
+
+    Without them transformers 4, and programs that follow it, would silently rotate by the default base of the
+    architecture.
     """
     fields = json.loads(config_file.read_text(encoding="utf-8"))
     scaling = dict(fields["rope_parameters"])
@@ -388,6 +410,7 @@ def _add_older_names(config_file: Path) -> None:
 
 
 def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:
+    """Convert a model to `dtype`; raise `ValueError` if a value overflows."""
     model = model.to(dtype)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -397,6 +420,7 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
 
 @torch.no_grad()
 def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, dtype: str) -> ExportReport:
+    """Compare the logits of two models on the same random ids, in float32."""
     generator = torch.Generator().manual_seed(0)
     length = min(ROW_TOKENS, reference.config.max_position_embeddings)
     input_ids = torch.randint(reference.config.vocab_size, (ROWS, length), generator=generator)
@@ -410,12 +434,13 @@ def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, 
         dtype,
         max_difference=difference.abs().max().item(),
         relative_difference=relative_difference,
+        # The second-worst row: rounding may decide a near tie of two experts in one row.
         decisive_difference=rows.topk(2).values[1].item() if is_tie_possible else relative_difference,
     )
 
 
 def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> ExportReport:
-    """Logits through transformers' reader; of the Ernie format, which it does not know, the weights."""
+    """Compare the logits through transformers' GGUF reader; for Ernie, which it cannot read, compare the weights."""
     layout = gguf_layout(reference.config)
     name = f"GGUF ({layout})"
     check_gguf_fields(path, reference.config)
@@ -424,11 +449,14 @@ def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> Exp
         if reference.config.tie_word_embeddings:
             del expected["lm_head.weight"]
         if written.keys() != expected.keys():
-            raise RuntimeError(f"{path} holds other tensors than it should: {written.keys() ^ expected.keys()}.")
+            raise RuntimeError(
+                f"{path} was written wrongly; these tensors are missing or unexpected: "
+                f"{written.keys() ^ expected.keys()}."
+            )
         differences = torch.stack([(written[key] - tensor).abs().max() for key, tensor in expected.items()])
         difference = differences.max().item()
         return ExportReport(name, dtype, max_weight_difference=difference, decisive_difference=difference)
-    # The reader finds the config of a llama in the file, and not those of the others.
+    # transformers reads the config of a llama from the file, but not those of the other architectures.
     loading: dict[str, Any] = {}
     if layout != "llama":
         loading["config"] = AutoConfig.for_model(layout, **_write_stock_fields(reference.config, layout))

@@ -1,6 +1,4 @@
-"""
-Files of weights that somebody else wrote: found, read without running anything of them, and checked value by value.
-"""
+"""Weight files of other programs: find them, read them without running their code, and check every value."""
 
 import json
 import pickle
@@ -30,10 +28,10 @@ from ..runtime.names import is_path, split_hub_name
 logger = logging.get_logger(__name__)
 
 
-# Rotary tables and masks that some versions saved: computed, never read.
+# Rotary tables and attention masks that some versions saved. They are computed here, so they are skipped.
 _BUFFERS = re.compile(r"(pos_cis|freqs_cos|freqs_sin|rotary_emb\.inv_freq|attention\.mask)$")
 _STANDARD_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-# What is often found in place of weights, by its first bytes in lower case.
+# Files that people often have in place of weights, by their first bytes in lower case.
 _NO_WEIGHTS = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file itself. Run `git lfs pull`, or download the file.",
     b"<!doctype": "is a web page, not the file itself. Download the file by its `resolve` link.",
@@ -44,10 +42,10 @@ _NO_WEIGHTS = {
 
 def resolve(path: str | Path) -> Path:
     """
-    A local path; that of a Hub id, or of one file in it (`owner/name:file`), is where the files needed are downloaded to.
+    Return the local path of `path`. Download what is needed if it is a Hub id or one file in it (`owner/name:file`).
 
     Raises:
-        `ValueError`: where there is neither.
+        `ValueError`: if there is neither a local path nor such a repository.
     """
     local = Path(path)
     if local.exists():
@@ -58,24 +56,22 @@ def resolve(path: str | Path) -> Path:
     try:
         folder = snapshot_download(repo_id, allow_patterns=_needed(repo_id, file))
     except OSError as error:
-        raise ValueError(
-            f"{path} is neither a file or directory here nor a model that the Hub gives: {error}"
-        ) from error
+        raise ValueError(f"{path} is neither a file or directory here nor a model on the Hub: {error}") from error
     if file is not None and not Path(folder, file).is_file():
         raise ValueError(f"{repo_id} holds no file {file}.")
     return Path(folder, file) if file else Path(folder)
 
 
 def _needed(repo_id: str, file: str | None) -> list[str]:
-    """The files of a Hub id that are read: one model's weights, and what is small."""
+    """Return the patterns of the files to download: the weights of one model, and the small files."""
     if file is not None:
         return [file, (Path(file).parent / "config.json").as_posix()]
     try:
         names = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings or []]
     except Exception:
-        # Clients of HTTP differ in their errors. The download says what is wrong, or finds what it got before.
+        # HTTP clients differ in their errors. The download will say what is wrong, or find what is in the cache.
         return []
-    # Whole checkpoints of a run lie in folders.
+    # A run's repository holds whole checkpoints in folders; only the finished model at the top is wanted.
     names = [name for name in names if "/" not in name]
     weights = choose_weights(names, f"{repo_id}:")
     small = [name for name in names if name.endswith((".json", ".jinja"))]
@@ -85,17 +81,17 @@ def _needed(repo_id: str, file: str | None) -> list[str]:
 
 def choose_weights(names: Collection[str], prefix: str) -> str:
     """
-    Which of the files in a directory holds the weights, or lists their shards.
+    Return the file that holds the weights of a directory, or that lists their shards.
 
     Args:
-        names: of the files.
-        prefix (`str`): what makes a name one that a user can give, for messages.
+        names (`Collection[str]`): the names of the files in the directory.
+        prefix (`str`): what turns a file name into one that a user can pass, for messages.
 
     Raises:
-        `ValueError`: for none, or for several that may be different models.
+        `ValueError`: if there is none, or if there are several that may be different models.
     """
     found = [name for name in _STANDARD_NAMES if name in names]
-    # Trainer's checkpoints keep the state of random numbers beside the weights.
+    # Trainer's checkpoints keep the state of the random number generators beside the weights.
     found_pth = sorted(name for name in names if name.endswith(".pth") and not name.startswith("rng_state"))
     if not found and not found_pth:
         raise ValueError(f"{prefix[:-1]} should hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
@@ -105,12 +101,12 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
             f"{prefix[:-1]} holds several files of weights ({several}): name one, such as {prefix}{found_pth[0]}."
         )
     if len(found) > 1:
-        logger.warning(f"{prefix[:-1]}: taking {found[0]}, leaving {', '.join(found[1:])} aside.")
+        logger.warning(f"{prefix[:-1]}: reading {found[0]} and ignoring {', '.join(found[1:])}.")
     return (found + found_pth)[0]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises `ValueError` for anything else."""
+    """Return the object in a JSON file; raise `ValueError` for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -122,11 +118,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
-    All tensors of a file, or of a directory's: safetensors, shards, pytorch_model.bin, one `.pth`. Names come without
-    the prefixes of `torch.compile` and DDP; computed buffers are left out.
+    Return all tensors of a file or directory: safetensors, shards, pytorch_model.bin, or one `.pth`.
+
+    The names come without the prefixes of `torch.compile` and DDP, and without computed buffers.
 
     Raises:
-        `ValueError`: for what is missing, ambiguous, damaged, more than tensors, not of floats or not finite.
+        `ValueError`: if a file is missing, ambiguous, damaged or holds more than tensors; if a tensor is not of floats
+            or not finite.
     """
     tensors: dict[str, torch.Tensor] = {}
     for full_name, tensor in _read_all(path).items():
@@ -134,7 +132,9 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         if _BUFFERS.search(name):
             continue
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise ValueError(f"{path}: {name} is of {tensor.dtype}; only float weights can be converted.")
+            raise ValueError(
+                f"{path}: {name} has the dtype {tensor.dtype}; only floating-point weights can be converted."
+            )
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
         if name in tensors:
@@ -145,14 +145,17 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     adapters = [name for name in tensors if ".lora." in name]
     if adapters:
         raise ValueError(
-            f"{path} holds a LoRA adapter of MiniMind ({adapters[0]}), not a model. These cannot be converted yet: merge "
-            "it into its base with MiniMind's own code, and convert the merged file."
+            f"{path} holds a LoRA adapter of MiniMind ({adapters[0]}), not a model, and cannot be converted. Merge it "
+            "into its base model with MiniMind's own code, and convert the merged file."
         )
     return tensors
 
 
 def check_shards(name_or_path: str | Path) -> None:
-    """Raises `ValueError` if the shards of a directory or Hub id lie outside of it: transformers would follow."""
+    """
+    Raise `ValueError` if an index names shards outside of its directory or repository, because transformers would read
+    them.
+    """
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         index = cached_file(
             str(name_or_path),
@@ -166,6 +169,7 @@ def check_shards(name_or_path: str | Path) -> None:
 
 
 def _shard_names(index: Path) -> list[str]:
+    """Return the shards that an index names; raise `ValueError` unless they all lie beside it."""
     weight_map = read_json(index).get("weight_map")
     shards = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     if not shards or any(Path(shard).name != shard for shard in shards):
@@ -174,6 +178,7 @@ def _shard_names(index: Path) -> list[str]:
 
 
 def _read_all(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, of a directory, or of the shards in an index."""
     if path.is_dir():
         path = path / choose_weights([file.name for file in path.iterdir() if file.is_file()], f"{path}/")
     if not path.name.endswith(".index.json"):
@@ -188,14 +193,14 @@ def _read_all(path: Path) -> dict[str, torch.Tensor]:
         twice = sorted(part.keys() & tensors.keys())
         if twice:
             raise ValueError(
-                f"{path.parent}: {twice[0]} stands in {shard} and in a shard before it. Which one is right?"
+                f"{path.parent}: {twice[0]} stands in {shard} and in a shard before it. Save the model again."
             )
         tensors |= part
     return tensors
 
 
 def check_content(path: Path) -> None:
-    """Raises `ValueError` for a file that cannot hold weights, by its first bytes, or whose checksums are wrong."""
+    """Raise `ValueError` if the first bytes or the checksums of a file show that it cannot hold weights."""
     with path.open("rb") as file:
         head = file.read(64)
     if not head:
@@ -203,6 +208,7 @@ def check_content(path: Path) -> None:
     for beginning, what in _NO_WEIGHTS.items():
         if head.lstrip().lower().startswith(beginning):
             raise ValueError(f"{path} {what}")
+    # A .pth or .bin file of torch is a zip archive, with a checksum for every entry.
     if not head.startswith(b"PK"):
         return
     try:
@@ -215,6 +221,7 @@ def check_content(path: Path) -> None:
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    """Return the state dict in one file. Pickles are read with `weights_only=True`, which runs no code."""
     try:
         check_content(path)
         if path.suffix == ".safetensors":
@@ -224,16 +231,16 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Of a file that is no pickle at all, torch raises whatever its bytes happen to mean.
+        # For a file that is no pickle at all, torch raises whatever error its bytes happen to cause.
         refused = re.search(r"(?:Unsupported|Trying to|Can only)[^\n]*", str(error))
         if refused is None or not isinstance(error, pickle.UnpicklingError):
             reason = str(error).partition("\n")[0].partition("(1)")[0].strip()
             raise ValueError(f"{path} is not a file of weights, or is damaged: {reason}") from error
         raise ValueError(
-            f"{path} holds more than tensors and was refused before anything of it ran. Ask for a file with a plain "
+            f"{path} holds more than tensors and was refused before any of its code ran. Ask for a file with a plain "
             f"state dict, best as safetensors. ({refused[0]})"
         ) from error
-    # MiniMind's own resume files keep the state dict beside the optimizer's.
+    # MiniMind's own resume files keep the model's state dict beside the optimizer's.
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     is_tensor = isinstance(content, dict) and all(

@@ -1,9 +1,9 @@
 """
 GGUF files for llama.cpp and Ollama, through the `gguf` package (`hf_pretrain[gguf]`).
 
-Tensor names come from the package's own tables, keys and layouts follow llama.cpp's `convert_hf_to_gguf.py`. llama.cpp
-turns neighbouring channels in its `llama` and `ernie4_5-moe` graphs, as MiniMind v1 does, and the two halves of a head
-in `qwen3` and `qwen3moe`.
+The names of tensors come from that package's tables; keys and layouts follow llama.cpp's `convert_hf_to_gguf.py`. In
+its `llama` and `ernie4_5-moe` graphs llama.cpp rotates neighbouring channels, as MiniMind v1 does; in `qwen3` and
+`qwen3moe` it rotates the two halves of a head.
 """
 
 import json
@@ -23,10 +23,11 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from .layouts import to_half_split
 
 
+# llama.cpp's names of the architectures, by those of transformers.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "ernie4_5_moe": "ernie4_5-moe"}
 FILE_NAME = "model.gguf"
-# What llama.cpp's ernie4_5-moe graph takes its weights by, written out: the check of a file must not use the table that
-# wrote it.
+# The tensor names of llama.cpp's ernie4_5-moe graph, written out by hand: a check of a file must not use the table
+# that wrote the file.
 _ERNIE_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -42,6 +43,7 @@ _ERNIE_NAMES = {
 
 
 def _gguf() -> Any:
+    """Import the `gguf` package, which is optional; raise `ValueError` if it is missing."""
     try:
         import gguf
     except ImportError:
@@ -50,30 +52,30 @@ def _gguf() -> Any:
 
 
 def gguf_layout(config: MiniMindConfig) -> str:
-    """The architecture of transformers (a key of `ARCHITECTURES`) that the GGUF file is one of."""
+    """Return the transformers architecture (a key of `ARCHITECTURES`) that a GGUF file of this model declares."""
     if config.num_experts:
         return "qwen3_moe" if config.qk_norm else "ernie4_5_moe"
     return "qwen3" if config.qk_norm else "llama"
 
 
 def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Raises `ValueError` for what llama.cpp has no key for, besides what the architecture itself cannot hold."""
+    """Raise `ValueError` for features and tokenizers that llama.cpp has no key for."""
     _gguf()
     problem = None
     if config.num_experts and not config.norm_topk_prob:
-        problem = "llama.cpp always normalises the top-k probabilities, and this model does not (norm_topk_prob=False)"
+        problem = "llama.cpp always normalises the top-k probabilities, this model does not (norm_topk_prob=False)"
     elif config.rope_parameters["rope_type"] != "default":
-        problem = f"scaled rotary positions ({config.rope_parameters['rope_type']}) are not written"
+        problem = f"scaled rotary positions ({config.rope_parameters['rope_type']}) cannot be exported to GGUF"
     elif config.hidden_act != "silu":
-        problem = f"llama.cpp's graphs have the activation silu, this model has {config.hidden_act}"
+        problem = f"llama.cpp's graphs use the activation silu, this model uses {config.hidden_act}"
     if problem is not None:
-        raise ValueError(f"No GGUF: {problem}. Forms that hold it: minimind, {gguf_layout(config)}.")
+        raise ValueError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {gguf_layout(config)}.")
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
-    """Raises `ValueError` unless llama.cpp's `gpt-2` splits text as `tokenizer` does."""
+    """Raise `ValueError` unless llama.cpp's pre-tokenizer `gpt-2` splits text exactly as `tokenizer` does."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     split = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
     model = backend["model"]
@@ -88,24 +90,25 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
     if not is_gpt2:
         raise ValueError(
             f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} ({beyond or 'plain'}) "
-            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE such as recipes/tokenizer.py trains."
+            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE, as recipes/tokenizer.py "
+            "trains it."
         )
     _adds_bos(tokenizer)
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether `tokenizer(text)` begins with bos; a `ValueError` if it adds anything else."""
+    """Return whether `tokenizer(text)` begins with bos. Raise `ValueError` if it adds anything else."""
     plain, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     if whole not in (plain, [tokenizer.bos_token_id, *plain]):
         raise ValueError(
-            f"No GGUF: llama.cpp can put bos before a text, this tokenizer makes {whole} of {plain}. Change its "
+            f"No GGUF: llama.cpp can put bos before a text, but this tokenizer turns {plain} into {whole}. Change its "
             "post_processor."
         )
     return whole != plain
 
 
 def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights by GGUF names and in GGUF layout, float32 on the CPU; a tied head is left out."""
+    """Yield the weights with GGUF names and layouts, in float32 on the CPU. A tied output head is left out."""
     config = model.config
     gguf = _gguf()
     layout = gguf_layout(config)
@@ -134,12 +137,18 @@ def write_gguf(
     tensor_type: str,
 ) -> Path:
     """
-    Writes `model.gguf`.
+    Write `model.gguf` and return its path.
 
     Args:
-        model_name (`str`): what programs show.
+        model ([`MiniMindForCausalLM`]): the model.
+        output_dir (`Path`): an existing directory.
+        model_name (`str`): the name that programs show.
+        tokenizer ([`PreTrainedTokenizerFast`], *optional*): written into the file.
         tensor_type (`str`): `F32`, `F16`, `BF16` or `Q8_0`, for matrices. Norms and routers stay float32, as in
-            llama.cpp; rows that Q8_0's blocks of 32 do not divide are F16.
+            llama.cpp; a matrix whose rows are not a multiple of Q8_0's blocks of 32 is written in F16.
+
+    Raises:
+        `ValueError`: if a value overflows float16.
     """
     gguf = _gguf()
     writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_layout(model.config)])
@@ -153,6 +162,7 @@ def write_gguf(
         writer.add_tokenizer_model("no_vocab")
     for name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
+        # ffn_gate_inp is the router: a rounded score could choose another expert.
         if tensor.dim() == 1 or "ffn_gate_inp" in name:
             quantized = gguf.GGMLQuantizationType.F32
         elif tensor_type == "Q8_0" and tensor.shape[-1] % 32 != 0:
@@ -169,6 +179,7 @@ def write_gguf(
 
 
 def _add_config(writer: Any, config: MiniMindConfig):
+    """Write the sizes and constants of the model."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -194,11 +205,14 @@ def _add_config(writer: Any, config: MiniMindConfig):
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
+    """Write vocabulary, merges, special tokens and chat template."""
     gguf = _gguf()
     pieces = {index: piece for piece, index in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
     for index in range(vocab_size):
+        # The model's vocabulary may be larger than the tokenizer's; llama.cpp needs a token for every row of the
+        # embedding.
         tokens.append(pieces.get(index, f"[PAD{index}]"))
         if index not in pieces:
             types.append(gguf.TokenType.UNUSED)
@@ -225,7 +239,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
 
 
 def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, dequantized to float32."""
+    """Return the tensors of a file, dequantized to float32."""
     gguf = _gguf()
     return {
         tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).float()
@@ -234,7 +248,9 @@ def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of an `ernie4_5-moe` file by our names, dequantized; what it should not hold, by its own."""
+    """
+    Return the weights of an `ernie4_5-moe` file under our names, dequantized. Unknown tensors keep their own names.
+    """
     tensors = read_gguf_tensors(path)
     ends = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     weights = {f"{ends[name]}.weight": tensors.pop(f"{name}.weight") for name in ends if f"{name}.weight" in tensors}
@@ -250,7 +266,7 @@ def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
-    """Raises `RuntimeError` unless the sizes and constants in a file are those of `config`, no more and no less."""
+    """Raise `RuntimeError` unless a file holds exactly the sizes and constants of `config`."""
     architecture = ARCHITECTURES[gguf_layout(config)]
     expected: dict[str, float] = {
         "vocab_size": config.vocab_size,
@@ -282,7 +298,7 @@ def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
     expected = {f"{architecture}.{name}": value for name, value in expected.items()}
     fields = _gguf().GGUFReader(path).fields
     written = {name: field.contents() for name, field in fields.items() if name.startswith(f"{architecture}.")}
-    # Numbers with a fraction stand there in float32.
+    # GGUF stores numbers with a fraction in float32.
     wrong = [
         f"{name} is {written.get(name)} and should be {expected.get(name)}"
         for name in sorted(written.keys() | expected.keys())

@@ -1,9 +1,9 @@
 """
-How MiniMind's generations and the architectures of transformers name and lay out the weights that we train.
+Names and layouts of the weights: this package's, MiniMind's three generations', and transformers' architectures.
 
-The generations of https://github.com/jingyaogong/minimind: v1 turns neighbouring channels by a complex `pos_cis`, as we
-do; v2 and v3 turn the channels `(i, i + head_dim / 2)`, as Llama does, which is a permutation of the rows of the query
-and key projections (and of v3's query and key norms).
+The generations are releases of https://github.com/jingyaogong/minimind. v1 rotates neighbouring channels by a complex
+`pos_cis`, as this package does. v2 and v3 rotate the channels `(i, i + head_dim / 2)`, as Llama does; the two differ
+by a permutation of the rows of the query and key projections (and of v3's query and key norms).
 """
 
 import re
@@ -16,26 +16,28 @@ from ..model.configuration_minimind import MiniMindConfig
 
 
 def to_half_split(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Moves the rows `(2i, 2i + 1)` of each head to `(i, i + head_dim / 2)`. Shape `(num_heads * head_dim, ...)`."""
+    """Move the rows `(2i, 2i + 1)` of each head to `(i, i + head_dim / 2)`. Shape `(num_heads * head_dim, ...)`."""
+    # (num_heads * head_dim, ...) -> (num_heads, head_dim / 2, 2, ...) -> (num_heads, 2, head_dim / 2, ...)
     return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def to_interleaved(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The inverse of [`to_half_split`]."""
+    """Invert [`to_half_split`]."""
     return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 @dataclass(frozen=True)
 class WeightLayout:
     """
-    How one program names and lays out the weights.
+    Names and shapes of one program's weights.
 
     Args:
         is_generation (`bool`): a MiniMind release, as opposed to an architecture of transformers.
-        has_qk_norm, has_experts (`bool`, *optional*): what the layout cannot be without, or (`False`) with.
-        half_split (`bool`): which channels of a head turn together.
-        lists_shared_experts (`bool`): shared experts are a list, not one MLP of their summed width.
-        renames: pairs of a part of our name and what stands there instead.
+        has_qk_norm (`bool`): whether its attention has query and key norms.
+        has_experts (`bool`, *optional*): whether it has experts; `None` if it has both kinds of models.
+        half_split (`bool`): whether the channels `(i, i + head_dim / 2)` rotate together, rather than neighbours.
+        lists_shared_experts (`bool`): whether shared experts are a list, rather than one MLP of their summed width.
+        renames (`tuple`): pairs of a part of this package's tensor names and its replacement, applied in order.
     """
 
     is_generation: bool = False
@@ -46,13 +48,17 @@ class WeightLayout:
     renames: tuple[tuple[str, str], ...] = ()
 
     def name(self, name: str) -> str:
-        """What this layout calls our tensor `name`."""
+        """Return this layout's name of our tensor `name`."""
         for ours, theirs in self.renames:
             name = name.replace(ours, theirs)
         return name
 
     def split(self, name: str, tensor: torch.Tensor, config: MiniMindConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, with their names, that one of ours is in this layout."""
+        """
+        Yield the tensors, with their names, that our tensor `name` becomes in this layout.
+
+        Stacked experts `(num_experts, ...)` become one matrix each, since every other program stores them so.
+        """
         if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
             yield self.name(name), to_half_split(tensor, config.head_dim)
         elif name.endswith("experts.gate_up_proj"):
@@ -70,16 +76,18 @@ class WeightLayout:
             yield self.name(name), tensor
 
     def join(self, name: str, parts: list[torch.Tensor], config: MiniMindConfig) -> torch.Tensor:
-        """Our tensor `name` from its parts, in the order in which [`split`] gives them."""
+        """Return our tensor `name` from its parts, in the order in which [`split`] yields them."""
         if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
             return to_interleaved(parts[0], config.head_dim)
         if name.endswith("experts.gate_up_proj"):
             return torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
         if name.endswith("experts.down_proj"):
             return torch.stack(parts)
+        # Shared experts join along their width: the rows of gate_proj and up_proj, the columns of down_proj.
         return torch.cat(parts, dim=int("down_proj" in name)) if len(parts) > 1 else parts[0]
 
 
+# Applied in this order: "model.embed_tokens" has to be renamed before "model." is removed.
 _V1_NAMES = (
     ("model.embed_tokens", "tok_embeddings"),
     ("model.", ""),
@@ -105,7 +113,7 @@ LAYOUTS = {
 
 
 def describe_layout(layout: str) -> str:
-    """What messages call a layout."""
+    """Return the name of a layout for messages."""
     return f"MiniMind {layout}" if LAYOUTS[layout].is_generation else layout
 
 

@@ -1,9 +1,9 @@
 """
-Checkpoints in: three MiniMind generations, and the architectures of transformers that MiniMind's scripts export.
+Read checkpoints of three MiniMind generations, and of the transformers architectures that MiniMind's scripts export.
 
-A [`~weights.layouts.WeightLayout`] says how a program names and lays out the weights, `_read_fields` how its config.json says the same
-things as ours. Reading builds an empty model from what the shapes tell, writes *its* tensors out in the file's
-layout, and compares names and shapes: so whatever a file lacks or has too much is met before any value is taken.
+A [`~weights.layouts.WeightLayout`] describes how a program names and lays out the weights; `_read_fields` translates
+its config.json. The shapes in the file give the sizes of an empty model, whose tensors in the file's layout must have
+exactly the names and shapes of the file. So every missing or additional tensor is found before any value is used.
 
     tensors in some layout -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
 """
@@ -30,12 +30,12 @@ from .layouts import LAYOUTS, describe_layout
 
 logger = logging.get_logger(__name__)
 
-# Names in MiniMind's own configs for what ours says otherwise.
+# Fields of MiniMind's own configs that our config expresses by other fields.
 UPSTREAM_FIELDS = frozenset(
     ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
     + ("inference_rope_scaling", "rope_scaling")
 )
-# Fields that are taken from MiniMind's code where no config gives them, by any of its names.
+# Fields that take the defaults of MiniMind's code where no config gives them, under any of their names.
 _ASSUMED = {
     "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
     "rope_parameters": {"rope_parameters", "rope_theta"},
@@ -43,12 +43,12 @@ _ASSUMED = {
     "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
     "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
 }
-# YaRN as v3 (and v2 from 2025-12) computes it; upstream's code has these values, its config.json need not.
+# YaRN as v3, and v2 since 2025-12, computes it. The values stand in upstream's code; its config.json may lack them.
 V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def is_native_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is a directory or a Hub id with a checkpoint that this package wrote."""
+    """Return whether `path`, a directory or Hub id, holds a checkpoint that this package wrote."""
     if not may_be_checkpoint(path):
         return False
     try:
@@ -61,27 +61,28 @@ def load_upstream(
     path: str | Path, *, config: Mapping[str, Any] | str | Path | None = None, dtype: torch.dtype | None = None
 ) -> MiniMindForCausalLM:
     """
-    Loads weights of any MiniMind generation, or of an architecture of transformers that MiniMind's scripts export.
+    Load weights of a MiniMind generation, or of a transformers architecture that MiniMind's scripts export.
 
     Args:
         path (`str` or `Path`): a `.pth` file; a directory with `config.json` and `model.safetensors` (or shards),
-            `pytorch_model.bin` or exactly one `.pth`; a Hub id, or one file in it (`owner/name:full_sft_512.pth`). Of the generations v1, v2 and v3, of `llama`,
-            `qwen3`, `qwen3_moe` and `ernie4_5_moe`, or of this package.
-        config (`dict` or path of a JSON file, *optional*): fields of that layout's own config.json, by its own names or
-            ours, that add to those in the directory or beside the file and win over them.
-        dtype (`torch.dtype`, *optional*): of the model; by default that of the file.
+            `pytorch_model.bin` or exactly one `.pth`; a Hub id, or one file in it (`owner/name:full_sft_512.pth`). The
+            weights may be in the layout of v1, v2 or v3, of `llama`, `qwen3`, `qwen3_moe` or `ernie4_5_moe`, or of
+            this package.
+        config (`dict` or path of a JSON file, *optional*): fields of config.json, by that program's names or ours.
+            They add to the fields in the directory or beside the file, and win over them.
+        dtype (`torch.dtype`, *optional*): the dtype of the model; by default that of the file.
 
     Returns:
         [`MiniMindForCausalLM`] in eval mode, with the same logits and the same router loss.
 
     Raises:
-        `ValueError`: where nothing fits: a tensor is missing, unexpected, of another shape or not finite; a size
-            cannot be inferred or contradicts the config; a pickle holds more than tensors (nothing of it is run).
+        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite; if a size cannot be inferred
+            or contradicts the config; if a pickle holds more than tensors (none of its code is run).
     """
     path = resolve(path)
     if is_native_checkpoint(path):
         if config:
-            raise ValueError(f"{path} was written by hf_pretrain and says all about itself: leave the config out.")
+            raise ValueError(f"{path} was written by hf_pretrain, which saves its config: leave the config out.")
         return load_native_checkpoint(path, dtype=dtype or "auto").eval()
     if isinstance(config, str | Path):
         config = read_json(Path(config))
@@ -95,7 +96,7 @@ def load_upstream(
         minimind_config = MiniMindConfig(**given | inferred)
     except StrictDataclassError as error:
         raise ValueError(f"{path}: a field of the config is of the wrong type. {error}") from error
-    # A head that the file leaves out is the embedding.
+    # A file without an output head has tied embeddings.
     tensors.setdefault(
         LAYOUTS[layout].name("lm_head.weight"), tensors[LAYOUTS[layout].name("model.embed_tokens.weight")]
     )
@@ -109,18 +110,22 @@ def load_upstream(
     model.config.dtype = model.dtype
     sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
     assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
-    defaults = f" By MiniMind's defaults, for want of a config: {assumed}." if assumed else ""
+    defaults = f" No config gives these, so MiniMind's defaults are used: {assumed}." if assumed else ""
     logger.warning(f"{path}: {describe_layout(layout)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
     return model
 
 
 def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
     """
-    `from_pretrained` of a checkpoint that this package wrote, which fills in nothing.
+    Load a checkpoint that this package wrote. Unlike `from_pretrained`, initialize no tensor that is missing.
+
+    Args:
+        path (`str` or `Path`): a directory or Hub id.
+        **loading: for `from_pretrained`.
 
     Raises:
-        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite, the file damaged, or a shard
-            outside the directory.
+        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite; if a file is damaged or a
+            shard lies outside the directory.
     """
     check_shards(path)
     for file in Path(path).glob("*.safetensors"):
@@ -130,7 +135,7 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
             path, output_loading_info=True, ignore_mismatched_sizes=True, **loading
         )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} has no weights that can be read: {error}") from error
+        raise ValueError(f"{path} has no readable weights: {error}") from error
     shapes = [
         f"{name} is {tuple(found)} and should be {tuple(shape)}" for name, found, shape in info["mismatched_keys"]
     ]
@@ -140,7 +145,8 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
 
 
 def _check_finite(model: MiniMindForCausalLM, path: str | Path):
-    # NOTE: under ZeRO-3 the parameters are elsewhere and pass; there the first loss tells.
+    """Raise `ValueError` if a parameter holds a value that is not finite."""
+    # NOTE: under ZeRO-3 every parameter is empty here and passes. There the first loss shows it.
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(
@@ -150,6 +156,7 @@ def _check_finite(model: MiniMindForCausalLM, path: str | Path):
 
 
 def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[str], shapes: Iterable[str]):
+    """Raise `ValueError` for tensors that are missing, unexpected or of another shape, naming five of each."""
     problems = [
         f"{len(names)} {what}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
         for what, names in (
@@ -164,34 +171,39 @@ def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[st
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The fields of the config.json in or beside `path`."""
+    """Return the fields of the config.json in or beside `path`."""
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.is_file():
         return {}
     raw = read_json(config)
     if "format_version" in raw:
-        logger.warning(f"{config} belongs to a checkpoint of hf_pretrain, not to {path.name}, and is left aside.")
+        logger.warning(f"{config} belongs to a checkpoint of hf_pretrain, not to {path.name}, and is ignored.")
         return {}
     return raw
 
 
 def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config, `given` above those of the file; with transformers' defaults for its architectures."""
+    """
+    Return the config fields of a file with those in `given` on top, and with transformers' defaults for its
+    architectures.
+    """
     fields = {**raw, **given}
     check_fields(fields)
     if fields.get("model_type") in LAYOUTS:
-        # transformers writes into what it is given.
+        # transformers changes the dictionaries that it is given.
         fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
         try:
             fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
         except Exception as error:
-            # It checks some of the fields, and computes with the others.
+            # transformers checks some fields and computes with the others, so a wrong value raises anything.
             raise ValueError(f"The config is not one of {model_type}: {error}") from error
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5 as the two fields of transformers 4, which can be given apart."""
+    """
+    Return `rope_parameters` of transformers 5 as the two fields of transformers 4, which a user may give separately.
+    """
     rope = dict(fields.get("rope_parameters") or {})
     split = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
     if rope:
@@ -218,17 +230,17 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
 
 def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[str, Any]:
     """
-    Our config fields from those of `layout`, as far as they are given; constants of the layout's code besides.
+    Translate the config fields of `layout` into ours, and add the constants of that program's code.
 
-    The router loss of v3, Qwen3-MoE and Ernie4.5-MoE lacks our division by top-k; the latter two average over layers
-    where MiniMind sums.
+    The router loss of v3, Qwen3-MoE and Ernie4.5-MoE lacks our division by top-k; the latter two also average over
+    layers where MiniMind sums. The coefficient makes up for both.
     """
     aliases = MiniMindConfig.attribute_map if layout == "v1" else {}
     raw = {aliases.get(name, name): value for name, value in raw.items()}
     if layout == "ernie4_5_moe":
         names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
         raw = {names.get(name, name): value for name, value in raw.items()}
-        # The sum of the top-k probabilities, at most 1, is divided by unless it is below this floor.
+        # Ernie divides by the sum of the top-k probabilities, which is at most 1, but never by less than this floor.
         if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
             raise ValueError(
                 f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
@@ -241,9 +253,9 @@ def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict
             f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
         )
     if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
-        raise ValueError("Sliding windows, and layers without experts among layers with, have no place in MiniMind.")
+        raise ValueError("MiniMind has neither sliding windows nor dense layers among layers with experts.")
     if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("MiniMind turns whole heads: partial_rotary_factor must be 1.")
+        raise ValueError("MiniMind rotates whole heads: partial_rotary_factor must be 1.")
 
     given = {
         name: raw[name]
@@ -256,7 +268,7 @@ def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict
     }
     given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
     given["rope_parameters"] = _read_rope(raw, layout)
-    # v1's max_seq_len is the length of its training rows; its table has 32,768 positions.
+    # v1's max_seq_len is the length of its training rows; its rotary table has 32,768 positions.
     given["max_position_embeddings"] = 32768 if layout == "v1" else raw.get("max_position_embeddings", 32768)
     if LAYOUTS[layout].is_generation:
         given["upstream_generation"] = layout
@@ -268,9 +280,10 @@ def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict
 
 
 def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Translate the config fields of the experts' router."""
     if "num_experts_per_tok" not in raw:
         raise ValueError(
-            "How many experts a token is sent to cannot be seen in the weights: give the config.json, or "
+            "The weights do not show how many experts a token is routed to: give the config.json, or "
             "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
         )
     top_k = raw["num_experts_per_tok"]
@@ -298,16 +311,17 @@ def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
 
 
 def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Translate the fields of the rotary table into `rope_parameters`."""
     rope = dict(raw.get("rope_parameters") or {})
     rope.pop("type", None)
     if raw.get("rope_theta") is not None:
         rope["rope_theta"] = raw["rope_theta"]
-    # Written as null, it says nothing.
+    # A null in the file means that the field is not given.
     if rope.get("rope_theta", 0) is None:
         del rope["rope_theta"]
     if layout == "v1" and "rope_theta" not in rope:
         raise ValueError(
-            "Nothing says the base of v1's rotary table: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
+            "The base of v1's rotary table is unknown: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
             "MiniMind-V1 of 2024, whose config.json lacks it)."
         )
     if not LAYOUTS[layout].is_generation:
@@ -315,17 +329,17 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
     if not raw.get("inference_rope_scaling"):
         return theta
-    # Which of transformers' versions wrote the file decides under which name.
+    # The version of transformers that wrote the file decides which name it has.
     scaling = raw.get("rope_scaling") or rope
     if layout == "v3" and "factor" not in scaling:
         scaling = V3_YARN | {"attention_factor": 1.0}
     if "attention_factor" not in scaling:
         raise ValueError(
-            "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that it "
-            "is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
+            "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that "
+            "it is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
             "attention_factor."
         )
-    # MiniMind's code leaves a table alone that is no longer than the original.
+    # MiniMind's code does not scale a table that is no longer than the original.
     if raw.get("max_position_embeddings", 32768) <= scaling["original_max_position_embeddings"]:
         return theta
     names = (*V3_YARN, "attention_factor")
@@ -333,7 +347,12 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
 
 
 def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that the shapes tell; a `ValueError` where a shape is missing or `given` contradicts."""
+    """
+    Return the sizes that the shapes imply.
+
+    Raises:
+        `ValueError`: if a tensor is missing or has no sensible shape, or if `given` contradicts.
+    """
 
     def shape(name: str) -> torch.Size:
         name = LAYOUTS[layout].name(name)
@@ -345,7 +364,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
 
     attention = "model.layers.0.self_attn."
     layers = {int(match[1]) for match in (re.search(r"\blayers\.(\d{1,9})\.", name) for name in tensors) if match}
-    # A model of as many layers as one name says would be built below.
+    # Below, a model with `max(layers) + 1` layers is built: one wrong name must not make it huge.
     gap = next(number for number in range(len(layers) + 1) if number not in layers)
     if gap < len(layers):
         raise ValueError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
@@ -359,7 +378,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
         head_dim = q_rows // given["num_attention_heads"]
     else:
         raise ValueError(
-            "The number of heads cannot be seen in the weights: give the config.json, or num_attention_heads "
+            "The weights do not show the number of heads: give the config.json, or num_attention_heads "
             "(MiniMind2 has 8, MiniMind-V1 of 2024 has 16)."
         )
     if head_dim == 0:
@@ -395,7 +414,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     is_same = head is None or head.equal(tensors[LAYOUTS[layout].name("model.embed_tokens.weight")])
     if head is None and not given.get("tie_word_embeddings", True):
         raise ValueError("The config says tie_word_embeddings=False, but the weights have no output head.")
-    # Two equal matrices may be two by intention.
+    # An output head equal to the embedding may still be meant to be separate, so the config decides.
     sizes["tie_word_embeddings"] = is_same and given.get("tie_word_embeddings", True)
 
     for name, size in sizes.items():
@@ -407,7 +426,11 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
 def _join(
     tensors: dict[str, torch.Tensor], layout: str, config: MiniMindConfig, path: Path
 ) -> dict[str, torch.Tensor]:
-    """Our state dict from `tensors`, once names and shapes are exactly those that `config` needs in `layout`."""
+    """
+    Return our state dict, after checking that `tensors` has exactly the names and shapes that `config` needs in
+    `layout`.
+    """
+    # On the meta device a model of any size costs no memory.
     with torch.device("meta"):
         empty = MiniMindForCausalLM(config).state_dict()
     parts = {ours: dict(LAYOUTS[layout].split(ours, tensor, config)) for ours, tensor in empty.items()}
@@ -420,7 +443,7 @@ def _join(
         for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    complaint = f"{path} does not fit {describe_layout(layout)} of the sizes found"
+    complaint = f"{path} does not fit {describe_layout(layout)} with the sizes found"
     _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), shapes)
     return {
         ours: LAYOUTS[layout].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()
@@ -428,10 +451,11 @@ def _join(
 
 
 def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """Drop Ernie's correction biases, which add to the router's scores; raise `ValueError` if one is not zero."""
     biases = {name for name in tensors if name.endswith("moe_statics.e_score_correction_bias")}
     used = [name for name in biases if tensors[name].any()]
     if used:
-        raise ValueError(f"{path}: {used[0]} is not zero; MiniMind's routers choose by their scores alone.")
+        raise ValueError(f"{path}: {used[0]} is not zero; MiniMind's routers have no such bias.")
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 

@@ -1,4 +1,4 @@
-"""Command-line arguments that name the model, and how the model is built or loaded from them."""
+"""Command-line arguments that name the model, and the functions that build or load it."""
 
 import dataclasses
 import re
@@ -26,12 +26,12 @@ logger = logging.get_logger(__name__)
 
 
 def default_preset() -> str:
-    """The preset that this machine can train in a sitting."""
+    """Return the default preset, which suits the hardware of this machine."""
     return "minimind2-small" if torch.cuda.is_available() else "tiny"
 
 
 class _FieldLoader(yaml.SafeLoader):
-    """YAML in which 1e6 is a number: for PyYAML it is text, because it has no point."""
+    """YAML loader that reads 1e6 as a number. PyYAML reads it as text, because it has no decimal point."""
 
 
 _FieldLoader.add_implicit_resolver(
@@ -41,8 +41,15 @@ _FieldLoader.add_implicit_resolver(
 
 def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> dict[str, Any]:
     """
-    Config fields as they are typed: `name=value, name={key: value}`, the values in YAML. Raises `ValueError`, naming
-    `flag`, for what is not of that form, or neither a field of the config nor `also_known`; and for values of a wrong type.
+    Parse config fields as users type them: `name=value, name={key: value}`, with values in YAML.
+
+    Args:
+        text (`str`): what the user typed.
+        flag (`str`): the flag, for messages.
+        also_known (`Collection[str]`): names that are accepted besides the fields of the config.
+
+    Raises:
+        `ValueError`: if the text has another form, a name is unknown, or a value has the wrong type.
     """
     try:
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
@@ -67,18 +74,16 @@ class ModelArguments:
         metadata={"help": f"One of {', '.join(PRESETS)}. By default minimind2-small on a GPU, tiny on a CPU."},
     )
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Start from this checkpoint directory or Hub id instead of from scratch."}
+        default=None, metadata={"help": "Start from the weights of this directory or Hub id instead of from scratch."}
     )
     config_overrides: str | None = field(
         default=None, metadata={"help": "Config fields on top of the preset: num_hidden_layers=4,hidden_size=128"}
     )
     tokenizer_name_or_path: str | None = field(
         default=None,
-        metadata={
-            "help": "Tokenizer directory or Hub id. Without it, one is trained on the data and kept with the run."
-        },
+        metadata={"help": "Tokenizer directory or Hub id. By default the run trains one on the data and saves it."},
     )
-    vocab_size: int = field(default=6400, metadata={"help": "Entries of a tokenizer that is trained here."})
+    vocab_size: int = field(default=6400, metadata={"help": "Entries of the tokenizer that the run trains."})
     attn_implementation: str = field(
         default="auto", metadata={"help": "auto (packed), eager, sdpa or flex_attention."}
     )
@@ -89,18 +94,20 @@ class ModelArguments:
 
     @property
     def base_model(self) -> str:
-        """`model_name_or_path`, for a stage that cannot do without; raises `ValueError` if it is not given."""
+        """Return `model_name_or_path`, for a stage that needs it. Raise `ValueError` if it is not given."""
         if self.model_name_or_path is None:
-            raise ValueError("This stage goes on from a model: pass --model_name_or_path with a directory or Hub id.")
+            raise ValueError(
+                "This stage starts from a trained model: pass --model_name_or_path with a directory or Hub id."
+            )
         return self.model_name_or_path
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """`config_overrides` as a dictionary; raises `ValueError` as [`parse_fields`] does."""
+        """Return `config_overrides` as a dictionary. Raise `ValueError` as [`parse_fields`] does."""
         return parse_fields(self.config_overrides or "", flag="--config_overrides")
 
     def load_config(self, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
-        """The config that these arguments ask for, with the special tokens of `tokenizer`."""
+        """Return the config that these arguments describe, with the special tokens of `tokenizer`."""
         try:
             if self.model_name_or_path:
                 return MiniMindConfig.from_pretrained(self.model_name_or_path, **self.overrides)
@@ -116,8 +123,10 @@ class ModelArguments:
         self, tokenizer: PreTrainedTokenizerBase, *, distributed: DistributedConfig | None = None
     ) -> MiniMindForCausalLM:
         """
-        The model that these arguments ask for, in float32, sharded as `distributed` says. Weights that MiniMind
-        itself wrote are converted on the way ([`~weights.loading.load_upstream`]); an adapter is put on its base model.
+        Return the model that these arguments describe, in float32, sharded as `distributed` says.
+
+        Weights that MiniMind itself wrote are converted first ([`~weights.loading.load_upstream`]); an adapter is
+        loaded onto its base model.
 
         Raises:
             `ValueError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
@@ -146,7 +155,7 @@ class ModelArguments:
             "dtype": torch.float32,
         }
         if config.num_experts and not torch.accelerator.is_available():
-            # NOTE: on a CPU, torch's grouped product takes half as long again as a loop over the experts.
+            # NOTE: on a CPU, torch's grouped matrix product takes 1.5 times as long as a loop over the experts.
             loading["experts_implementation"] = config._experts_implementation = "eager"
         if distributed is not None:
             if distributed.ep_size > 1 and not config.num_experts:
@@ -156,7 +165,8 @@ class ModelArguments:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
         if self.model_name_or_path:
             return load_native_checkpoint(self.model_name_or_path, **loading)
-        # Built whole on every rank, also under ZeRO-3: the first weights are then the same bits under every launcher.
+        # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under
+        # every launcher.
         config._attn_implementation = attn_implementation
         model = MiniMindForCausalLM(config)
         if distributed is not None:
