@@ -55,6 +55,7 @@ class SourceArguments:
         Raises:
             `ValueError`: as [`~data.loading.load_documents`] does.
         """
+        # Every rank reads the data, but one file lists the bad lines.
         is_main = training_args.process_index == 0
         return load_documents(
             self.dataset_name,
@@ -106,6 +107,7 @@ class DataArguments(SourceArguments):
 
     def load_documents(self, training_args: TrainingArguments, **reading: Any):
         """Load the training set, shuffled if it is a stream, and the validation set."""
+        # `reading` wins: evaluation loads the same data in other ways.
         own: dict[str, Any] = {"schema": self.schema, "text_column": self.text_column, "streaming": self.streaming}
         train, validation = super().load_documents(training_args, **own | reading)
         # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
@@ -119,8 +121,7 @@ class DataArguments(SourceArguments):
 
         Returns:
             `tuple`: packed sequences and a report, as [`~data.packing.prepare_rows`] returns them, or `None` and
-                `None` where
-            there are no documents.
+            `None` where there are no documents.
         """
         if isinstance(documents, Dataset) and len(documents) == 0:
             return None, None
@@ -187,6 +188,7 @@ class ChatArguments(DataArguments):
         """Encoder of conversations; `None` for text."""
         if self.dataset_kind == "text":
             return None
+        # Unset differs from false: the template then uses its own default.
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
         return ConversationEncoder(self.train_on_inputs, parse_span_weights(self.span_weights), kwargs)
 

@@ -39,12 +39,11 @@ class DataCollatorForPackedRows:
 
         Returns:
             `dict`: `input_ids`, `labels` and `position_ids`, `torch.int64` of shape `(batch_size, seq_len)`. Labels
-                are -100
-            at the first token of each document, in the padding, where the weight is 0, and where they were -100
-            before. If the rows have a `loss_mask`, also `loss_mask`, `torch.float32` of the same shape, 0 where labels
-            are -100. `cu_seq_lens_q`, `torch.int32` of shape `(num_documents + 1,)`: start of each document (padding
-            is one) in the flattened batch, and its end. `max_length_q`, `int`: length of the longest document, rounded
-            up to 128.
+            are -100 at the first token of each document, in the padding, where the weight is 0, and where they were
+            -100 before. If the rows have a `loss_mask`, also `loss_mask`, `torch.float32` of the same shape, 0 where
+            labels are -100. `cu_seq_lens_q`, `torch.int32` of shape `(num_documents + 1,)`: start of each document
+            (padding is one) in the flattened batch, and its end. `max_length_q`, `int`: length of the longest
+            document, rounded up to 128.
 
         Raises:
             `ValueError`: if a row is longer than `max_length`, the lengths of its documents do not add up to its own,

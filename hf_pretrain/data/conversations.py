@@ -23,6 +23,7 @@ SHAREGPT_ROLES = {
     **{"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"},
 }
 
+# Fields by which the kind of a record is recognised.
 CONVERSATION_KEYS = {
     "messages": {"messages"},
     "minimind": {"conversations"},
@@ -58,6 +59,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
         `BadRecord`: if the record has none of these formats, a message is malformed, or the assistant says nothing.
     """
     record = _check_record(record)
+    # The order of `CONVERSATION_KEYS` decides where a record has the fields of several kinds.
     if kind is None:
         kind = next((kind for kind, keys in CONVERSATION_KEYS.items() if record.keys() >= keys), None)
     if kind is None or not record.keys() >= CONVERSATION_KEYS[kind]:
@@ -69,6 +71,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
         messages += _read_turn(record["completion"], "completion", "assistant")[0]
     elif kind == "alpaca":
         question = "\n".join(_text(record[key], key) for key in ("instruction", "input") if record.get(key))
+        # `history` holds earlier pairs of question and answer.
         turns = [*_parsed(record.get("history", []), "history", list), (question, record["output"])]
         if not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns):
             raise BadRecord("'history' is no list of pairs of question and answer; fix or drop the line")
@@ -115,6 +118,7 @@ def read_preference(record: Any) -> str:
         prompt, found = _read_turn(record["prompt"], "prompt", "user")
         tools = tools or found
     else:
+        # Without a prompt of its own, the messages that both begin with are the prompt.
         pairs = zip(answers["chosen"], answers["rejected"], strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, answers.values())))
         # Both answers may begin with equal messages of the assistant. They belong to the answers, not to the prompt.
@@ -224,6 +228,7 @@ def _read_message(message: dict[str, Any]) -> dict[str, Any]:
     calls = _parsed(message["tool_calls"], "tool_calls", list) if message.get("tool_calls") else None
     if message["role"] == "assistant":
         content, reasoning = _text(message.get("content", ""), "content"), message.get("reasoning_content")
+        # Some data sets write the thought into the text instead of a field.
         if not reasoning:
             reasoning, content = _split_thought(content)
         extra: dict[str, Any] = {}

@@ -64,6 +64,7 @@ class EmbeddedCorpus:
         Raises:
             `ImportError`: if the package is not installed.
         """
+        # Importing the package would run its code; only its data files are needed.
         spec = find_spec(self.distribution.replace("-", "_"))
         if spec is None:
             raise ImportError(
@@ -120,6 +121,7 @@ def _idioms(path: Path) -> Iterator[dict[str, str]]:
 
 def _read_chatterbot(path: Path) -> Iterator[EmbeddedDocument]:
     """Yield one document per dialogue, with one line per turn."""
+    # Sorted, because the order of a directory differs between file systems.
     for file in sorted(path.glob("*/*.yml")):
         for turns in yaml.load(file.read_bytes(), Loader=yaml.CSafeLoader)["conversations"]:
             # The package writes a few dialogues as one string instead of a list.
@@ -205,6 +207,7 @@ def _prefer(
         # Draw again while the reply also occurs in this conversation, where it might be a good answer.
         other = turns[-1]
         while other in turns:
+            # Every second turn is an answer.
             other = generator.choice(generator.choice(others)[1::2])
         yield {
             "prompt": _alternate(turns[:-1]),

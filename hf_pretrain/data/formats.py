@@ -116,6 +116,7 @@ def json_type(value: Any) -> str:
 
 def file_format(path: Path) -> str | None:
     """Return the member of `EXTENSIONS` that a file's name ends in, compressed or not, or `None`."""
+    # Parquet has its own compression; a compressed parquet file cannot be read in parts.
     suffixes = [suffix.lower() for suffix in path.suffixes]
     is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     extension = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
@@ -147,6 +148,7 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
             yield 0, None, BadRecord("plain text, and records are wanted; write them as JSONL")
         elif extension == ".txt":
             yield from _read_paragraphs(_lines(_decompressed(path)), text_column)
+        # A `.json` file holds one array, or one object per line like JSONL.
         elif extension == ".json" and _starts_array(path):
             yield from _read_array(b"".join(_decompressed(path)))
         else:
@@ -171,6 +173,7 @@ def read_json_lines(path: Path, *, start: int, stop: int, line: int) -> Iterator
     def chunks() -> Iterator[bytes]:
         with path.open("rb") as file:
             file.seek(start)
+            # Never beyond `stop`, where the next piece starts.
             while chunk := file.read(min(CHUNK_BYTES, stop - file.tell())):
                 yield chunk
 
@@ -286,6 +289,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, No
             names = ", ".join(file.schema_arrow.names)
             yield 0, None, BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column")
             return
+        # In batches, so that a large file never has to fit into memory.
         for batch in file.iter_batches(batch_size=1000, columns=None if text_column is None else [text_column]):
             for record in batch.to_struct_array():
                 number += 1

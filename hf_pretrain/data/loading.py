@@ -105,6 +105,7 @@ def load_documents(
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
     if streaming:
+        # `keep` counts bad lines while the stream is read, so too many of them can stop a run late.
         parts = [part.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES)) for part in rows]
         # Without a validation set, the head of a stream still shows early whether its lines are good.
         scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
@@ -119,6 +120,8 @@ def load_documents(
     validation = datasets.concatenate_datasets(
         [split_documents(head, 0.0, validation_fraction, num_proc) for head in heads]
     )
+    # The training set has the hashes above those of the validation set. Exactly 1.0 by default: a rounded sum below it
+    # could drop a document.
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
     parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
     for name, part in zip(dataset_names, parts, strict=True):
@@ -130,6 +133,7 @@ def load_documents(
     if weights is None or len(parts) == 1:
         train = datasets.concatenate_datasets(parts)
     else:
+        # `all_exhausted` samples until every dataset has been read in full.
         probabilities = [weight / sum(weights) for weight in weights]
         train = datasets.interleave_datasets(
             parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
@@ -195,6 +199,7 @@ def _load_rows(
 
 def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
     """Load the rows of some pieces from the cache, or read them."""
+    # The digest of the content, not its time: a file that was touched but not changed finds its cache entry.
     contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
     key = cache_key(how, contents)
     try:
@@ -226,10 +231,12 @@ def _load_hub_rows(
         raise ValueError(
             f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
         ) from error
+    # Some streams know their columns only once a record has been read.
     columns = records.column_names or list(next(iter(records)))
     if text_column is not None and text_column not in columns:
         raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)
+    # A key of our own: `datasets` pickles `_check_records` by name and would not notice changes in what it calls.
     rows = records.map(
         _check_records,
         batched=True,
@@ -274,6 +281,7 @@ def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Ite
             records = read_file(Path(source), text_column=text_column)
         else:
             records = read_json_lines(Path(source), start=piece.start, stop=piece.stop, line=piece.line)
+        # Only a whole file can be without records; a piece of one has at least a line.
         is_empty = piece.stop is None
         for line, offset, record in records:
             is_empty = False
@@ -293,6 +301,7 @@ def _make_row(
             raise record
         if schema == "text":
             text = read_text(record, text_column=text_column)
+            # Documents of the user's own are hashed by their text.
             origin = record["origin"] if source in EMBEDDED_SOURCES else None
         else:
             text = SCHEMAS[schema](record)
@@ -314,6 +323,7 @@ def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
     for row in rows.select(np.flatnonzero(is_bad)):
         rejected.add(row["source"], row["line"], row["offset"], row["reason"])
     documents = rows.select_columns(list(DOCUMENT_FEATURES))
+    # A selection reads through a table of indices, which is slower. Data without bad lines are spared it.
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
 
 

@@ -99,9 +99,8 @@ def prepare_rows(
 
     Returns:
         `tuple`: rows and a [`PackingReport`], which is `None` for a stream. Rows are in the order of their first
-            document.
-        They have `input_ids` (at most `max_length`, `int32`) and `seq_lengths` (lengths of the documents in the row,
-        `int32`, which add up to its own); with an encoder also `loss_mask` (one weight per token, `float32`).
+        document. They have `input_ids` (at most `max_length`, `int32`) and `seq_lengths` (lengths of the documents in
+        the row, `int32`, which add up to its own); with an encoder also `loss_mask` (one weight per token, `float32`).
 
     Raises:
         `ValueError`: if `packing_strategy` is unknown, or `wrapped` with an encoder; if `max_length` is below 8; or if
@@ -113,6 +112,7 @@ def prepare_rows(
         raise ValueError(f"max_length={max_length} is too short to learn from. Use at least {MIN_LENGTH}.")
     if encoder is not None and packing_strategy == "wrapped":
         raise ValueError("packing_strategy='wrapped' would cut conversations apart. Use bfd or none.")
+    # Text has no weights: every token counts once.
     is_weighted = encoder is not None
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
@@ -163,6 +163,7 @@ def _prepare_part(
         new_fingerprint=key,
         desc="Tokenizing",
     )
+    # All conversations of the part were dropped, so there is nothing to pack.
     if len(tokens) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(len(documents), 0, 0, 0.0, 0, num_dropped=len(documents))
@@ -247,6 +248,7 @@ def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.T
     # `flatten` respects the offset of a slice; `values` would return the whole buffer, other documents included.
     values = {name: column.flatten().to_numpy() for name, column in lists.items()}
     offsets = lists["input_ids"].offsets.to_numpy().astype(np.int64)
+    # The first offset of a slice is not 0.
     offsets -= offsets[0]
     starts, lengths = offsets[:-1], np.diff(offsets)
     # From here on `starts` and `lengths` describe pieces: parts of documents that stay together, in order of tokens.
@@ -280,6 +282,7 @@ def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tup
     """
     # Integer division of the negated numbers rounds up.
     num_pieces = -(-lengths // max_length)
+    # (num_pieces,): index of the first piece of the same document, then the place of the piece in it
     first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     place = np.arange(num_pieces.sum()) - first
     piece_starts = np.repeat(starts, num_pieces) + place * max_length
@@ -310,6 +313,7 @@ def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
     spaces = 0
     num_rows = 0
     row_of = np.empty(len(lengths), dtype=np.int64)
+    # Stable, so that documents of equal length keep their order on every platform.
     order = np.argsort(-lengths, kind="stable")
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         # Bit i of `fitting` is set if some row has length + i tokens of space left.
@@ -340,6 +344,7 @@ def _lay_out(values: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndar
             piece. Pieces keep their order within a row, and rows are ordered by their first piece.
     """
     _, first_piece, row_of = np.unique(row_of, return_index=True, return_inverse=True)
+    # The last key of `lexsort` comes first: rows by their first piece, then pieces in their own order.
     order = np.lexsort((np.arange(len(starts)), first_piece[row_of]))
     starts, lengths, row_of = starts[order], lengths[order], first_piece[row_of][order]
     ends = np.cumsum(lengths)

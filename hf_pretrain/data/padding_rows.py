@@ -52,6 +52,7 @@ class PaddedDataset(Dataset):
         """
         Return the rows of a batch. torch's loader asks for all at once, so that `datasets` reads them in one call.
         """
+        # A padding row needs valid content of the same columns, so it copies the first row.
         places = [index if index < len(self.dataset) else 0 for index in indices]
         reads_batches = isinstance(self.dataset, datasets.Dataset)
         rows = self.dataset.__getitems__(places) if reads_batches else [self.dataset[place] for place in places]
@@ -68,9 +69,9 @@ class PaddedSampler(Sampler[int]):
     Sampler that appends indices past the end of the data, up to a multiple of `multiple`.
 
     Args:
-        sampler: the sampler of the data. A random one gets a generator seeded by `seed` and the epoch, since the ranks
-        may
-            have used the global generator differently.
+        sampler: the sampler of the data. A random one gets a generator seeded by `seed` and the epoch, since the
+        global
+            generator may differ between ranks.
         multiple (`int`): number of rows in a global batch.
         seed (`int`): seed of the order.
     """
@@ -118,6 +119,7 @@ class PaddedStream(IterableDataset):
         for row in self.dataset:
             yield {**row, ROW_NUMBER_COLUMN: num_rows}
             num_rows += 1
+        # Each worker of the loader sees its share of the stream.
         worker = get_worker_info()
         if self.is_training and 2 * num_rows * (worker.num_workers if worker else 1) < self.multiple:
             raise ValueError(

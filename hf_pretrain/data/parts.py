@@ -41,6 +41,7 @@ def digest(*values: object) -> str:
 
 def describe_code(package: Path) -> str:
     """Return a digest of the code that prepares data and of the library versions that it runs with."""
+    # Comments count as well: an unneeded preparation costs minutes, an unnoticed change gives wrong rows.
     files = [*sorted((package / "data").glob("*.py")), *sorted((package / "tokenizer").glob("*.py"))]
     versions = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
     return digest([file.read_bytes() for file in files], versions)
@@ -60,6 +61,7 @@ def cut(dataset: Dataset) -> list[Dataset]:
 
     An empty dataset gives a single empty part.
     """
+    # As many parts as processes where the data are small, parts of `PART_SIZE` where they are large.
     num_groups = math.ceil(len(dataset) / GROUP_SIZE)
     size = min(PART_SIZE, max(1, math.ceil(num_groups / MAX_PROCESSES)) * GROUP_SIZE)
     starts = range(0, max(len(dataset), 1), size)
@@ -91,6 +93,7 @@ def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | N
         bar = tqdm(outcomes, desc=desc, total=len(parts), unit="part", disable=datasets.are_progress_bars_disabled())
         results = []
         for result, mistake in bar:
+            # Raised here by this package, so that the user gets one line and no traceback.
             if mistake is not None:
                 raise mistake
             results.append(result)

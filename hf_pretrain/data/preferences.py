@@ -27,9 +27,8 @@ def prepare_pairs(
 
     Returns:
         `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, and a report for the user. The
-            answers
-        run from the first token that the assistant generates, or from where they differ if that is earlier, to the
-        stop token.
+        answers run from the first token that the assistant generates, or from where they differ if that is earlier, to
+        the stop token.
 
     Raises:
         `ValueError`: if no pair is left.
@@ -61,6 +60,7 @@ def _encode_batch(
     for text in batch["text"]:
         preference = json.loads(text)
         prompt, kwargs = preference["prompt"], preference.get("chat_template_kwargs", {})
+        # The prompt may hold earlier answers, which the template marks too.
         num_turns = sum(message["role"] == "assistant" for message in prompt)
         sequences, starts = {}, []
         for name in ("chosen", "rejected"):
@@ -75,6 +75,7 @@ def _encode_batch(
         start = min(*starts, _common_length(*sequences.values()))
         row = {"prompt_ids": sequences["chosen_ids"][:start]}
         row |= {name: ids[start:] for name, ids in sequences.items()}
+        # Beyond `max_length` the collator truncates, so a difference there would never be trained on.
         room = max_length - len(row["prompt_ids"])
         if room > 0 and row["chosen_ids"][:room] != row["rejected_ids"][:room]:
             for name in PAIR_FEATURES:

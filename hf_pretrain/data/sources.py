@@ -54,6 +54,7 @@ def find_sources(name: str) -> list[str] | None:
         return [name]
     path = Path(name).expanduser()
     if path.is_dir():
+        # Sorted, because the order of a directory differs between file systems. Hidden files are no data.
         files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
         paths = [file for file in files if file_format(file) is not None]
         if len(paths) < len(files):
@@ -70,6 +71,7 @@ def find_sources(name: str) -> list[str] | None:
     elif any(character in name for character in "*?["):
         paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
         wanted = f"No file matches the glob {name} and ends in"
+    # Neither exists, but it looks like a path: a mistyped path must not become a query to the Hub.
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
         raise ValueError(f"There is no file or directory {name}. Check --dataset_name.")
     else:
@@ -134,6 +136,7 @@ def _cut_file(source: str) -> Iterator[Piece]:
         for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
             # Cut after the last whole line of the chunk, once the piece is large enough.
             end_of_line = chunk.rfind(b"\n") + 1
+            # A digest covers its own piece only: a file that grows keeps the cache entries of its first pieces.
             if is_cut and end_of_line and stop + end_of_line - start >= SHARD_BYTES:
                 hasher.update(chunk[:end_of_line])
                 next_line += chunk.count(b"\n")
@@ -148,6 +151,7 @@ def _cut_file(source: str) -> Iterator[Piece]:
                 next_line += chunk.count(b"\n")
             stop += len(chunk)
     if start < stop:
+        # A file that was never cut is read as a whole, whatever its format.
         yield Piece(source, state, start, stop if start else None, line, hasher.hexdigest())
 
 

@@ -35,6 +35,7 @@ def split_documents(
 
 def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
     """Filter one part of a dataset."""
+    # A key of our own: `datasets` would hash the pickled function, which does not show changes in this module.
     key = cache_key(documents._fingerprint, key)
     return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
 

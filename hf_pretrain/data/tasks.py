@@ -34,6 +34,7 @@ from .rejected import RejectedLines
 from .splitting import hashes_are_between
 
 
+# Greatest number of tasks per embedded kind.
 NUM_EMBEDDED = 2000
 # A question anywhere in a dialogue. The lookahead finds overlapping ones. Only questions that fill a line become
 # tasks.
@@ -142,6 +143,7 @@ def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
         "*": lambda a, b: a * b,
     }
     while True:
+        # Multiplication, the hardest, is drawn half as often as each of the others.
         sign = generator.choice("++--*")
         largest = 9 if sign == "*" else 50
         a, b = generator.randint(0, largest), generator.randint(0, largest)
@@ -196,6 +198,7 @@ EMBEDDED_TASKS: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] =
     "idiom-task": _idioms,
     "tool-call": _tool_calls,
 }
+# Columns that every task of ours has, so that all kinds fit into one table.
 TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
 
 
@@ -205,7 +208,9 @@ def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any],
     if task not in EMBEDDED_TASKS:
         known = ", ".join(f"embedded:{task}" for task in EMBEDDED_TASKS)
         raise ValueError(f"--dataset_name {name}: no such embedded task. There are: {known}.")
+    # A text as seed gives each kind of task a sequence of its own.
     rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
+    # `zip` ends the generators that have no end.
     for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
         origins = row.pop("origins", None) or [json.dumps(row["prompt"])]
         yield TASK_COLUMNS | row | {"task": task}, origins
@@ -239,6 +244,7 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
         return {**record, "prompt": _read_messages(_non_empty_list(messages, "prompt"), "prompt")[0]}
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; write one of them")
+    # The last message is MiniMind's answer, which the policy replaces by its own.
     *messages, _ = _non_empty_list(record["conversations"], "conversations")
     messages = _non_empty_list(messages, "conversations without the answer")
     prompt, schemas = _read_messages(messages, "conversations")
@@ -311,6 +317,7 @@ class _ColumnTypes:
                 before = self.types.get(name, kind)
                 if kind != before:
                     schemas = [pa.schema([(name, each)]) for each in (before, kind)]
+                    # Permissive promotion unites integers with floats, and null with anything.
                     kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
             except (pa.ArrowException, OverflowError) as error:
                 reason = (

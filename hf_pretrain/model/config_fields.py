@@ -71,6 +71,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         what, is_right = _BY_FIELD.get(name, ("", lambda value: True))
         if value is not None and not is_right(value):
             raise ValueError(f"The config says {name}={value!r}; it must be {what}. Correct the config file.")
+        # `rope_parameters` and `rope_scaling` hold fields of their own.
         if isinstance(value, Mapping):
             check_fields(value)
 

@@ -15,6 +15,7 @@ import transformers
 from packaging.version import Version
 
 
+# Checked before the imports below, so that users of an older version get a sentence and not a missing name.
 if Version(transformers.__version__).release < (5, 23):
     raise ImportError(
         f"This MiniMind checkpoint needs transformers 5.23 or newer, and {transformers.__version__} is installed: "
@@ -28,6 +29,7 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 
+# To be raised when older code would misread new checkpoints.
 FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
@@ -90,7 +92,9 @@ class MiniMindConfig(PreTrainedConfig):
     """
 
     model_type = "minimind"
+    # Trainer drops these outputs from the predictions that it gathers for metrics.
     keys_to_ignore_at_inference = ["past_key_values", "ce_loss", "aux_loss", "router_logits"]
+    # transformers reads this name where `rope_parameters` gives no theta.
     default_theta = 1000000.0
     attribute_map = {
         "dim": "hidden_size",
@@ -101,6 +105,7 @@ class MiniMindConfig(PreTrainedConfig):
         "norm_eps": "rms_norm_eps",
         "max_seq_len": "max_position_embeddings",
     }
+    # Plans of tensor, expert and pipeline parallelism, by which transformers shards and splits the decoder.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -171,6 +176,7 @@ class MiniMindConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         self._check_sizes()
         if self.head_dim is None:
+            # v1 and v2 have no field of their own for it.
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             # Integer division of the negated number rounds up.

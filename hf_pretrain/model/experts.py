@@ -33,6 +33,8 @@ class MiniMindTopKRouter(nn.Module):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob
+        # A bare parameter, not `nn.Linear`, as transformers' own routers have it: checkpoints keep the name
+        # `gate.weight`.
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,6 +89,7 @@ class _CastExperts:
         self.has_gate, self.has_bias, self.has_post_expert_norm = True, False, False
         self.is_transposed = False
         self._is_expert_parallel = experts._is_expert_parallel
+        # NOTE: a method that transformers' decorator adds to the class of experts.
         self._apply_gate = experts._apply_gate
 
 

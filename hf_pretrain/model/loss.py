@@ -168,6 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_logits.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=torch.float32))
                 grad_logits = grad_logits.mul_(weights[rows].unsqueeze(-1)).to(hidden.dtype)
                 if wants_hidden:
+                    # Write into the result, so that no second buffer of this size is needed.
                     torch.mm(grad_logits, matrix, out=grad_hidden[rows])
                 if wants_weight:
                     grad_weight += grad_logits.T @ hidden[rows]
@@ -233,9 +234,11 @@ def find_documents(
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     elif position_ids is not None:
         starts[:, 1:] = position_ids[:, 1:] == 0
+    # (batch_size * seq_len,): rows one after the other, so that a document never spans two of them
     index = starts.flatten().cumsum(0) - 1
 
     token_mask = torch.ones_like(starts).flatten()
+    # A 4D mask says which tokens see each other, not which of them are padding.
     if attention_mask is not None and attention_mask.dim() == 2:
         token_mask = attention_mask.bool().flatten()
     if labels is not None:
@@ -272,6 +275,7 @@ def router_loss(
         `torch.FloatTensor`: a scalar, not multiplied by the coefficient; zero where no document counts.
     """
     mask = documents.token_mask.float().unsqueeze(-1)
+    # With `"batch"`, all tokens count as one document.
     index = documents.index if level == "sequence" else torch.zeros_like(documents.index)
     num_tokens = _sum_by(index, mask)
     total = router_logits[0].new_zeros((), dtype=torch.float32)
@@ -279,6 +283,7 @@ def router_loss(
         probabilities = logits.float().softmax(dim=-1)
         # (batch_size * seq_len, num_experts): 1 for the experts that the token chose
         chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+        # Indices past the last document have no tokens; `clamp` keeps them at 0 instead of 0 / 0.
         load = _sum_by(index, chosen * mask) / (num_tokens * top_k).clamp(min=1)
         mean_probability = _sum_by(index, probabilities * mask) / num_tokens.clamp(min=1)
         total = total + logits.shape[-1] * (load * mean_probability).sum()

@@ -49,6 +49,7 @@ class MiniMindRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # The dtype of the weight decides; under autocast it is float32.
         normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
         # Autocast would cast once for each projection that reads the result.
         return normed.to(compute_dtype(normed))
@@ -65,6 +66,7 @@ class MiniMindAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
+        # transformers' attention functions read these attributes by name.
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.dropout
@@ -268,6 +270,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
             "For packed sequences pass attention_mask=None; their padding counts as a last document."
         )
 
+    # NOTE: `capture_outputs` adds router logits, hidden states and attentions to the output by hooks on the modules in
+    # `_can_record_outputs`, so the layers return hidden states alone.
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -319,6 +323,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
         self._check_positions(position_ids, seq_len)
 
+        # While a graph is traced or shapes are inferred, there are no values to compare.
         is_computed = not (
             torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)
         )
@@ -395,6 +400,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     """MiniMind with a language-modelling head, the masked loss and the router loss."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    # Plans by which transformers shards the head; the config holds those of the decoder.
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
@@ -489,6 +495,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         if skip_logits and labels is not None and is_whole_head:
             loss = ce_loss = self.lm_head(hidden_states, labels, **weighting)
         else:
+            # `slice(-0, None)` keeps all positions.
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, kept])
             if labels is not None:
@@ -509,6 +516,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 documents,
                 level=self.config.router_aux_loss_level,
             )
+            # MaskedLossTrainer passes the number of documents, which is exact. transformers' Trainer counts tokens
+            # alone; the share of tokens then approximates the share of documents.
             if num_documents_in_batch is not None:
                 aux_loss = aux_loss * (documents.count / num_documents_in_batch)
             elif num_items_in_batch is not None and labels is not None:

@@ -56,8 +56,7 @@ def eager_attention_forward(
 
     Returns:
         `tuple`: output of shape `(batch_size, seq_len, num_heads, head_dim)` and attention weights of shape
-            `(batch_size,
-        num_heads, seq_len, key_len)`.
+        `(batch_size, num_heads, seq_len, key_len)`.
     """
     # (batch_size, num_key_value_heads, key_len, head_dim) -> (batch_size, num_heads, key_len, head_dim)
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -130,6 +129,7 @@ def find_packed_documents(
             f"cu_seq_lens_q end at {int(cu_seq_lens[-1])}, the batch has {position_ids.numel()} tokens: they belong "
             "to another batch. Pass those of this batch, or position_ids alone."
         )
+    # `varlen_attn` needs no more than an upper bound, and the exact length would be a wait for the GPU.
     max_length = max_length or position_ids.shape[1]
     if not in_groups:
         return PackedDocuments(cu_seq_lens.int(), max_length)
@@ -181,8 +181,8 @@ def find_visible(
 
     Returns:
         `tuple`: a mask in the form that the attention implementation takes, and `None`. For `"packed"` without a mask
-            and a
-        cache instead `None` and [`PackedDocuments`]: for `varlen_attn` where it can run, else for attention in groups.
+        and a cache instead `None` and [`PackedDocuments`]: for `varlen_attn` where it can run, else for attention in
+        groups.
     """
     if config._attn_implementation != "packed" or attention_mask is not None or past_key_values is not None:
         mask = create_causal_mask(
@@ -204,6 +204,7 @@ def find_visible(
         or (config.dropout > 0 and is_training)
         or torch.cuda.get_device_capability(device) < (8, 0)
     )
+    # One row of positions may stand for all rows.
     position_ids = position_ids.expand(inputs_embeds.shape[:2])
     documents = find_packed_documents(
         position_ids, in_groups=in_groups, cu_seq_lens=cu_seq_lens, max_length=max_length
@@ -212,7 +213,12 @@ def find_visible(
 
 
 class _ToGroups(torch.autograd.Function):
-    """Copy tokens to slots. Backward returns to each token the gradient of its own slot; padding contributes none."""
+    """
+    Copy tokens to slots.
+
+    Autograd's own backward of `index_select` would add up the gradients of all slots of a token. Padding slots have
+    none, so backward only fetches the gradient of the token's own slot.
+    """
 
     @staticmethod
     def forward(ctx, states, gather, scatter):
@@ -269,7 +275,7 @@ def packed_attention_forward(
 
     Returns:
         `tuple`: output of shape `(batch_size, seq_len, num_heads, head_dim)`, and `None` in place of attention
-            weights.
+        weights.
     """
     if packed_documents is None:
         return sdpa_attention_forward(
@@ -277,6 +283,7 @@ def packed_attention_forward(
         )
     batch_size, _, seq_len, _ = query.shape
     # (batch_size, num_heads, seq_len, head_dim) -> (batch_size * seq_len, num_heads, head_dim)
+    # Kernels need one dtype; a norm on query and key may have changed theirs.
     query, key, value = (states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value))
     if packed_documents.in_groups:
         output = _attend_in_groups(query, key, value, packed_documents, scaling, dropout)
@@ -284,6 +291,7 @@ def packed_attention_forward(
         cu_seq_lens = packed_documents.cu_seq_lens
         lengths = (cu_seq_lens, cu_seq_lens, packed_documents.max_length, packed_documents.max_length)
         is_grouped_query = module.num_key_value_groups > 1
+        # The window (-1, 0) reaches any number of tokens back and none ahead: causal attention.
         output = varlen_attn(
             query, key, value, *lengths, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped_query
         )
@@ -310,6 +318,7 @@ def _attend_in_groups(
         `torch.Tensor` of shape `(num_tokens, num_heads, head_dim)`.
     """
     gather, scatter = documents.gather, documents.scatter
+    # (num_tokens, num_heads, head_dim) -> (num_slots, num_heads, head_dim), split into groups
     sizes = [count * length for count, length in documents.groups]
     split = [
         (states if gather is None else _ToGroups.apply(states, gather, scatter)).split(sizes)
@@ -326,9 +335,7 @@ def _attend_in_groups(
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
-    """
-    Attend causally within each document; all tensors are of shape `(num_documents, num_heads, length, head_dim)`.
-    """
+    """Attend causally; all tensors are of shape `(num_documents, num_heads, length, head_dim)`."""
     return F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
     )
@@ -342,6 +349,7 @@ def _attend_in_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     never computed. Query heads that share a key head become rows of one matrix.
     """
     batch_size, num_heads, seq_len, head_dim = query.shape
+    # (batch_size, num_key_value_heads, seq_len, head_dim) -> (batch_size * num_key_value_heads, seq_len, head_dim)
     key, value = key.flatten(0, 1), value.flatten(0, 1)
     num_groups = num_heads * batch_size // len(key)
     outputs = []

@@ -114,8 +114,7 @@ def render_guarded(
 
     Returns:
         `tuple`: the rendered text with guards ([`~tokenizer.encoding.guard_control_tokens`]), and for each text that
-            the
-        assistant generates the range `[start, end)` of its characters.
+        the assistant generates the range `[start, end)` of its characters.
 
     Raises:
         `ValueError`: if the template fails, takes more than `MAX_RENDER_SECONDS`, or leaves out a part of the
@@ -183,6 +182,7 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise _TimeLimitReached
 
+    # ITIMER_VIRTUAL counts the CPU time of this process and sends SIGVTALRM.
     previous = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:

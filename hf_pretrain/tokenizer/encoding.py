@@ -106,6 +106,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
         `tuple[list[int], list[tuple[int, int]]]`: token ids, and for each the range `[start, end)` of characters in
         `text` that it stands for, guards counted.
     """
+    # The template's control tokens cut the text; what lies between them is encoded without control tokens.
     control, _ = _control_patterns(tokenizer)
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []

@@ -81,6 +81,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
             f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and "
             f"--model_name_or_path, or leave it out to train a tokenizer on the data. ({error})"
         ) from error
+    # minimind-3 writes tool calls and thoughts as our template does, so our parser reads its answers too.
     control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if tokenizer.response_template is None and control_tokens.issuperset([BOS_TOKEN, EOS_TOKEN, *MARKS]):
         tokenizer.response_template = json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8"))
@@ -125,6 +126,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
             f"The tokenizer {name} has no {', '.join(f'{kind}_token' for kind in missing)}. Set it in its "
             "tokenizer_config.json: documents begin with bos and end with eos, and pad fills rows up."
         )
+    # Not `len(tokenizer)`: ids need not be contiguous.
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise ValueError(
@@ -146,6 +148,7 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
     Returns:
         `torch.LongTensor` of shape `(len(tokenizer),)`: bytes; 0 for special tokens.
     """
+    # Byte-level BPE spells each byte as one visible character, so the length of a piece is its number of bytes.
     lengths = torch.zeros(len(tokenizer), dtype=torch.long)
     # The backend offers no other way to ask for its kind.
     is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)

@@ -138,6 +138,7 @@ def load_or_train_tokenizer(
 def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[str]:
     """Return texts of about `max_chars` characters: evenly spaced, or the first ones of a stream."""
     if isinstance(documents, Dataset):
+        # Estimate the mean length from 1,000 documents; reading all of a large data set would take minutes.
         probe = documents.select(np.linspace(0, len(documents) - 1, min(len(documents), 1000), dtype=np.int64))
         mean_chars = sum(map(len, probe["text"])) / max(len(probe), 1)
         if mean_chars * len(documents) <= max_chars:
