@@ -319,10 +319,10 @@ def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
 @pytest.mark.parametrize(
     "folder, state, message",
     [
-        ("last-checkpoint", '{"global_step": "/../../../planted"}', "impossible global_step '/../../../planted'"),
-        ("last-checkpoint", '{"global_step": true}', "impossible global_step True"),
-        ("last-checkpoint", '{"global_step": -1}', "impossible global_step -1"),
-        ("checkpoint-5", '{"global_step": 6}', "checkpoint-5/trainer_state.json has the impossible global_step 6"),
+        ("last-checkpoint", '{"global_step": "/../../../planted"}', "invalid global_step '/../../../planted'"),
+        ("last-checkpoint", '{"global_step": true}', "invalid global_step True"),
+        ("last-checkpoint", '{"global_step": -1}', "invalid global_step -1"),
+        ("checkpoint-5", '{"global_step": 6}', "checkpoint-5/trainer_state.json has the invalid global_step 6"),
         ("last-checkpoint", '{"epoch": 1}', "names no global_step .KeyError"),
         ("last-checkpoint", "[5]", "names no global_step .TypeError"),
         ("last-checkpoint", '{"global_step": 5', "names no global_step .JSONDecodeError"),
@@ -437,7 +437,10 @@ def test_a_conversion_without_tokenizer_promises_none(format, build_model):
     promises = ("Tokenizer.from_pretrained", "TokenizerFast.from_pretrained", "vllm serve", "llama-cli")
     assert any(promise in card(True) for promise in promises) == (format != "upstream")
     assert not any(promise in card(False) for promise in promises)
-    assert ("No tokenizer is here" in card(False), "No tokenizer is here" in card(True)) == (True, False)
+    assert (
+        "This repository holds no tokenizer" in card(False),
+        "This repository holds no tokenizer" in card(True),
+    ) == (True, False)
 
 
 def test_another_machine_may_have_downloaded_it_first(publish, monkeypatch):
@@ -581,7 +584,7 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     assert float(difference) > 1e-4
     assert f"qwen3, float16: read back; largest logit difference on 8 rows {difference}" in text
     assert ModelCard(text).data.license == "mit" and "trust_remote_code" not in text and str(tmp_path) not in text
-    assert "No tokenizer is here" in text
+    assert "This repository holds no tokenizer" in text
 
     # And back in from the Hub.
     back = ["--from", "user/toy", "--to", str(tmp_path / "back"), "--format", "upstream"]

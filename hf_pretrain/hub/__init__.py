@@ -1,0 +1,10 @@
+"""
+The Hugging Face Hub: model cards, the list of files that may be published, pushing, and downloading checkpoints.
+`training` decides when to push.
+"""
+
+from .model_card import RunFacts
+from .repository import create_repository, push_folder
+
+
+__all__ = ["RunFacts", "create_repository", "push_folder"]

@@ -1,8 +1,8 @@
 """
-The model card of a run or of a conversion: metadata for the Hub, and what was measured, said once.
+The model card of a run or of a conversion: metadata for the Hub, and the measured figures, each stated once.
 
-Everything in a card comes from the config, the arguments, the trainer's log and the counts of the data; what a run did
-not measure has no line.
+Everything in a card comes from the config, the arguments, the trainer's log and the counts of the data. A figure that
+the run did not measure has no line.
 """
 
 from collections.abc import Iterable
@@ -30,17 +30,17 @@ TAGS = ["minimind", "hf_pretrain"]
 @dataclass
 class RunFacts:
     """
-    What a recipe knows of its run and the trainer does not.
+    The facts about a run that its recipe knows and the trainer does not.
 
     Args:
-        stage (`str`): what was done, such as `pretraining`.
-        recipe (`str`): the file of `recipes/` that did it, without its ending.
-        datasets (`list[str]`): as they were named on the command line.
+        stage (`str`): the kind of training, such as `pretraining`.
+        recipe (`str`): the file in `recipes/`, without its ending.
+        datasets (`list[str]`): the dataset names on the command line.
         data (`list[str]`): sentences with the counts of documents, tokens and rows.
-        base_model (`str`, *optional*): what the run started from; a Hub id goes into the card.
-        unigram_loss (`float`, *optional*): of a unigram model on the same held-out tokens, in nats per token.
-        loss_unit (`str`): what the loss is counted in.
-        data_kind (`str`): what the held-out records are: figures of different kinds stand beside each other in a card.
+        base_model (`str`, *optional*): the model that the run started from; a Hub id goes into the card's metadata.
+        unigram_loss (`float`, *optional*): the loss of a unigram model on the same validation set, in nats per token.
+        loss_unit (`str`): the unit of the loss.
+        data_kind (`str`): what the validation set consists of. A card keeps figures of different kinds apart.
     """
 
     stage: str = "training"
@@ -54,12 +54,12 @@ class RunFacts:
 
     @property
     def public_datasets(self) -> list[str]:
-        """Names without the directories of this machine."""
+        """The dataset names, without the directories of this machine."""
         return [_public(name) for name in self.datasets]
 
     @property
     def languages(self) -> list[str] | None:
-        """Of the embedded corpora; nobody knows those of a user's files."""
+        """The languages of the embedded corpora. The languages of a user's files are unknown."""
         return LANGUAGES if any(DatasetName.parse(name).is_embedded for name in self.datasets) else None
 
     @property
@@ -70,11 +70,12 @@ class RunFacts:
 
 
 def _is_local(name: str) -> bool:
+    """Return whether a dataset or model name is a path or a glob on this machine."""
     return Path(name).exists() or any(mark in name for mark in "*?[") or Path(name).is_absolute()
 
 
 def _public(name: str) -> str:
-    """Without the directories of this machine."""
+    """Return a name that does not show the directories of this machine."""
     return Path(name).name if _is_local(name) else name
 
 
@@ -91,16 +92,16 @@ def format_run_card(
     has_curve: bool = False,
 ) -> str:
     """
-    Format the card of a training run from what it measured up to now.
+    Return the card of a training run, with what it has measured so far.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model, or an adapter around it.
         state ([`~transformers.TrainerState`]): the state whose log holds the evaluations.
-        facts (`RunFacts`): what the recipe knows of the run.
-        repo_id (`str`): the repository that the card is pushed to.
+        facts (`RunFacts`): the facts that the recipe knows.
+        repo_id (`str`): the repository that receives the card.
         training (`list` of pairs of `str`): rows of the table "Training".
         command (`str`): the command that continues the run from this repository.
-        language (`list[str]`, *optional*): ISO codes; those of the embedded corpora by default.
+        language (`list[str]`, *optional*): ISO codes; by default those of the embedded corpora.
         license (`str`, *optional*): the licence of the model.
         has_curve (`bool`): whether the loss curve lies beside the card.
     """
@@ -124,8 +125,9 @@ def format_run_card(
         model_name=repo_id.split("/")[-1],
         eval_results=results or None,
     )
+    progress = f"ended at step {state.global_step:,} of {state.max_steps:,}"
     sections = [
-        _front(metadata, repo_id, f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}."),
+        _front(metadata, repo_id, f"{facts.stage.capitalize()}{start} {progress}."),
         _table(rows) if results else "",
         "" if adapter is None else "## Adapter\n\n" + _table(_adapter_rows(model)),
         "## Architecture\n\n" + _table(architecture_rows(model)),
@@ -139,13 +141,13 @@ def format_run_card(
 
 
 def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
-    """What an evaluation measured on held-out data, as entries of a card's `model-index`."""
+    """Return the figures of an evaluation on the validation set, as entries of a card's `model-index`."""
     data_name = ", ".join(facts.public_datasets) or "unnamed"
     return [
         EvalResult(
             task_type="text-generation",
             dataset_type=(facts.hub_datasets or ["custom"])[0],
-            # Entries of one type and configuration share one dataset name.
+            # The Hub groups entries by type and configuration, and shows one dataset name for each group.
             dataset_config=f"{data_name}, {facts.data_kind}",
             dataset_name=f"{data_name} (validation {facts.data_kind})",
             metric_type=metric.name,
@@ -158,13 +160,14 @@ def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalR
 
 
 def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
-    """Puts results into the `model-index` of a card, in place of older ones of the same metric and data."""
+    """Add results to the `model-index` of a card. They replace older ones of the same metric and data."""
     kept = [old for old in card.data.eval_results or [] if not any(_replaces(new, old) for new in results)]
     card.data.model_name = card.data.model_name or model_name
     card.data.eval_results = kept + results
 
 
 def _replaces(new: EvalResult, old: EvalResult) -> bool:
+    """Return whether a new result makes an old one obsolete."""
     # Cards of earlier versions call the validation set held-out.
     is_renamed = "(held-out " in (old.dataset_name or "") and new.dataset_config == old.dataset_config
     return is_renamed or new.is_equal_except_value(old)
@@ -180,7 +183,18 @@ def format_conversion_card(
     license: str | None,
     has_tokenizer: bool,
 ) -> str:
-    """The card of a checkpoint converted to `format`: where it comes from, and how far the conversion is from it."""
+    """
+    Return the card of a converted checkpoint: its source, and how far the conversion is from it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the source.
+        report (`str`): the comparison of the two, as [`~weights.exporting.ExportReport`] prints it.
+        repo_id (`str`): the repository that receives the card.
+        source (`str`): the name of the source as the user gave it.
+        format (`str`): one of `EXPORT_FORMATS`.
+        license (`str`, *optional*): the licence of the model.
+        has_tokenizer (`bool`): whether a tokenizer lies beside the weights.
+    """
     metadata = ModelCardData(
         license=license,
         library_name="gguf" if format == "gguf" else "transformers",
@@ -198,10 +212,12 @@ def format_conversion_card(
 
 
 def _join(sections: list[str]) -> str:
+    """Join the sections that are not empty."""
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _front(metadata: ModelCardData, repo_id: str, sentence: str) -> str:
+    """Return the metadata, the title and the first paragraph of a card."""
     return (
         f"---\n{metadata.to_yaml().strip()}\n---\n\n# {repo_id.split('/')[-1]}\n\nA language model of the "
         f"[MiniMind](https://github.com/jingyaogong/minimind) architecture, made with hf_pretrain. {sentence}"
@@ -209,13 +225,14 @@ def _front(metadata: ModelCardData, repo_id: str, sentence: str) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
+    """Return pairs of name and value as a Markdown table without a header."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
 def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
-    """Sizes of a MiniMind model, without its adapter, as pairs of name and value."""
+    """Return the sizes of a MiniMind model, without its adapter, as pairs of name and value."""
     config: MiniMindConfig = model.config
-    # Whole ones, also where ZeRO-3 has taken them apart.
+    # This function counts whole parameters, even if ZeRO-3 has sharded them.
     parameters = get_model_param_count(model)
     if is_adapted(model):
         parameters -= get_model_param_count(model, trainable_only=True)
@@ -223,7 +240,7 @@ def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
     if config.num_experts:
         expert = 3 * config.hidden_size * config.moe_intermediate_size
         idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
-        rows.append(("parameters active for a token", f"{parameters - idle:,}"))
+        rows.append(("parameters active per token", f"{parameters - idle:,}"))
     rows += [
         ("layers", str(config.num_hidden_layers)),
         ("width", str(config.hidden_size)),
@@ -234,7 +251,7 @@ def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
         normalised = "normalised" if config.norm_topk_prob else "not normalised"
         rows += [
             ("experts", f"{config.num_experts} of width {config.moe_intermediate_size}"),
-            ("experts a token is sent to", f"{config.num_experts_per_tok}, {normalised}"),
+            ("experts per token", f"{config.num_experts_per_tok}, {normalised}"),
             ("shared experts", str(config.num_shared_experts)),
             ("router loss coefficient", f"{config.router_aux_loss_coef:g} ({config.router_aux_loss_level} level)"),
         ]
@@ -242,13 +259,13 @@ def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
         rows.append(("feed-forward width", str(config.intermediate_size)))
     rope = config.rope_parameters
     return rows + [
-        ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', head apart'}"),
+        ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', untied output head'}"),
         ("positions", f"{config.max_position_embeddings:,}, rotary base {rope['rope_theta']:g} ({rope['rope_type']})"),
     ]
 
 
 def _adapter_rows(model: Any) -> list[tuple[str, str]]:
-    """What peft trained of a model, as pairs of name and value."""
+    """Return the settings of a peft adapter as pairs of name and value."""
     config = model.active_peft_config
     rows = [
         ("base model", f"`{_public(config.base_model_name_or_path)}`"),
@@ -261,23 +278,25 @@ def _adapter_rows(model: Any) -> list[tuple[str, str]]:
 
 
 def _usage(repo_id: str, config: MiniMindConfig, *, format: str = "minimind", has_tokenizer: bool = True) -> str:
-    """How to load and, where a tokenizer is beside it, to serve what is in `format`."""
-    without = "\n\nNo tokenizer is here: ids mean something only with the one that these weights were trained on."
+    """Return how to load a checkpoint in `format`, and how to serve it if a tokenizer lies beside it."""
+    without = "\n\nThis repository holds no tokenizer. Use the one that these weights were trained on."
     if format == "gguf" and not has_tokenizer:
         return f"## Serve\n\nllama.cpp reads `{FILE_NAME}`.{without}"
     if format == "gguf":
         return f"## Serve\n\n```bash\nllama-cli -hf {repo_id}\n```"
     if format == "upstream":
         load = f'from hf_pretrain.weights.loading import load_upstream\n\nmodel = load_upstream("{repo_id}")'
-        load = f"## Load\n\nMiniMind's own scripts read the `.pth` file; so does\n\n```python\n{load}\n```"
+        load = f"```python\n{load}\n```"
+        load = f"## Load\n\nMiniMind's own scripts read the `.pth` file, and so does hf_pretrain:\n\n{load}"
         return load if has_tokenizer else load + without
-    # NOTE: AutoTokenizer resolves the model's config first, and would ask whether to run the code beside it.
+    # NOTE: AutoTokenizer reads the model's config first, and then asks whether to run the code beside it.
     trust, class_name = (
         (", trust_remote_code=True", "PreTrainedTokenizerFast") if format == "minimind" else ("", "AutoTokenizer")
     )
     needs = "\n\nIts code travels with the weights and needs transformers 5.23 or newer." if trust else ""
     if not has_tokenizer:
-        load = f'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})'
+        load = f'model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})'
+        load = f"from transformers import AutoModelForCausalLM\n\n{load}"
         return f"## Load\n\n```python\n{load}\n```{needs}{without}"
     load = f"""\
 ## Load
@@ -306,7 +325,7 @@ python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-
 
 
 def _adapter_usage(repo_id: str) -> str:
-    """How to load an adapter, and how to merge it."""
+    """Return how to load an adapter, and how to merge it."""
     return f"""## Load
 
 ```python

@@ -1,6 +1,4 @@
-"""
-Repositories on the Hub: which files of a directory are pushed, and how checkpoints are listed and downloaded.
-"""
+"""Repositories on the Hub: which files of a directory are pushed, and how checkpoints are found and downloaded."""
 
 import json
 import os
@@ -22,8 +20,8 @@ from .model_card import CARD_NAME, CURVE_NAME
 
 logger = logging.get_logger(__name__)
 
-# These files of a run are pushed, with the shards that an index names, and no others. A pattern such as *.json would let
-# training text out: nonfinite-*.json holds rows of it.
+# A run pushes these files and the shards that an index names, and no others. A pattern such as *.json would publish
+# training text: nonfinite-*.json holds rows of it.
 PUBLISHED = (
     *(CARD_NAME, CURVE_NAME, "evaluation.json", TRAINER_STATE_NAME, *CODE_FILES),
     *(
@@ -43,28 +41,41 @@ PUBLISHED = (
     *("vocab.json", "merges.txt", "tokenizer.model"),
 )
 _SHARD = re.compile(r"[\w-]+\.safetensors")
-# Trainer pickles its arguments into this file. A checkpoint of another program may have it.
+# Trainer pickles its arguments into this file, and loading a pickle runs code. This package writes none, but a
+# checkpoint of another program may have it.
 PICKLED_ARGUMENTS = "training_args.bin"
 _CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAINER_STATE_NAME))
-# How directories begin that hold a push or a download under way.
+# The prefix of directories that hold a push or a download in progress.
 STAGING_PREFIX = ".hub-"
 
 
 def create_repository(repo_id: str, *, private: bool | None = None) -> str:
-    """The full id of a model repository on the Hub, created if need be; `ValueError` with the reason if refused."""
+    """
+    Create a model repository on the Hub if it does not exist, and return its full id.
+
+    Args:
+        repo_id (`str`): `owner/name`, or a name in the user's own namespace.
+        private (`bool`, *optional*): for a new repository; by default as the account has it.
+
+    Raises:
+        `ValueError`: if the Hub refuses or cannot be reached, with the reason.
+    """
     try:
         return HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id
-    except Exception as error:  # Whatever the network and the server come up with.
+    # The network and the server raise many types of errors; any of them means that there is no repository to push to.
+    except Exception as error:
         raise ValueError(
-            f"The Hub does not give the repository {repo_id}: {describe_error(error)}. Log in with `hf auth login` or set "
+            f"The Hub repository {repo_id} cannot be created or opened: {describe_error(error)}. Log in with `hf auth login` or set "
             "HF_TOKEN (with write permission)."
         ) from error
 
 
 def published_files(folder: str | Path, *, also: Iterable[str] = ()) -> list[str]:
     """
-    The names of the files in a directory that may leave this machine: `PUBLISHED`, the shards that the index of the
-    weights names, and what matches a pattern of `also`.
+    Return the names of the files in a directory that may leave this machine.
+
+    These are `PUBLISHED`, the shards that the index of the weights names, and the files that match a pattern in
+    `also`.
     """
     folder = Path(folder)
     names = {name for name in PUBLISHED if (folder / name).is_file()}
@@ -76,13 +87,19 @@ def published_files(folder: str | Path, *, also: Iterable[str] = ()) -> list[str
 
 
 def upload_command(folder: str | Path, repo_id: str, names: list[str]) -> str:
-    """The command that pushes these files by hand."""
+    """Return the command that pushes these files by hand."""
     return shlex.join(["hf", "upload", repo_id, str(folder), *(f"--include={name}" for name in names)])
 
 
 def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", also: Iterable[str] = ()) -> str:
     """
-    Pushes the files of a directory that [`published_files`] names in one commit, and returns the URL of the repository.
+    Push the files that [`published_files`] names in one commit, and return the URL of the repository.
+
+    Args:
+        folder (`str` or `Path`): the directory.
+        repo_id (`str`): an existing repository.
+        message (`str`): the commit message.
+        also (`Iterable[str]`): glob patterns of further files.
 
     Raises:
         `ValueError`: if the push fails, with the reason and the command that tries again.
@@ -91,7 +108,8 @@ def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", al
     names = published_files(folder, also=also)
     try:
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=names)
-    except Exception as error:  # Whatever the network and the server come up with.
+    # As above: whatever the type of the error, the user gets the reason and the command.
+    except Exception as error:
         raise ValueError(
             f"The push to {repo_id} failed: {describe_error(error)}. The files are in {folder}; push them with "
             f"`{upload_command(folder, repo_id, names)}`."
@@ -100,7 +118,12 @@ def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", al
 
 
 def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, int, list[str]]:
-    """Folder, step and files of the newest checkpoint in a repository."""
+    """
+    Return the folder, step and files of the newest checkpoint in a repository.
+
+    Raises:
+        `ValueError`: if there is none, or its step is unreadable.
+    """
     files = HfApi().list_repo_files(repo_id, revision=revision)
     found = []
     for match in filter(None, map(_CHECKPOINT.fullmatch, files)):
@@ -109,47 +132,50 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
             step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} names no global_step ({error!r}).") from error
-        # It becomes part of a path.
+        # The step becomes part of a path on this machine, so it must be a plain number.
         if type(step) is not int or step < 0 or (match[2] is not None and step != int(match[2])):
-            raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} has the impossible global_step {step!r}.")
+            raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} has the invalid global_step {step!r}.")
         found.append((step, match[1]))
     if not found:
         raise ValueError(
-            f"--resume_from_hub {repo_id}: the repository holds no checkpoint; it was not pushed with --hub_strategy "
-            f"checkpoint. Train on from its weights with --model_name_or_path {repo_id}."
+            f"--resume_from_hub {repo_id}: the repository holds no checkpoint, because it was not pushed with "
+            f"--hub_strategy checkpoint. Start from its weights with --model_name_or_path {repo_id}."
         )
     step, folder = max(found)
     return folder, step, [path for path in files if path.startswith(f"{folder}/")]
 
 
 def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Path, revision: str | None):
-    """Downloads beside `target` and renames, so that a download that breaks off leaves no half checkpoint."""
+    """
+    Download a checkpoint beside `target` and rename it, so that an interrupted download leaves no incomplete
+    checkpoint.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=target.parent) as scratch:
         snapshot_download(repo_id, allow_patterns=files, revision=revision, local_dir=scratch)
         try:
             os.rename(Path(scratch) / folder, target)
         except OSError:
-            # Another machine on the same file system may have been first.
+            # Another machine on the same file system may have been faster.
             if not (target / TRAINER_STATE_NAME).is_file():
                 raise
 
 
 def remove_staging(output_dir: str | Path) -> None:
-    """Removes what pushes and downloads of a killed run left in `output_dir`; nothing may be under way there."""
+    """Delete the pushes and downloads of a killed run. None may be in progress in `output_dir`."""
     for path in Path(output_dir).glob(f"{STAGING_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def describe_error(error: BaseException) -> str:
-    """One line of an error, without the token in it."""
+    """Return an error as one line, without the user's token."""
     text = " ".join(str(error).split()) or type(error).__name__
     token = get_token()
     return text.replace(token, "<token>") if token else text
 
 
 def link_or_copy(source: str | Path, target: str | Path):
-    """A hard link, or a copy where the file system has none."""
+    """Make a hard link, or a copy if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
