@@ -13,8 +13,8 @@ from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.checkpointing import describe_data
 from hf_pretrain.training.resuming import EXIT_NOT_SAVED, checkpoint_to_resume
+from hf_pretrain.training.run_description import describe_data
 from tests.test_trainer import make_documents, make_trainer
 from tests.toys import write_jsonl
 

@@ -22,8 +22,8 @@ from hf_pretrain.hub import repository as hub
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.model.configuration_minimind import CODE_FILES
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.pushing import pull_checkpoint
 from hf_pretrain.training.reporting import resume_command
+from hf_pretrain.training.resume_from_hub import pull_checkpoint
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, export
 from hf_pretrain.weights.files import resolve
 from hf_pretrain.weights.loading import load_upstream

@@ -19,6 +19,8 @@ from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import efficiency
+from hf_pretrain.training.efficiency import PeakRate
+from hf_pretrain.training.meter import Meter
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.callbacks import ProfilerCallback
 from tests.toys import EXPERTS, WithoutFloat64, toy_model
@@ -535,12 +537,12 @@ def test_training_evaluating_saving_and_resuming_need_no_float64(tmp_path, num_e
 def test_tokens_and_held_out_losses_are_added_up_beyond_the_digits_of_float32(tmp_path):
     """From 2**24 on, float32 knows even numbers alone; these documents have 7, 19 and 5 tokens."""
     trainer = make_trainer(tmp_path, make_documents())
-    trainer._new_tokens = torch.tensor(2**24)
+    trainer._meter = Meter(1.0, PeakRate(torch.device("cpu"), torch.float32))
+    trainer._meter.count_step(torch.tensor(2**24))
     trainer._get_num_items_in_batch(
         [trainer.data_collator([make_documents()[n] for n in (0, 1, 5)])], torch.device("cpu")
     )
-    trainer._read_token_count()
-    assert trainer.state.num_input_tokens_seen == 2**24 + 31
+    assert trainer._meter.read_tokens() == 2**24 + 31
     large, small = torch.tensor([2.0**24, 1.0]), torch.tensor([1.0, 2.0**-30])
     assert trainer._add_up([large, small]) == [2.0**24 + 1, 1 + 2.0**-30]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -30,6 +30,8 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from ..data.padding_rows import PaddedDataset, PaddedSampler
 from ..training.arguments import LMTrainingArguments
+from ..training.row_source import RowSource
+from ..training.run_trainer import RunTrainer
 from .trl_support import RouterLossMixin
 
 
@@ -74,13 +76,13 @@ class SimPOTrainingArguments(PreferenceTrainingArguments, CPOConfig):
     cpo_alpha: float = field(default=0.0, metadata={"help": "Weight of the likelihood of the chosen answer."})
 
 
-class _WholeBatchesMixin(Trainer):
+class _WholeBatchesMixin(RunTrainer):
     """
-    Leaves out the rows that fill no global batch, in evaluation too, where it says so and takes smaller batches of a
-    small set; `ValueError` if none is filled.
+    Leave out the rows that fill no global batch. In evaluation a warning says how many, and a small set gets smaller
+    batches. `ValueError` if the rows fill no batch at all.
     """
 
-    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+    def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         num_processes = self.accelerator.num_processes
         if not is_training:
             batch_size = max(1, min(batch_size, len(dataset) // num_processes))
@@ -103,9 +105,9 @@ class _WholeBatchesMixin(Trainer):
             reachable.sampler = WholeBatchSampler(rows, multiple=multiple, seed=seed)
             return reachable.sampler
 
-        # After a resume on several ranks accelerate reaches the dataset alone, to say which epoch it is.
+        # After a resume on several ranks accelerate reaches the dataset only, to tell it the epoch.
         reachable = PaddedDataset(dataset)
-        return super()._get_dataloader(reachable, description, batch_size, whole_batches, is_training, **kwargs)
+        return RowSource(reachable, batch_size, whole_batches)
 
 
 class WholeBatchSampler(PaddedSampler):

@@ -25,6 +25,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..data.formats import BadRecord
 from ..hub.model_card import RunFacts
 from ..training.arguments import LMTrainingArguments
+from ..training.row_source import RowSource
 from .rewards import REWARDS, answer_of, check_rewards, check_task, load_function
 from .trl_support import RouterLossMixin
 
@@ -293,10 +294,10 @@ class _OnlineTrainer(RouterLossMixin):
     # NOTE: TRL's sampler draws from one generator, which a resumed run starts anew: in a later epoch, it would go on
     # in the order of the first.
 
-    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+    def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         if is_training and isinstance(dataset, Dataset):
             dataset = _EpochTasks(dataset)
-        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+        return super()._row_source(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, dataset=None):
         sampler = _EpochSampler(super()._get_train_sampler(dataset))

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ..model.loss import find_documents, router_loss
-from ..training.pushing import HubPushMixin
+from ..training.run_trainer import RunTrainer
 
 
-class RouterLossMixin(HubPushMixin):
+class RouterLossMixin(RunTrainer):
     """
     Put before a trainer of TRL: `class MyTrainer(RouterLossMixin, trl.GRPOTrainer)`. It adds the router loss of every
     pass of the policy through its decoder that is trained on, a document being a row, or less where positions restart.

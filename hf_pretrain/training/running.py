@@ -20,12 +20,13 @@ from ..runtime.processes import on_main_process
 from ..tokenizer.chat_template import mark_template
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingLinesCallback, TrainingProgressCallback
-from .checkpointing import describe_data
-from .pushing import HubPushMixin, pull_checkpoint
 from .reporting import format_report, plot_loss_curve, sample_answers
+from .resume_from_hub import pull_checkpoint
 from .resuming import checkpoint_to_resume, occupy_output_dir
+from .run_description import describe_data
 from .run_log import LOG_NAME, begin_log, end_log
 from .run_record import add_to_record, begin_record, end_record
+from .run_trainer import RunTrainer
 
 
 def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
@@ -104,7 +105,7 @@ def load_conversations(
     return ConversationRows(train_rows, eval_rows, eval_documents if has_answers else None, report)
 
 
-def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict[str, float]:
+def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[str, float]:
     """
     Trains, saves, evaluates where there are held-out rows and the last step was not evaluated, and writes the log.
     Returns the held-out metrics.
@@ -129,7 +130,7 @@ def train_and_evaluate(trainer: HubPushMixin, *, checkpoint: str | None) -> dict
     return metrics
 
 
-def _last_evaluation(trainer: HubPushMixin) -> dict[str, float]:
+def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
     """What was measured of the model as it is at the end; nothing if it was measured at other steps alone."""
     state = trainer.state
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
@@ -139,7 +140,7 @@ def _last_evaluation(trainer: HubPushMixin) -> dict[str, float]:
     return {key: value for entry in evaluations[-1:] for key, value in entry.items() if key.startswith("eval_")}
 
 
-def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
+def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
     """Plots the loss curve, pushes where that is asked for, and prints the report."""
     training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
     evaluations = find_evaluations(history)
@@ -165,7 +166,7 @@ def end_run(trainer: HubPushMixin, metrics: dict[str, float], *, samples: list[t
     release_output_dir(training_args.output_dir)
 
 
-def train_on_conversations(trainer: HubPushMixin, rows: ConversationRows, *, checkpoint: str | None) -> None:
+def train_on_conversations(trainer: RunTrainer, rows: ConversationRows, *, checkpoint: str | None) -> None:
     """A run from its first step to its report, with answers to questions that were held out."""
     metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
     samples = None

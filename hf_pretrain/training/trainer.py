@@ -9,45 +9,35 @@ An epoch ends with rows of weight zero where the rows do not fill the last globa
 Evaluation is one ratio of sums over the whole set.
 """
 
-import json
 import math
-import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from statistics import fmean
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import datasets
 import torch
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..data.collators import DataCollatorForPackedRows
-from ..data.padding_rows import (
-    PADDING_ROW_COLUMN,
-    ROW_NUMBER_COLUMN,
-    PaddedDataset,
-    PaddedSampler,
-    PaddedStream,
-    PaddingRowCollator,
-)
+from ..data.padding_rows import PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN, PaddingRowCollator
 from ..model.loss import find_documents, prediction_weights
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..tokenizer.loading import token_byte_lengths
 from ..weights.adapters import base_model_of, is_adapted
-from .checkpointing import DATA_POSITION_NAME
-from .efficiency import PeakRate, flops_per_token, peak_memory_bytes
+from .data_position import DataPosition
+from .deepspeed_support import float32_weights
+from .efficiency import PeakRate, flops_per_token
+from .meter import Meter
 from .optimizers import complete_schedule_kwargs
-from .pushing import HubPushMixin
+from .row_source import RowSource, fit_batch_size, pad_rows
+from .run_trainer import RunTrainer
 
 
 logger = logging.get_logger(__name__)
 
 
-class MaskedLossTrainer(HubPushMixin):
+class MaskedLossTrainer(RunTrainer):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
     -100 and for a float `loss_mask` beside them. Without a `data_collator`, rows are those of
@@ -76,18 +66,11 @@ class MaskedLossTrainer(HubPushMixin):
         self._is_evaluating = self._wants_loss_alone = False
         # Of each batch that was evaluated: the sum of w * CE, of w, and of the bytes.
         self._eval_sums: list[torch.Tensor] = []
-        # Since the last log: sums over micro-batches of this rank, on the device, and what they are called.
-        self._logged_losses: torch.Tensor | None = None
-        self._logged_names: tuple[str, ...] = ()
-        self._new_tokens: torch.Tensor | None = None
-        # Of the step under way: its micro-batches' rows, and whether their losses are finite.
+        self._meter: Meter | None = None
+        # The rows of each micro-batch of the current step, and whether its loss is finite.
         self._epoch = self._batches_taken = 0
         self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._step_is_finite: list[torch.Tensor] = []
-        self._steps_since_log = 0
-        self._unlogged: dict[str, Any] | None = None
-        self._tokens_at_last_log = 0
-        self._last_log_time: float | None = None
 
     def _check_arguments(self):
         """Refuses what would train something else than it says."""
@@ -121,64 +104,22 @@ class MaskedLossTrainer(HubPushMixin):
 
     # Rows
 
-    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        """Trainer's loader over rows that are filled up to whole global batches."""
-        batch_size = self._fit_batch(dataset, batch_size, is_training)
-        multiple = batch_size * self.data_parallel_size
-        if is_training:
-            multiple *= self.args.gradient_accumulation_steps
-        collator: Any = self.data_collator
-        vocab_size = getattr(self.accelerator.unwrap_model(self.model).config, "vocab_size", None)
-        self.data_collator = PaddingRowCollator(collator, is_training=is_training, vocab_size=vocab_size)
-        try:
-            if not (is_training and self.args.dataloader_drop_last):
-                dataset, sampler_fn = self._fill(dataset, sampler_fn, multiple=multiple, is_training=is_training)
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
-        finally:
-            self.data_collator = collator
-
-    def _fit_batch(self, dataset, batch_size: int, is_training: bool) -> int:
-        """
-        At most as many rows for each device as there are, since the rest would be padding rows; `ValueError` if
-        accumulation would add micro-batches of padding rows alone.
-        """
-        if isinstance(dataset, (IterableDataset, datasets.IterableDataset)) or self.args.dataloader_drop_last:
-            return batch_size
-        fitting = max(1, min(batch_size, math.ceil(len(dataset) / self.data_parallel_size)))
-        num_batches = math.ceil(len(dataset) / (fitting * self.data_parallel_size))
-        accumulation = self.args.gradient_accumulation_steps
-        if is_training and num_batches < accumulation and len(dataset):
-            raise ValueError(
-                f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
-                f"{batch_size:,} a device, so that a step would be larger than the data. Lower it to at most "
-                f"{num_batches:,}."
-            )
-        if is_training and fitting < batch_size:
-            logger.warning(
-                f"--per_device_train_batch_size {batch_size:,} is more than the {len(dataset):,} rows of the data give "
-                f"{self.data_parallel_size} device(s): each step takes all rows, {fitting:,} a device."
-            )
-        return fitting
-
-    def _fill(self, dataset, sampler_fn, *, multiple: int, is_training: bool):
-        if isinstance(dataset, (IterableDataset, datasets.IterableDataset)):
-            # One process evaluates a stream as it is: nothing would take the padding rows from its predictions.
-            if is_training or self.data_parallel_size > 1:
-                dataset = PaddedStream(dataset, multiple=multiple, is_training=is_training)
-            return dataset, None
-        if len(dataset) == 0:
-            raise ValueError("The dataset has no rows.")
-
-        def filled_sampler(_):
-            # Made of the caller's dataset, since some samplers read its columns.
-            sampler = sampler_fn(dataset) if sampler_fn is not None else None
+    def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
+        """Pad the rows to whole global batches."""
+        num_ranks, accumulation = self.data_parallel_size, self.args.gradient_accumulation_steps if is_training else 1
+        if not self.args.dataloader_drop_last:
+            batch_size = fit_batch_size(dataset, batch_size, num_ranks, accumulation, is_training=is_training)
+        if not (is_training and self.args.dataloader_drop_last):
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-            rows = sampler if sampler is not None else range(len(dataset))
-            filled.sampler = PaddedSampler(rows, multiple=multiple, seed=seed)
-            return filled.sampler
-
-        filled = PaddedDataset(dataset, is_numbered=is_training)
-        return filled, filled_sampler
+            multiple = batch_size * num_ranks * accumulation
+            # One process evaluates a stream as it is: nothing would take the padding rows from its predictions.
+            pads_streams = is_training or num_ranks > 1
+            dataset, sampler_fn = pad_rows(
+                dataset, sampler_fn, multiple, seed=seed, is_training=is_training, pads_streams=pads_streams
+            )
+        vocab_size = getattr(self.accelerator.unwrap_model(self.model).config, "vocab_size", None)
+        collator = PaddingRowCollator(self.data_collator, is_training=is_training, vocab_size=vocab_size)
+        return RowSource(dataset, batch_size, sampler_fn, collator)
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
@@ -194,62 +135,27 @@ class MaskedLossTrainer(HubPushMixin):
         position = {"epochs_trained": epochs_trained, "steps_trained_in_current_epoch": steps_trained_in_current_epoch}
         return super()._run_epoch(*args, epoch=epoch, **position, **kwargs)
 
-    def _save_rng_state(self, output_dir):
-        super()._save_rng_state(output_dir)
-        sums = torch.stack([self._tr_loss, *(self._logged_losses if self._logged_losses is not None else ())])
-        sums = self.accelerator.gather(sums[None])
-        if self.args.should_save:
-            position = {
-                "epoch": self._epoch,
-                "num_rows": self._batches_taken * self.args.per_device_train_batch_size * self.data_parallel_size,
-                "evaluation_is_due": self._evaluation_is_due,
-                # What the next log is the mean of, for each rank.
-                "unlogged": {
-                    "sums": sums.tolist(),
-                    "last_logged": self._globalstep_last_logged,
-                    "steps": self._steps_since_log,
-                    "skipped": self._num_skipped_steps,
-                },
-            }
-            Path(output_dir, DATA_POSITION_NAME).write_text(json.dumps(position), encoding="utf-8")
+    def _data_position(self) -> DataPosition:
+        num_rows = self._batches_taken * self.args.per_device_train_batch_size * self.data_parallel_size
+        return DataPosition(self._epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
 
-    def _read_data_position(self, checkpoint: str, epochs_trained: int, num_batches: int) -> tuple[int, int]:
-        """The pass, and the micro-batches of it that each rank has had; from the number of steps in old checkpoints."""
-        path = Path(checkpoint, DATA_POSITION_NAME)
-        position = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        self.args.eval_on_start = position.get("evaluation_is_due", False)
-        self._unlogged = position.get("unlogged")
-        if self.args.ignore_data_skip or not position:
-            return epochs_trained, num_batches
+    def _read_data_position(self, checkpoint: str, epoch: int, num_batches: int) -> tuple[int, int]:
+        """Return the pass, and how many of its micro-batches each rank has had; the given ones for old checkpoints."""
+        position = DataPosition.load(checkpoint)
+        self.args.eval_on_start = position is not None and position.evaluation_is_due
+        if position is None or self.args.ignore_data_skip:
+            return epoch, num_batches
+        self.guard.num_skipped = position.num_skipped_steps
         accumulation = self.args.gradient_accumulation_steps
         rows_a_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
-        return position["epoch"], position["num_rows"] // rows_a_step * accumulation
-
-    def _restore_unlogged(self, unlogged: dict[str, Any]):
-        """Goes on with the sums since the last log; where the ranks are others, the first one has them all."""
-        sums = torch.tensor(unlogged["sums"], device=self.args.device)
-        self._total_loss_scalar -= fmean(losses[0] for losses in unlogged["sums"])
-        if len(sums) == self.args.world_size:
-            sums = sums[self.args.process_index]
-        else:
-            # Trainer takes the mean over the ranks, `log` the sum.
-            mean = sums[:, :1].mean(dim=0) * self.args.world_size
-            sums = torch.cat([mean, sums[:, 1:].sum(dim=0)]) * (self.args.process_index == 0)
-        self._tr_loss = sums[0].to(self._tr_loss)
-        self._logged_losses = sums[1:] if len(sums) > 1 else None
-        self._globalstep_last_logged, self._steps_since_log = unlogged["last_logged"], unlogged["steps"]
-        self._num_skipped_steps = unlogged["skipped"]
+        return position.epoch, position.num_rows // rows_a_step * accumulation
 
     # Loss
 
     def get_batch_samples(self, *args, **kwargs):
-        if self._unlogged is not None:
-            # NOTE: Trainer's own sum exists from here on.
-            self._restore_unlogged(self._unlogged)
-            self._unlogged = None
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._batches_taken += len(batches)
-        self._losses_before_step = self._logged_losses
+        self._meter.begin_step()
         self._step_rows = [
             (batch.pop(ROW_NUMBER_COLUMN), batch["input_ids"]) for batch in batches if ROW_NUMBER_COLUMN in batch
         ]
@@ -258,8 +164,7 @@ class MaskedLossTrainer(HubPushMixin):
 
     def _skip_step(self):
         super()._skip_step()
-        self._logged_losses = self._losses_before_step
-        self._steps_since_log -= 1
+        self._meter.skip_step()
 
     def _describe_step(self) -> list[dict[str, Any]]:
         rows = []
@@ -286,8 +191,7 @@ class MaskedLossTrainer(HubPushMixin):
             weights, counts = self.accelerator.reduce((weights, counts), "sum")
             weights, counts = weights / self.get_tp_size(), counts // self.get_tp_size()
         num_documents, num_tokens = counts.unbind()
-        self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
-        self._steps_since_log += 1
+        self._meter.count_step(num_tokens)
         # A step without any weight has a sum of zero, and something must divide it.
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
@@ -339,8 +243,7 @@ class MaskedLossTrainer(HubPushMixin):
         )
         self._check_outputs(outputs)
         loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
-        self._logged_names, losses = tuple(parts), torch.stack(list(parts.values())).detach()
-        self._logged_losses = losses if self._logged_losses is None else self._logged_losses + losses
+        self._meter.add_losses(parts)
         # Gradients are averaged over the ranks, so that each brings in its share this many times.
         loss = self._mark_if_not_finite(loss * self.data_parallel_size)
         return (loss, outputs) if return_outputs else loss
@@ -353,7 +256,7 @@ class MaskedLossTrainer(HubPushMixin):
         is_finite = loss.detach().isfinite()
         self._step_is_finite.append(is_finite)
         if self.is_deepspeed_enabled:
-            if self.accelerator.sync_gradients and self._any_rank(int(not self._is_loss_finite())):
+            if self.accelerator.sync_gradients and self.ranks.largest(int(not self._is_loss_finite())):
                 self._meet_nonfinite("The loss is not finite")
             return loss
         return loss * torch.where(is_finite, 1.0, torch.nan)
@@ -409,13 +312,13 @@ class MaskedLossTrainer(HubPushMixin):
             if self.state.global_step >= max_steps:
                 # NOTE: Trainer would train one step more.
                 progress = (num_train_epochs, 0)
-        self._logged_losses = self._new_tokens = None
-        self._steps_since_log = 0
-        base_model = base_model_of(self.model)
-        self._flops_per_token = flops_per_token(base_model) + self._extra_flops_per_token()
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-        self._peak_rate = PeakRate(self.args.device, dtype)
-        self._last_log_time, self._tokens_at_last_log = time.perf_counter(), self.state.num_input_tokens_seen
+        self._meter = Meter(
+            flops_per_token(base_model_of(self.model)) + self._extra_flops_per_token(),
+            PeakRate(self.args.device, dtype),
+            num_tokens=self.state.num_input_tokens_seen,
+            world_size=self.args.world_size,
+        )
         return progress
 
     def _extra_flops_per_token(self) -> float:
@@ -425,40 +328,24 @@ class MaskedLossTrainer(HubPushMixin):
     def _track_num_input_tokens(self, inputs):
         """Tokens are counted with the weights, once a step; reading them back waits for the next log or save."""
 
-    def _read_token_count(self):
-        if self._new_tokens is not None:
-            self.state.num_input_tokens_seen += self._new_tokens.item()
-            self._new_tokens = None
-
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        self._read_token_count()
-        if "loss" in logs and self._logged_losses is not None:
-            losses = self._logged_losses
+        if self._meter is not None:
+            self.state.num_input_tokens_seen += self._meter.read_tokens()
+        if "loss" in logs and self._meter is not None and self._meter.losses is not None:
+            losses = self._meter.losses
             if self.accelerator.num_processes > 1:
                 losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
-            logs |= dict(zip(self._logged_names, (losses / self._steps_since_log).tolist(), strict=True))
-            now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
-            speed = (tokens - self._tokens_at_last_log) / (now - self._last_log_time)
-            logs |= {"tokens_per_second": speed, "model_flops_per_second": speed * self._flops_per_token}
-            self._last_log_time, self._tokens_at_last_log = now, tokens
-            reached = speed * self._flops_per_token / self.args.world_size
-            with self._clock_stopped():
-                logs["mfu"] = reached / self._peak_rate.update(reached)
-            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
-            self._logged_losses, self._steps_since_log = None, 0
+            logs |= self._meter.measure(losses, self.state.num_input_tokens_seen, self.args.device)
         # Without a start time: Trainer's own throughput counts evaluation and saving as training.
         super().log(logs)
 
-    @contextmanager
-    def _clock_stopped(self):
-        """Keeps evaluation and saving out of `tokens_per_second`."""
-        start = time.perf_counter()
-        yield
-        if self._last_log_time is not None:
-            self._last_log_time += time.perf_counter() - start
+    def _clock_stopped(self) -> AbstractContextManager:
+        """Exclude evaluation and saving from `tokens_per_second`."""
+        return nullcontext() if self._meter is None else self._meter.paused()
 
     def _save_checkpoint(self, *args, **kwargs):
-        self._read_token_count()
+        if self._meter is not None:
+            self.state.num_input_tokens_seen += self._meter.read_tokens()
         with self._clock_stopped():
             super()._save_checkpoint(*args, **kwargs)
 
@@ -473,7 +360,11 @@ class MaskedLossTrainer(HubPushMixin):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None):
         """Saves float32 weights, also where DeepSpeed trains in bf16 and keeps the float32 ones in its optimizer."""
         half_precision_model = self.model
-        weights = self._deepspeed_float32_weights()
+        base_model = base_model_of(self.model)
+        is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
+        weights = None
+        if self.is_deepspeed_enabled and is_half_precision:
+            weights = float32_weights(self.model, trainable_only=is_adapted(self.model))
         if weights is not None and is_adapted(self.model):
             state_dict = weights
         elif weights is not None and self.args.should_save:
@@ -484,27 +375,6 @@ class MaskedLossTrainer(HubPushMixin):
             super()._save(output_dir, state_dict)
         finally:
             self.model = half_precision_model
-
-    def _deepspeed_float32_weights(self) -> dict[str, torch.Tensor] | None:
-        """
-        The optimizer's copy of the weights on the CPU, gathered by all ranks, of an adapter alone where there is one;
-        `None` where there is none.
-        """
-        base_model = base_model_of(self.model)
-        is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
-        if not self.is_deepspeed_enabled or not is_half_precision:
-            return None
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        weights = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if is_adapted(self.model) and not parameter.requires_grad:
-                continue
-            weight = safe_get_full_fp32_param(parameter)
-            if weight is None:
-                return None
-            weights[name] = weight.cpu()
-        return weights
 
     # Evaluation
 

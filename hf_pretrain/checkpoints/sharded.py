@@ -1,0 +1,71 @@
+"""
+Checkpoints of models that transformers shards while it loads them (`--fsdp_size`, FSDP2).
+
+Trainer saves their weights and refuses the rest. These functions gather the optimizer state by parameter name, whole on one
+rank, so that any number of processes can resume from it. All ranks call them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+
+def save_optimizer(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    *,
+    is_writer: bool,
+) -> None:
+    """Gather the state of `optimizer`, and write it and the scheduler's on the rank that `is_writer`."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if is_writer:
+        torch.save(state, Path(directory, OPTIMIZER_NAME))
+        torch.save(scheduler.state_dict(), Path(directory, SCHEDULER_NAME))
+
+
+def load_optimizer(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Load what [`save_optimizer`] wrote into a sharded model's `optimizer` and its `scheduler`."""
+    state, schedule = (
+        torch.load(Path(directory, name), map_location="cpu", weights_only=True)
+        for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+    )
+    scheduler.load_state_dict(schedule)
+    if state["state"]:
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+        return
+    # NOTE: torch cannot find the device of an optimizer without state (SGD). Its learning rates are all it has.
+    for group, learning_rate in zip(optimizer.param_groups, schedule["_last_lr"], strict=True):
+        group["lr"] = learning_rate
+
+
+def load_weights(directory: str | Path, model: nn.Module) -> None:
+    """
+    Load the safetensors files of a checkpoint into a sharded model.
+
+    Raises:
+        `ValueError`: if tensors are missing or unexpected. A tied head is not in the files.
+    """
+    weights: dict[str, Any] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        weights |= load_file(path)
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    result = set_model_state_dict(model, weights, options=options)
+    missing = set(result.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or {})
+    if missing or result.unexpected_keys:
+        raise ValueError(f"{directory} lacks {sorted(missing)}, and has too many: {result.unexpected_keys}.")
+
+
+__all__ = ["load_optimizer", "load_weights", "save_optimizer"]

@@ -1,0 +1,189 @@
+"""
+Push what a run saves, without delaying the run and without losing anything when a push fails.
+
+| `--hub_strategy` | pushed |
+|---|---|
+| `end` | the model at the end |
+| `every_save` (default) | the model at each checkpoint, and at the end |
+| `checkpoint` | the same, and the newest whole checkpoint as `last-checkpoint/` |
+| `all_checkpoints` | the same, and every whole checkpoint as `checkpoint-N/` |
+
+Each push is one commit. It uploads hard links, so rotation cannot remove the files meanwhile. While a push is under way, the
+next checkpoints wait, and the newest of them is pushed afterwards (`all_checkpoints` pushes all of them).
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, HfApi
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import logging
+
+from .model_card import CARD_NAME
+from .repository import (
+    PICKLED_ARGUMENTS,
+    STAGING_PREFIX,
+    describe_error,
+    link_or_copy,
+    published_files,
+    upload_command,
+)
+
+
+logger = logging.get_logger(__name__)
+
+
+class HubPusher:
+    """
+    Push checkpoints and the final model of one run. Only the main process uses it.
+
+    Args:
+        output_dir (`str` or `Path`): the directory of the run.
+        strategy (`str`): a value of [`~transformers.trainer_utils.HubStrategy`].
+        token (`str`, *optional*): the token to push with; by default the one of the login.
+        revision (`str`, *optional*): the branch to push to.
+        pushes_always (`bool`): push a checkpoint although the push before it is still under way.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        strategy: str = "every_save",
+        token: str | None = None,
+        revision: str | None = None,
+        pushes_always: bool = False,
+    ):
+        self.output_dir = Path(output_dir)
+        self.strategy = HubStrategy(strategy)
+        self.revision = revision
+        self.pushes_always = pushes_always
+        self.repo_id: str | None = None
+        self.use_token(token)
+        self._pushes: list[Future] = []
+        # The newest checkpoint that was saved while a push was under way.
+        self._waiting: Path | None = None
+        self._errors: list[str] = []
+        self._final_error: str | None = None
+
+    def use_token(self, token: str | None) -> None:
+        """Push with this token from now on."""
+        self._hub = HfApi(token=token)
+
+    def create_repository(self, name: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """
+        Create the repository if it does not exist, and return its full id.
+
+        Raises:
+            `ValueError`: if the Hub refuses, with the reason.
+        """
+        try:
+            self.repo_id = self._hub.create_repo(name, private=private, token=token, exist_ok=True).repo_id
+        except Exception as error:  # Clients of HTTP have many exceptions.
+            raise ValueError(
+                f"--push_to_hub: the Hub at {self._hub.endpoint} does not give the repository {name}: "
+                f"{describe_error(error)}. Nothing was trained yet. Log in with `hf auth login` or set HF_TOKEN (with "
+                "write permission), or leave --push_to_hub out."
+            ) from error
+        return self.repo_id
+
+    @property
+    def report(self) -> str:
+        """How the last push ended, for the end of a run."""
+        if self._final_error is not None:
+            command = upload_command(self.output_dir, self.repo_id, published_files(self.output_dir))
+            return f"FAILED: {self._final_error}. The run is complete in {self.output_dir}; push it with `{command}`."
+        earlier = len(self._errors)
+        failed = f" ({earlier} pushes during the run failed: {self._errors[-1]})" if earlier else ""
+        return f"{self._hub.endpoint}/{self.repo_id}{failed}"
+
+    def takes(self, checkpoint: Path) -> bool:
+        """Return whether `push_checkpoint` should be called now. A checkpoint that has to wait is remembered."""
+        if self.strategy == HubStrategy.END:
+            return False
+        must_push = self.pushes_always or self.strategy == HubStrategy.ALL_CHECKPOINTS
+        if not must_push and any(not push.done() for push in self._pushes):
+            logger.warning(f"{checkpoint} waits: the push before it is still under way.")
+            self._waiting = checkpoint
+            return False
+        self._waiting = None
+        return True
+
+    def push_checkpoint(self, checkpoint: Path, *, write_card: Callable[[], None]) -> None:
+        """Push a checkpoint in the background. `write_card` writes the model card into `output_dir` first."""
+        try:
+            write_card()
+            staging, whole = self._stage(checkpoint)
+        except OSError as error:
+            self._errors.append(describe_error(error))
+            logger.warning(f"{checkpoint} could not be pushed: {self._errors[-1]}")
+            return
+        message = f"Step {checkpoint.name.rpartition('-')[2]}"
+        self._pushes.append(self._hub.run_as_future(self._upload, staging, message, whole))
+
+    def _stage(self, checkpoint: Path) -> tuple[Path, str | None]:
+        """Return a directory of links that is laid out like the repository, and the name of the whole checkpoint in it."""
+        staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=self.output_dir))
+        for name in published_files(checkpoint):
+            link_or_copy(checkpoint / name, staging / name)
+        # A copy, because the next push rewrites the card in place.
+        shutil.copy2(self.output_dir / CARD_NAME, staging)
+        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
+        whole = names.get(self.strategy)
+        if whole is not None:
+            ignore = shutil.ignore_patterns(PICKLED_ARGUMENTS)
+            shutil.copytree(checkpoint, staging / whole, copy_function=link_or_copy, ignore=ignore)
+        return staging, whole
+
+    def _upload(self, staging: Path, message: str, whole: str | None) -> None:
+        """Push everything in `staging` in one commit that replaces the older `whole`."""
+        try:
+            self._hub.upload_folder(
+                repo_id=self.repo_id,
+                folder_path=staging,
+                commit_message=message,
+                revision=self.revision,
+                delete_patterns=f"{whole}/*" if whole else None,
+            )
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def finish(self, *, write_card: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the pushes under way and for the checkpoint that waits, until `gives_up` returns `True`."""
+        if self._waiting is not None and not gives_up():
+            self.push_checkpoint(self._waiting, write_card=write_card)
+            self._waiting = None
+        for push in self._pushes:
+            while not push.done() and not gives_up():
+                wait([push], timeout=0.2)
+            if not push.done():
+                push.cancel()
+                logger.warning(f"A push to {self.repo_id} was given up. The checkpoints are in {self.output_dir}.")
+                continue
+            error = push.exception()
+            if error is not None:
+                self._errors.append(describe_error(error))
+                logger.warning(f"A push to {self.repo_id} failed: {self._errors[-1]}")
+        self._pushes = []
+
+    def push_model(self, *, message: str | None, revision: str | None = None) -> CommitInfo | None:
+        """Push the model in `output_dir`. If that fails, return `None`, and let `report` say why."""
+        self._final_error = None
+        try:
+            return self._hub.upload_folder(
+                repo_id=self.repo_id,
+                folder_path=self.output_dir,
+                commit_message=message,
+                revision=revision or self.revision,
+                allow_patterns=published_files(self.output_dir),
+            )
+        except Exception as error:  # The run is saved and must end well, whatever the error is.
+            self._final_error = describe_error(error)
+            logger.warning(f"The push to {self.repo_id} failed: {self._final_error}")
+            return None
+
+
+__all__ = ["HubPusher"]

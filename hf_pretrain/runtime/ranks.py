@@ -1,0 +1,86 @@
+"""Let the ranks of a run agree, and name the ranks that do not answer."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+_ROLL_CALL_SECONDS = 5.0
+
+
+class Ranks:
+    """
+    The ranks of a run, and small collectives over them that do not wait for a GPU.
+
+    Args:
+        world_size (`int`): number of ranks. With one, nothing is communicated.
+        rank (`int`): number of this process.
+        timeout_seconds (`float`): how long a collective waits for the other ranks.
+    """
+
+    def __init__(self, world_size: int, rank: int, *, timeout_seconds: float):
+        self.world_size = world_size
+        self.rank = rank
+        self.timeout_seconds = timeout_seconds
+
+    @cached_property
+    def _cpu_group(self) -> dist.ProcessGroup | None:
+        """A gloo group; `None` where the default group is one."""
+        if dist.get_backend() == "gloo":
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+
+    def largest(self, number: int) -> int:
+        """Return the largest `number` of all ranks."""
+        if self.world_size == 1:
+            return number
+        tensor = torch.tensor(number)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group)
+        return int(tensor.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank, in order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._cpu_group)
+        return values
+
+    @contextmanager
+    def naming_missing(self) -> Iterator[None]:
+        """Turn an error of communication within the block into a `RuntimeError` that names the ranks that are missing."""
+        try:
+            yield
+        except (RuntimeError, ConnectionError) as error:
+            # NOTE: gloo raises plain RuntimeErrors.
+            is_communication = isinstance(error, (dist.DistError, ConnectionError)) or "gloo" in str(error)
+            missing = self._find_missing() if self.world_size > 1 and is_communication else []
+            if not missing:
+                raise
+            raise RuntimeError(
+                f"Rank(s) {', '.join(map(str, missing))} of {self.world_size} died, hang, or failed first: see their "
+                f"output. Rank {self.rank} stopped because they did not respond ({error})."
+            ) from error
+
+    def _find_missing(self) -> list[int]:
+        """Return the ranks that do not report within `_ROLL_CALL_SECONDS` that they stopped, too."""
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            store.set(f"stopped/{self.rank}", "")
+            names = [f"stopped/{rank}" for rank in range(self.world_size)]
+            deadline = time.monotonic() + _ROLL_CALL_SECONDS
+            while time.monotonic() < deadline and not store.check(names):
+                time.sleep(0.1)
+            return [rank for rank, name in enumerate(names) if not store.check([name])]
+        except (RuntimeError, ConnectionError):
+            # Without a launcher that keeps the store, rank 0 keeps it, and has gone with it.
+            return [0]
+
+
+__all__ = ["Ranks"]

@@ -1,0 +1,74 @@
+"""Listen for the signals that ask a run to stop."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+# Windows has the first two only.
+_SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
+# Launchers forward a signal that the terminal has already sent to every process. The copy arrives within this time.
+_COPY_SECONDS = 2.0
+
+
+class SignalListener:
+    """
+    Note signals instead of dying from them, so that a run can stop at the end of a step.
+
+    Attributes:
+        number (`int`): the first signal that arrived, or 0.
+        is_impatient (`bool`): a second signal arrived more than two seconds later. Waiting for a push should end.
+        is_ending (`bool`): set by the caller when the process is about to exit. Signals are then ignored for good, since
+            the launchers of other ranks still send some.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_impatient = self.is_ending = False
+        self._first_time = 0.0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle `SIGNALS` within the block. Outside the main thread, where Python allows no handlers, do nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        # `nohup` ignores SIGHUP, and so does a run that it started.
+        handled = [
+            number for number in SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
+        ]
+        previous = {number: signal.signal(number, self._note) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, signal.SIG_IGN if self.is_ending else handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        """Note a signal. A second Ctrl-C raises `KeyboardInterrupt` at once."""
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._first_time = number, now
+        elif now > self._first_time + _COPY_SECONDS:
+            self.is_impatient = True
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+
+
+def survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: int) -> None:
+    """
+    Initialize a worker of a data loader, and let it ignore the first SIGTERM.
+
+    NOTE: a signal to the whole process group would end the workers, and torch raises an error in the main process when it
+    misses one. The second SIGTERM ends a worker, because torch itself ends workers with SIGTERM.
+    """
+    if initialize is not None:
+        initialize(worker_id)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+
+
+__all__ = ["SIGNALS", "SignalListener", "survive_one_sigterm"]

@@ -1,0 +1,45 @@
+"""
+The position of a run in its data, saved with each checkpoint.
+
+Trainer derives the position from the number of steps, as if a stream had no second pass and batches never changed size.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+DATA_POSITION_NAME = "data_position.json"
+
+
+@dataclass
+class DataPosition:
+    """
+    Args:
+        epoch (`int`): the current pass over the data.
+        num_rows (`int`): rows that all ranks together have taken from this pass.
+        evaluation_is_due (`bool`): a signal cut off an evaluation at this step. It runs on resume.
+        num_skipped_steps (`int`): steps that were left out because they were not finite.
+    """
+
+    epoch: int = 0
+    num_rows: int = 0
+    evaluation_is_due: bool = False
+    num_skipped_steps: int = 0
+
+    def save(self, directory: str | Path) -> None:
+        Path(directory, DATA_POSITION_NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "DataPosition | None":
+        """Return the position saved in a checkpoint; `None` if it has none. Fields of other versions are ignored."""
+        path = Path(directory, DATA_POSITION_NAME)
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        # The first version kept the skipped steps beside the sums of the log.
+        content.setdefault("num_skipped_steps", content.get("unlogged", {}).get("skipped", 0))
+        return cls(**{field.name: content[field.name] for field in fields(cls) if field.name in content})
+
+
+__all__ = ["DATA_POSITION_NAME", "DataPosition"]

@@ -1,0 +1,100 @@
+"""Refuse and repair what DeepSpeed would do to a run without a word."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+
+def check_deepspeed_config(config: dict[str, Any], optimizer: str, *, max_grad_norm: float) -> None:
+    """
+    Warn about blocks that override the arguments of the run, and refuse an optimizer that DeepSpeed would replace.
+
+    Args:
+        config (`dict`): the DeepSpeed config.
+        optimizer (`str`): the result of [`~training.optimizers.optimizer_name`].
+        max_grad_norm (`float`): 0 does not clip gradients.
+
+    Raises:
+        `ValueError`: for Muon with ZeRO-3, offloading, an `optimizer` block or clipping, and for an offloaded optimizer
+            other than AdamW and Adagrad.
+    """
+    for block in ("optimizer", "scheduler"):
+        if block in config:
+            logger.warning(
+                f"The DeepSpeed config has a `{block}` block: it overrides --optim, --learning_rate and "
+                "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
+            )
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+    if optimizer == "muon":
+        if "optimizer" in config or offload != "none" or config.get("zero_optimization", {}).get("stage", 0) == 3:
+            raise ValueError(
+                "--optim_preset muon needs whole matrices and its own optimizer: not possible with ZeRO-3, offloading, "
+                "or an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or --fsdp_size."
+            )
+        if max_grad_norm:
+            # NOTE: DeepSpeed writes Muon's updates over the gradients before it takes their norm, so that clipping
+            # would shrink the updates.
+            raise ValueError(
+                "DeepSpeed's Muon would clip its updates instead of the gradients: pass --max_grad_norm 0 with "
+                "--optim_preset muon."
+            )
+        return
+    if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
+        # NOTE: accelerate's map_pytorch_optim_to_deepspeed takes DeepSpeedCPUAdam for every optimizer it does not know.
+        raise ValueError(
+            f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam without a word. "
+            "Use --optim adamw_torch, or a config that does not offload (ds_configs/zero2.json)."
+        )
+
+
+def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float | None]) -> None:
+    """
+    Restore an optimizer after DeepSpeed loaded a universal checkpoint into it.
+
+    NOTE: ZeRO-3 gives every group the weight decay of the first one, and all parameters share one step counter, which each
+    of them would advance.
+
+    Args:
+        optimizer: the optimizer, perhaps wrapped.
+        weight_decays (`list`): the weight decay of each group; `None` leaves a group as it is.
+    """
+    for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
+
+
+def float32_weights(model: nn.Module, *, trainable_only: bool) -> dict[str, torch.Tensor] | None:
+    """
+    Gather the float32 copies that DeepSpeed's optimizer keeps of half-precision weights, on the CPU. All ranks call it.
+
+    Args:
+        model (`nn.Module`): the model that DeepSpeed trains.
+        trainable_only (`bool`): leave out frozen weights, such as the base model of an adapter.
+
+    Returns:
+        `dict`: tensors by parameter name; `None` if the optimizer keeps no copies.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if trainable_only and not parameter.requires_grad:
+            continue
+        weight = safe_get_full_fp32_param(parameter)
+        if weight is None:
+            return None
+        weights[name] = weight.cpu()
+    return weights
+
+
+__all__ = ["check_deepspeed_config", "float32_weights", "repair_universal_checkpoint"]

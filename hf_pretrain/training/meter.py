@@ -1,0 +1,92 @@
+"""Measure the losses, tokens and speed of a run between two logs."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .efficiency import PeakRate, peak_memory_bytes
+
+
+class Meter:
+    """
+    Add up losses and tokens on the device, and read them back once per log.
+
+    Args:
+        flops_per_token (`float`): FLOPs of a forward and backward pass for one token.
+        peak_rate (`PeakRate`): the peak FLOPs per second of one device.
+        num_tokens (`int`): tokens that the run saw before.
+        world_size (`int`): devices that train.
+    """
+
+    def __init__(self, flops_per_token: float, peak_rate: PeakRate, *, num_tokens: int = 0, world_size: int = 1):
+        self.flops_per_token = flops_per_token
+        self.peak_rate = peak_rate
+        self.world_size = world_size
+        self.num_steps = 0
+        self.losses: torch.Tensor | None = None
+        self._names: tuple[str, ...] = ()
+        self._losses_before_step: torch.Tensor | None = None
+        self._new_tokens: torch.Tensor | None = None
+        self._tokens_at_last_log = num_tokens
+        self._last_log_time = time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Remember the sums, so that `skip_step` can restore them."""
+        self._losses_before_step = self.losses
+
+    def count_step(self, num_tokens: torch.Tensor) -> None:
+        """Count one step and its tokens, an integer tensor that stays on the device."""
+        self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
+        self.num_steps += 1
+
+    def skip_step(self) -> None:
+        """Take the losses of the step under way out of the sums."""
+        self.losses = self._losses_before_step
+        self.num_steps -= 1
+
+    def add_losses(self, parts: dict[str, torch.Tensor]) -> None:
+        """Add the parts of a micro-batch's loss."""
+        self._names = tuple(parts)
+        losses = torch.stack(list(parts.values())).detach()
+        self.losses = losses if self.losses is None else self.losses + losses
+
+    def read_tokens(self) -> int:
+        """Return the tokens since the last call. This waits for the device."""
+        if self._new_tokens is None:
+            return 0
+        num_tokens, self._new_tokens = int(self._new_tokens.item()), None
+        return num_tokens
+
+    def measure(self, losses: torch.Tensor, num_tokens: int, device: torch.device) -> dict[str, float]:
+        """
+        Return mean losses and speed since the last call, and start anew.
+
+        Args:
+            losses (`torch.Tensor` of shape `(num_parts,)`): `self.losses`, summed over the ranks.
+            num_tokens (`int`): all tokens that the run has seen.
+            device (`torch.device`): the device whose peak memory is reported.
+        """
+        logs = dict(zip(self._names, (losses / self.num_steps).tolist(), strict=True))
+        now = time.perf_counter()
+        tokens_per_second = (num_tokens - self._tokens_at_last_log) / (now - self._last_log_time)
+        flops_per_second = tokens_per_second * self.flops_per_token
+        logs |= {"tokens_per_second": tokens_per_second, "model_flops_per_second": flops_per_second}
+        self._last_log_time, self._tokens_at_last_log = now, num_tokens
+        with self.paused():
+            reached = flops_per_second / self.world_size
+            logs["mfu"] = reached / self.peak_rate.update(reached)
+        logs["peak_memory_gib"] = peak_memory_bytes(device) / 2**30
+        self.losses, self.num_steps = None, 0
+        return logs
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the block, such as an evaluation, from the speed."""
+        start = time.perf_counter()
+        yield
+        self._last_log_time += time.perf_counter() - start
+
+
+__all__ = ["Meter"]

@@ -1,0 +1,97 @@
+"""Decide which rows a data loader reads: how many per batch, and padded to whole global batches."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from torch.utils.data import IterableDataset
+from transformers.utils import logging
+
+from ..data.padding_rows import PaddedDataset, PaddedSampler, PaddedStream
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class RowSource:
+    """
+    Arguments for Trainer's data loader.
+
+    Args:
+        dataset: the rows.
+        batch_size (`int`): rows of a micro-batch.
+        sampler_fn (`Callable`, *optional*): makes a sampler for a dataset.
+        collator (`Callable`, *optional*): used in place of the trainer's.
+    """
+
+    dataset: Any
+    batch_size: int
+    sampler_fn: Callable[[Any], Any] | None = None
+    collator: Callable | None = None
+
+
+def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: int, *, is_training: bool) -> int:
+    """
+    Return `batch_size`, or the smaller number of rows that the data give each rank: the rest would be padding rows.
+
+    Raises:
+        `ValueError`: if gradient accumulation would add micro-batches that hold padding rows only.
+    """
+    if _is_stream(dataset):
+        return batch_size
+    fitting = max(1, min(batch_size, math.ceil(len(dataset) / num_ranks)))
+    num_batches = math.ceil(len(dataset) / (fitting * num_ranks))
+    if is_training and num_batches < accumulation and len(dataset):
+        raise ValueError(
+            f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
+            f"{batch_size:,} a device, so that a step would be larger than the data. Lower it to at most "
+            f"{num_batches:,}."
+        )
+    if is_training and fitting < batch_size:
+        logger.warning(
+            f"--per_device_train_batch_size {batch_size:,} is more than the {len(dataset):,} rows of the data give "
+            f"{num_ranks} device(s): each step takes all rows, {fitting:,} a device."
+        )
+    return fitting
+
+
+def pad_rows(
+    dataset: Any,
+    sampler_fn: Callable[[Any], Any] | None,
+    multiple: int,
+    *,
+    seed: int,
+    is_training: bool,
+    pads_streams: bool = True,
+) -> tuple[Any, Callable[[Any], Any] | None]:
+    """
+    Return the dataset with padding rows up to a multiple of `multiple`, and a function that makes its sampler.
+
+    Raises:
+        `ValueError`: if the dataset is empty.
+    """
+    if _is_stream(dataset):
+        padded_stream = PaddedStream(dataset, multiple=multiple, is_training=is_training)
+        return (padded_stream if pads_streams else dataset), None
+    if len(dataset) == 0:
+        raise ValueError("The dataset has no rows.")
+    padded = PaddedDataset(dataset, is_numbered=is_training)
+
+    def padded_sampler(_: Any) -> PaddedSampler:
+        # Made for the caller's dataset, because some samplers read its columns.
+        sampler = sampler_fn(dataset) if sampler_fn is not None else None
+        rows = sampler if sampler is not None else range(len(dataset))
+        padded.sampler = PaddedSampler(rows, multiple=multiple, seed=seed)
+        return padded.sampler
+
+    return padded, padded_sampler
+
+
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
+
+
+__all__ = ["RowSource", "fit_batch_size", "pad_rows"]

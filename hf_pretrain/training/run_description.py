@@ -1,0 +1,120 @@
+"""
+Describe a run for the manifest of its checkpoints, and compare two runs: resuming is exact, or it is refused with the reason.
+"""
+
+import hashlib
+import json
+from importlib.metadata import version
+from typing import Any
+
+import datasets
+from transformers import PreTrainedModel, TrainingArguments
+
+from .optimizers import optimizer_name
+
+
+# Arguments that a user may change on purpose when resuming. The run warns about the change.
+_SETTINGS = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
+    *("max_steps", "num_train_epochs", "bf16", "fp16"),
+)
+
+
+def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
+    """
+    Return the number of rows and a digest of evenly spaced ones. A stream gets the digest of its own description, and any
+    other kind of dataset an empty description.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return {"digest": _digest(dataset.info.description)}
+    if not isinstance(dataset, datasets.Dataset):
+        return {}
+    step = max(1, len(dataset) // num_samples)
+    sample = dataset.with_format(None)[range(0, len(dataset), step)]
+    return {"rows": len(dataset), "digest": _digest(json.dumps(sample, default=repr, sort_keys=True))}
+
+
+def describe_config(model: PreTrainedModel) -> str:
+    """Return a digest of a model's config. Take it before training: Trainer changes some fields."""
+    config = model.config.to_dict()
+    config.pop("transformers_version", None)
+    return _digest(json.dumps(config, default=repr, sort_keys=True))
+
+
+def describe_run(args: TrainingArguments, *, layout: str, data: dict[str, Any], is_stream: bool, config: str) -> dict:
+    """
+    Return everything that must be equal for an exact resume, and the versions.
+
+    Args:
+        layout (`str`): the layout of the optimizer state, such as `one file` or `ZeRO-2`.
+        data (`dict`): the result of [`describe_data`] for the training set.
+        is_stream (`bool`): whether the training set is streamed.
+        config (`str`): the result of [`describe_config`].
+    """
+    order = {}
+    rows_a_device = {"rows a device": args.per_device_train_batch_size}
+    if args.train_sampling_strategy == "group_by_length":
+        order = rows_a_device
+    elif is_stream and args.dataloader_num_workers > 1:
+        order = {"loader workers": args.dataloader_num_workers, **rows_a_device}
+    return {
+        "world_size": args.world_size,
+        "batch_size": args.per_device_train_batch_size,
+        "accumulation": args.gradient_accumulation_steps,
+        "layout": layout,
+        "optimizer": optimizer_name(args),
+        "save_only_model": args.save_only_model,
+        "seed": args.data_seed if args.data_seed is not None else args.seed,
+        "data": data,
+        "order": order,
+        "settings": {name: getattr(args, name) for name in _SETTINGS},
+        "config": config,
+        "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
+    }
+
+
+def find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the reasons that forbid resuming, and the reasons that make it inexact."""
+    fatal, inexact = [], []
+    ranks = f"{then['world_size']} process(es)"
+    if then["layout"] != now["layout"]:
+        fatal.append(f"its optimizer state is that of {then['layout']}, this run uses {now['layout']}")
+    elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
+        fatal.append(
+            f"its {then['layout']} shards are those of {ranks}. Launch as many, or convert them as docs/checkpoints.md "
+            "says (`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state ...`)"
+        )
+    if then["optimizer"] != now["optimizer"]:
+        fatal.append(f"it was trained with --optim {then['optimizer']}, this run has {now['optimizer']}")
+    if then["save_only_model"]:
+        fatal.append("it was saved with --save_only_model and has no optimizer state")
+    batch = [run["batch_size"] * run["accumulation"] * run["world_size"] for run in (then, now)]
+    if batch[0] != batch[1]:
+        inexact.append(
+            f"its global batch was {batch[0]} rows ({ranks} x {then['batch_size']} x {then['accumulation']}) and this "
+            f"run's is {batch[1]}: rows would be skipped or seen twice"
+        )
+    if then["seed"] != now["seed"]:
+        inexact.append(f"its seed was {then['seed']}, this run's is {now['seed']}: the rows come in another order")
+    if then["data"] != now["data"]:
+        inexact.append(f"its data were other ones ({then['data'] or 'unknown'} then, {now['data'] or 'unknown'} now)")
+    if then["order"] != now["order"]:
+        inexact.append(f"its rows came in an order that depends on {then['order']}, this run's on {now['order']}")
+    if then["config"] != now["config"]:
+        inexact.append("its model has another config (--config_overrides)")
+    return fatal, inexact
+
+
+def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the settings that a user changed. A manifest of an earlier version may hold fewer settings."""
+    settings = now["settings"] | then["settings"]
+    return [
+        f"{name} {settings[name]} -> {value}" for name, value in now["settings"].items() if settings[name] != value
+    ]
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+__all__ = ["changed_settings", "describe_config", "describe_data", "describe_run", "find_obstacles"]
