@@ -19,10 +19,10 @@ from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import efficiency
-from hf_pretrain.training.efficiency import PeakRate
-from hf_pretrain.training.meter import Meter
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.callbacks import ProfilerCallback
+from hf_pretrain.training.efficiency import PeakRate
+from hf_pretrain.training.meter import Meter
 from tests.toys import EXPERTS, WithoutFloat64, toy_model
 
 

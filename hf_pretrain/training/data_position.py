@@ -8,6 +8,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from transformers import TrainerCallback
+
 
 DATA_POSITION_NAME = "data_position.json"
 
@@ -42,4 +44,26 @@ class DataPosition:
         return cls(**{field.name: content[field.name] for field in fields(cls) if field.name in content})
 
 
-__all__ = ["DATA_POSITION_NAME", "DataPosition"]
+class PositionTracker(TrainerCallback):
+    """
+    Follow a run through its data.
+
+    Attributes:
+        epoch (`int`): the current pass.
+        num_batches (`int`): micro-batches that each rank has taken from it. The caller counts them.
+    """
+
+    def __init__(self) -> None:
+        self.start(0, 0)
+
+    def start(self, epoch: int, num_batches: int) -> None:
+        """Let the next pass be `epoch`, of which `num_batches` were taken before."""
+        self.epoch, self.num_batches = epoch - 1, 0
+        self._num_batches_before = num_batches
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.epoch += 1
+        self.num_batches, self._num_batches_before = self._num_batches_before, 0
+
+
+__all__ = ["DATA_POSITION_NAME", "DataPosition", "PositionTracker"]

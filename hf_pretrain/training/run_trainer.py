@@ -233,7 +233,9 @@ class RunTrainer(Trainer):
             on_saving_processes(self.args, self._check_space)
             with self._holding_output_dir():
                 try:
-                    return super().train(resume_from_checkpoint, *args, **kwargs)
+                    output = super().train(resume_from_checkpoint, *args, **kwargs)
+                    self._wait_for_pushes()
+                    return output
                 except _EvaluationStopped as stopped:
                     # The evaluation before the first step.
                     self._stop(stopped.number, "Nothing was trained since the run was started.")
@@ -356,7 +358,7 @@ class RunTrainer(Trainer):
 
     def _end(self, status: int) -> NoReturn:
         """End all ranks together: a launcher kills the others when the first one is gone."""
-        self._finish_current_push()
+        self._wait_for_pushes()
         self.signals.is_ending = True
         self.accelerator.wait_for_everyone()
         if self.signals.is_impatient:
@@ -597,7 +599,7 @@ class RunTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: Trainer would push a checkpoint before it is whole. `_save_checkpoint` pushes it."""
 
-    def _finish_current_push(self) -> None:
+    def _wait_for_pushes(self) -> None:
         if self.args.push_to_hub:
             self.pusher.finish(write_card=self.create_model_card, gives_up=lambda: self.signals.is_impatient)
 
@@ -625,7 +627,7 @@ class RunTrainer(Trainer):
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.create_model_card(**kwargs)
-        self._finish_current_push()
+        self._wait_for_pushes()
         self.pusher.repo_id = self.hub_model_id
         return self.pusher.push_model(message=commit_message, revision=revision)
 

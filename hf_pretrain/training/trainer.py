@@ -25,7 +25,7 @@ from ..model.loss import find_documents, prediction_weights
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..tokenizer.loading import token_byte_lengths
 from ..weights.adapters import base_model_of, is_adapted
-from .data_position import DataPosition
+from .data_position import DataPosition, PositionTracker
 from .deepspeed_support import float32_weights
 from .efficiency import PeakRate, flops_per_token
 from .meter import Meter
@@ -63,12 +63,13 @@ class MaskedLossTrainer(RunTrainer):
             pad_token_id = base_model_of(self.model).config.pad_token_id
             self.data_collator: Any = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
         self._check_arguments()
+        self._tracker = PositionTracker()
+        self.add_callback(self._tracker)
         self._is_evaluating = self._wants_loss_alone = False
         # Of each batch that was evaluated: the sum of w * CE, of w, and of the bytes.
         self._eval_sums: list[torch.Tensor] = []
         self._meter: Meter | None = None
         # The rows of each micro-batch of the current step, and whether its loss is finite.
-        self._epoch = self._batches_taken = 0
         self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._step_is_finite: list[torch.Tensor] = []
 
@@ -127,25 +128,20 @@ class MaskedLossTrainer(RunTrainer):
             {*self._signature_columns, "seq_lengths", PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN}
         )
 
-    # Where in the data a run is. NOTE: Trainer derives it from the number of steps, as if a stream had no second pass.
-
-    def _run_epoch(self, *args, epoch, epochs_trained, steps_trained_in_current_epoch, **kwargs):
-        is_resumed = epoch == epochs_trained and kwargs["resume_from_checkpoint"] is not None
-        self._epoch, self._batches_taken = epoch, steps_trained_in_current_epoch if is_resumed else 0
-        position = {"epochs_trained": epochs_trained, "steps_trained_in_current_epoch": steps_trained_in_current_epoch}
-        return super()._run_epoch(*args, epoch=epoch, **position, **kwargs)
+    # The position in the data
 
     def _data_position(self) -> DataPosition:
-        num_rows = self._batches_taken * self.args.per_device_train_batch_size * self.data_parallel_size
-        return DataPosition(self._epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
+        num_rows = self._tracker.num_batches * self.args.per_device_train_batch_size * self.data_parallel_size
+        return DataPosition(self._tracker.epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
 
     def _read_data_position(self, checkpoint: str, epoch: int, num_batches: int) -> tuple[int, int]:
         """Return the pass, and how many of its micro-batches each rank has had; the given ones for old checkpoints."""
         position = DataPosition.load(checkpoint)
         self.args.eval_on_start = position is not None and position.evaluation_is_due
+        if position is not None:
+            self.guard.num_skipped = position.num_skipped_steps
         if position is None or self.args.ignore_data_skip:
             return epoch, num_batches
-        self.guard.num_skipped = position.num_skipped_steps
         accumulation = self.args.gradient_accumulation_steps
         rows_a_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
         return position.epoch, position.num_rows // rows_a_step * accumulation
@@ -154,7 +150,7 @@ class MaskedLossTrainer(RunTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._batches_taken += len(batches)
+        self._tracker.num_batches += len(batches)
         self._meter.begin_step()
         self._step_rows = [
             (batch.pop(ROW_NUMBER_COLUMN), batch["input_ids"]) for batch in batches if ROW_NUMBER_COLUMN in batch
@@ -312,6 +308,7 @@ class MaskedLossTrainer(RunTrainer):
             if self.state.global_step >= max_steps:
                 # NOTE: Trainer would train one step more.
                 progress = (num_train_epochs, 0)
+        self._tracker.start(*progress)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         self._meter = Meter(
             flops_per_token(base_model_of(self.model)) + self._extra_flops_per_token(),
@@ -349,11 +346,11 @@ class MaskedLossTrainer(RunTrainer):
         with self._clock_stopped():
             super()._save_checkpoint(*args, **kwargs)
 
-    def _evaluate(self, *args, **kwargs):
+    def evaluate(self, *args, **kwargs):
         # Random numbers of training do not depend on whether there was an evaluation.
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with self._clock_stopped(), torch.random.fork_rng(devices):
-            return super()._evaluate(*args, **kwargs)
+            return super().evaluate(*args, **kwargs)
 
     # Saving
 
