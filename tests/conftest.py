@@ -1,10 +1,14 @@
 """Toy models that every test may ask for: two layers, width 32, a fixed seed."""
 
 import os
+import signal
 from collections.abc import Callable
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if hasattr(signal, "SIGHUP"):
+    # `nohup make test` ignores it, and so would every run that a test starts.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -31,7 +31,7 @@ EXIT_MISTAKE = 2
 EXIT_NOT_SAVED = 74
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # Seconds within which every supported launcher ends the other ranks after the first one has stopped.
-_LAUNCHER_SECONDS = 5.0
+_LAUNCHER_SECONDS = 20.0
 _MISTAKES = (ValueError, ImportError, OSError)
 
 
