@@ -1,0 +1,219 @@
+"""The parts that `RunTrainer` connects, each without a Trainer."""
+
+import errno
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.trainer_callback import TrainerControl, TrainerState
+
+from hf_pretrain.checkpoints.directory import SAVING
+from hf_pretrain.checkpoints.manifest import find_damage, read_manifest
+from hf_pretrain.checkpoints.writer import CheckpointWriter
+from hf_pretrain.hub.pusher import HubPusher
+from hf_pretrain.runtime.ranks import Ranks
+from hf_pretrain.runtime.signals import SignalListener
+from hf_pretrain.training.data_position import DATA_POSITION_NAME, DataPosition, PositionTracker
+from hf_pretrain.training.meter import Meter
+from hf_pretrain.training.nonfinite import MAX_SKIPPED_STEPS, NonfiniteGuard
+from hf_pretrain.training.row_source import fit_batch_size, pad_rows
+from tests.hub_server import HubServer
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def writer() -> CheckpointWriter:
+    return CheckpointWriter(lambda: 1000)
+
+
+def write_checkpoint(writer, tmp_path, step: int, value: float):
+    target = tmp_path / f"checkpoint-{step}"
+    source = tmp_path / SAVING / target.name
+    writer.make_room(source, target)
+    save_file({"weight": torch.full((4,), value)}, source / "model.safetensors")
+    writer.publish_checkpoint(source, target, {"step": step})
+    return target
+
+
+def test_a_checkpoint_gets_its_name_when_it_is_whole(writer, tmp_path):
+    target = write_checkpoint(writer, tmp_path, 3, 1.0)
+    assert find_damage(target) == [] and read_manifest(target)["run"] == {"step": 3}
+    assert not (tmp_path / SAVING).exists()
+    (tmp_path / SAVING / "checkpoint-9").mkdir(parents=True)
+    again = write_checkpoint(writer, tmp_path, 3, 2.0)
+    assert again == target and find_damage(target) == [] and not (tmp_path / SAVING).exists()
+
+
+def test_a_checkpoint_that_reads_back_otherwise_is_set_aside(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hf_pretrain.checkpoints.writer.find_damage", lambda path: ["model.safetensors has another sha256"]
+    )
+    with pytest.raises(SystemExit) as end:
+        write_checkpoint(writer, tmp_path, 3, 1.0)
+    assert end.value.code == 74 and (tmp_path / "damaged-checkpoint-3").is_dir()
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_shards_of_an_earlier_model_go_and_config_comes_last(writer, tmp_path, monkeypatch):
+    target, source = tmp_path / "run", tmp_path / "run" / SAVING / "model"
+    target.mkdir()
+    (target / "model-00001-of-00002.safetensors").touch()
+    (target / "notes.txt").touch()
+    writer.make_room(source, target / "config.json")
+    for name in ("config.json", "a.py", "model.safetensors"):
+        (source / name).write_text(name)
+    order = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(b.name), replace(a, b)))
+    writer.publish_model(source, target)
+    assert order[-1] == "config.json"
+    assert {path.name for path in target.iterdir()} == {"a.py", "config.json", "model.safetensors", "notes.txt"}
+
+
+def test_a_full_disk_ends_with_74_and_other_errors_pass(writer, tmp_path, capsys):
+    target = write_checkpoint(writer, tmp_path, 3, 1.0)
+    with pytest.raises(SystemExit) as end, writer.reporting_full_disks(tmp_path / "checkpoint-4"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert end.value.code == 74 and find_damage(target) == []
+    message = capsys.readouterr().err
+    assert "checkpoint-4 could not be saved" in message and f"{target} is whole" in message
+    with pytest.raises(RuntimeError, match="another"), writer.reporting_full_disks(target):
+        raise RuntimeError("another error")
+
+
+# Signals and ranks
+
+
+def test_the_first_signal_is_noted_and_a_late_second_one_is_impatience(monkeypatch):
+    listener, before = SignalListener(), signal.getsignal(signal.SIGTERM)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with listener.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        # The launcher's copy of the same signal.
+        os.kill(os.getpid(), signal.SIGINT)
+        assert listener.number == signal.SIGTERM and not listener.is_impatient
+        now[0] += 3
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert listener.is_impatient
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_one_rank_agrees_with_itself_and_passes_errors_on():
+    ranks = Ranks(1, 0, timeout_seconds=1.0)
+    assert ranks.largest(7) == 7 and ranks.gather("a") == ["a"]
+    with pytest.raises(RuntimeError, match="^gloo: connection closed$"), ranks.naming_missing():
+        raise RuntimeError("gloo: connection closed")
+
+
+# Steps
+
+
+def test_the_guard_counts_what_it_lets_pass(tmp_path):
+    guard = NonfiniteGuard(tmp_path / "run", skips=True)
+    assert [guard.may_skip() for _ in range(MAX_SKIPPED_STEPS + 1)] == [True] * MAX_SKIPPED_STEPS + [False]
+    assert not NonfiniteGuard(tmp_path, skips=False).may_skip()
+    guard.write_report(5, "The loss is not finite", [{"row_number": 3, "text": "日本"}])
+    content = json.loads((tmp_path / "run/nonfinite-5.json").read_text(encoding="utf-8"))
+    assert content == {"step": 5, "what": "The loss is not finite", "rows": [{"row_number": 3, "text": "日本"}]}
+    assert "nonfinite-5.json has the 1 row(s)" in guard.describe(5, "The loss is not finite", content["rows"])
+
+
+def test_the_meter_gives_means_and_takes_pauses_out(monkeypatch):
+    class Peak:
+        def update(self, reached):
+            return 1000.0
+
+    now = [50.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    meter = Meter(6.0, Peak(), num_tokens=100, world_size=2)
+    for loss in (2.0, 4.0, 100.0):
+        meter.begin_step()
+        meter.count_step(torch.tensor(30))
+        meter.add_losses({"ce_loss": torch.tensor(loss), "aux_loss": torch.tensor(1.0)})
+    meter.skip_step()
+    now[0] += 2.0
+    with meter.paused():
+        now[0] += 40.0
+    assert meter.read_tokens() == 90 and meter.read_tokens() == 0
+    logs = meter.measure(meter.losses, 190, torch.device("cpu"))
+    # 90 tokens in two seconds; the third step counts as tokens, not as a loss.
+    assert (logs["ce_loss"], logs["aux_loss"], logs["tokens_per_second"]) == (3.0, 1.0, 45.0)
+    assert (logs["model_flops_per_second"], logs["mfu"]) == (270.0, 0.135)
+    assert meter.losses is None and meter.num_steps == 0
+
+
+def test_a_position_is_saved_and_read_also_from_the_first_version(tmp_path):
+    position = DataPosition(epoch=2, num_rows=48, evaluation_is_due=True, num_skipped_steps=1)
+    position.save(tmp_path)
+    assert DataPosition.load(tmp_path) == position
+    old = {"epoch": 1, "num_rows": 8, "evaluation_is_due": False, "unlogged": {"skipped": 3, "sums": [[1.0]]}}
+    (tmp_path / DATA_POSITION_NAME).write_text(json.dumps(old))
+    assert DataPosition.load(tmp_path) == DataPosition(1, 8, False, 3)
+    assert DataPosition.load(tmp_path / "none") is None
+
+
+def test_the_tracker_counts_from_where_a_run_resumes():
+    tracker = PositionTracker()
+    tracker.start(3, 10)
+    places = []
+    for _ in range(2):
+        tracker.on_epoch_begin(None, TrainerState(), TrainerControl())
+        tracker.num_batches += 2
+        places.append((tracker.epoch, tracker.num_batches))
+    assert places == [(3, 12), (4, 2)]
+
+
+# Rows
+
+
+def test_batches_fit_the_data_and_rows_are_padded_to_whole_ones():
+    rows = list(range(10))
+    assert fit_batch_size(rows, 4, 2, 1, is_training=True) == 4
+    assert fit_batch_size(rows, 100, 2, 1, is_training=False) == 5
+    with pytest.raises(ValueError, match="--gradient_accumulation_steps 9: 10 rows make 5 batches"):
+        fit_batch_size(rows, 1, 2, 9, is_training=True)
+    padded, make_sampler = pad_rows([{"a": row} for row in rows], None, 8, seed=0, is_training=True)
+    indices = list(make_sampler(padded))
+    assert indices == list(range(16))
+    assert [row.get("row_number", -1) for row in map(padded.__getitem__, indices)] == [*range(10), *[-1] * 6]
+
+
+# The Hub
+
+
+def test_the_pusher_waits_for_the_push_under_way_and_pushes_the_newest(tmp_path, monkeypatch, writer):
+    def write_card():
+        (tmp_path / "README.md").write_text("card")
+
+    with HubServer("hf_token") as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        pusher = HubPusher(tmp_path, strategy="checkpoint", token="hf_token")
+        assert pusher.create_repository("toy") == "user/toy"
+        checkpoints = [write_checkpoint(writer, tmp_path, step, step) for step in (1, 2, 3)]
+        for checkpoint in checkpoints:
+            (checkpoint / "training_args.bin").write_bytes(b"pickle")
+        server.preupload_seconds = 1
+        assert pusher.takes(checkpoints[0])
+        pusher.push_checkpoint(checkpoints[0], write_card=write_card)
+        assert not pusher.takes(checkpoints[1]) and not pusher.takes(checkpoints[2])
+        pusher.finish(write_card=write_card)
+        assert pusher.report == f"{server.endpoint}/user/toy"
+        (repo,) = server.repos.values()
+        assert [message for _, message in repo.commits][-2:] == ["Step 1", "Step 3"]
+        files = repo.files
+        assert "last-checkpoint/manifest.json" in files and not any("training_args.bin" in name for name in files)
+    pusher.push_model(message="end")
+    assert pusher.report.startswith("FAILED: ") and "hf upload user/toy" in pusher.report
+    assert not HubPusher(tmp_path, strategy="end").takes(checkpoints[0])
