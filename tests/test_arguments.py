@@ -72,7 +72,7 @@ def test_bare_bf16_flag(tmp_path):
         (["--fsdp"], None, "--fsdp_size N"),
         (["--fsdp_size", "2"], None, "needs 2 processes, and 1 run.*--nproc_per_node 2"),
         (["--fsdp_size", "2", "--dp_replicate_size", "3"], None, "needs 6 processes, and 1 run.*--nproc_per_node 6"),
-        (["--pp_size", "2"], None, "cannot train a pipeline yet"),
+        (["--pp_size", "2"], None, "Unknown argument '--pp_size'"),
         (["--optim_preset", "lion"], None, "--optim_preset lion is unknown; use adamw or muon"),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--profile", "--profile_interval", "1"], None, "--profile_interval 1: at least 2"),
@@ -136,6 +136,16 @@ def test_bf16_without_units_is_warned_about(tmp_path, monkeypatch, caplog):
     training_args.logger.warning_once.cache_clear()
     parse(tmp_path, "--use_cpu", "--bf16")
     assert "this CPU has no bfloat16 units" in caplog.text
+
+
+def test_a_yaml_extends_another_one(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/first.yaml").write_text("learning_rate: 1\nmax_steps: 7\nwarmup_steps: 3")
+    (tmp_path / "base/second.yaml").write_text("extends: first.yaml\nlearning_rate: 2")
+    training = parse(tmp_path, "--use_cpu", "--warmup_steps", "4", config={"extends": "base/second.yaml"})[2]
+    assert (training.learning_rate, training.max_steps, training.warmup_steps) == (2.0, 7, 4)
+    with pytest.raises(ValueError, match="base/none.yaml: no such file"):
+        parse(tmp_path, "--use_cpu", config={"extends": "base/none.yaml"})
 
 
 def test_yaml_values_are_typed(tmp_path):

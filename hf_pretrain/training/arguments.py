@@ -54,7 +54,6 @@ class LMTrainingArguments(TrainingArguments):
     dp_replicate_size: int = field(
         default=1, metadata={"help": "Replicas of what --fsdp_size shards: the number of machines, as a rule."}
     )
-    pp_size: int = field(default=1, metadata={"help": "Pipeline parallelism: not possible yet."})
     resume_from_hub: str | None = field(
         default=None,
         metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
@@ -296,10 +295,6 @@ class LMTrainingArguments(TrainingArguments):
         if self.ep_size > 1 and self.fsdp_size * self.tp_size % self.ep_size:
             raise ValueError(
                 f"--ep_size {self.ep_size} shares out experts among the ranks of --fsdp_size: give it as many, or a multiple."
-            )
-        if self.pp_size > 1:
-            raise ValueError(
-                f"--pp_size {self.pp_size}: transformers cannot train a pipeline yet. Use --fsdp_size, or --tp_size on GPUs."
             )
         if self.tp_size > 1 and self.use_cpu:
             raise ValueError(

@@ -31,18 +31,24 @@ def _known_aliases(dataclass_types: tuple[type, ...]) -> list[str]:
     return [alias.removeprefix("--") for field in fields for alias in field.metadata.get("aliases", [])]
 
 
-def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[str]:
-    """Turns a YAML file into command-line words, so that its values are checked as typed ones are."""
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a YAML file, on top of the one that its key `extends` names relative to it."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"--config {path}: no such file.") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `key: value` lines.")
+    parent = content.pop("extends", None)
+    return content if parent is None else read_config(path.parent / str(parent)) | content
+
+
+def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[str]:
+    """Turn a YAML file into command-line words, so that its values are checked like typed ones."""
     argv = []
-    for key, value in content.items():
+    for key, value in read_config(Path(path)).items():
         if key not in known_keys and key not in aliases:
             nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
             raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
