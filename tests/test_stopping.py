@@ -137,6 +137,7 @@ def test_shared_memory_that_cannot_be_used_is_met_at_once(tmp_path, monkeypatch)
     arguments(dataloader_num_workers=1)
     monkeypatch.setattr(training_args, "_SHARED_MEMORY", str(tmp_path / "none"))
     arguments()
+    monkeypatch.setenv("RANK", "0")
     for flags in ({"dataloader_num_workers": 1}, {"deepspeed": "ds_configs/zero2.json"}):
         with pytest.raises(ValueError, match="none cannot be used: .*--shm-size"):
             arguments(**flags)
