@@ -40,11 +40,11 @@ def make_trainer(tmp_path, *, rows=ROWS, batch: int, accumulation: int = 1, max_
 
 def test_a_batch_beyond_the_data_is_the_data(tmp_path, caplog, monkeypatch):
     told = []
-    monkeypatch.setattr("hf_pretrain.training.trainer.logger.warning", told.append)
+    monkeypatch.setattr("hf_pretrain.training.row_source.logger.warning", told.append)
     huge, whole = make_trainer(tmp_path, batch=100_000), make_trainer(tmp_path, batch=22)
     for loader in (huge.get_train_dataloader(), huge.get_eval_dataloader()):
         assert [len(batch["input_ids"]) for batch in loader] == [22]
-    assert "--per_device_train_batch_size 100,000 is more than the 22 rows" in told[0]
+    assert "--per_device_train_batch_size 100,000 is too large for 22 rows" in told[0]
     losses = []
     for trainer in (huge, whole):
         trainer.train()
@@ -55,7 +55,7 @@ def test_a_batch_beyond_the_data_is_the_data(tmp_path, caplog, monkeypatch):
 
 
 def test_a_step_beyond_the_data_is_refused(tmp_path):
-    words = "--gradient_accumulation_steps 1000: 22 rows make 3 batches of 8 a device.*at most 3"
+    words = "--gradient_accumulation_steps 1000: 22 rows make 3 batches of 8 per device.*at most 3"
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, batch=8, accumulation=1000).train()
     # The last batch of the step is filled up.

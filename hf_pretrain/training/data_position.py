@@ -1,7 +1,8 @@
 """
 The position of a run in its data, saved with each checkpoint.
 
-Trainer derives the position from the number of steps, as if a stream had no second pass and batches never changed size.
+Trainer derives the position from the number of steps. This is wrong in the second pass over a stream, and after a
+change of the world size at equal global batch size.
 """
 
 import json
@@ -17,11 +18,13 @@ DATA_POSITION_NAME = "data_position.json"
 @dataclass
 class DataPosition:
     """
+    Position of a run in its data.
+
     Args:
-        epoch (`int`): the current pass over the data.
-        num_rows (`int`): rows that all ranks together have taken from this pass.
+        epoch (`int`): the current pass over the data, from 0.
+        num_rows (`int`): rows of this pass that all ranks together have taken.
         evaluation_is_due (`bool`): a signal cut off an evaluation at this step. It runs on resume.
-        num_skipped_steps (`int`): steps that were left out because they were not finite.
+        num_skipped_steps (`int`): steps that the run skipped because they were not finite.
     """
 
     epoch: int = 0
@@ -30,34 +33,36 @@ class DataPosition:
     num_skipped_steps: int = 0
 
     def save(self, directory: str | Path) -> None:
+        """Write the position to `data_position.json` in a checkpoint."""
         Path(directory, DATA_POSITION_NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, directory: str | Path) -> "DataPosition | None":
-        """Return the position saved in a checkpoint; `None` if it has none. Fields of other versions are ignored."""
+        """Return the position saved in a checkpoint; `None` if it has none. Ignore fields of other versions."""
         path = Path(directory, DATA_POSITION_NAME)
         if not path.is_file():
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
-        # The first version kept the skipped steps beside the sums of the log.
+        # Checkpoints of the first version hold the skipped steps beside the sums of the log.
         content.setdefault("num_skipped_steps", content.get("unlogged", {}).get("skipped", 0))
         return cls(**{field.name: content[field.name] for field in fields(cls) if field.name in content})
 
 
 class PositionTracker(TrainerCallback):
     """
-    Follow a run through its data.
+    Track how far a run is in its data.
 
     Attributes:
-        epoch (`int`): the current pass.
-        num_batches (`int`): micro-batches that each rank has taken from it. The caller counts them.
+        epoch (`int`): the current pass, from 0.
+        num_batches (`int`): micro-batches of this pass that each rank has taken. The caller counts them.
     """
 
     def __init__(self) -> None:
         self.start(0, 0)
 
     def start(self, epoch: int, num_batches: int) -> None:
-        """Let the next pass be `epoch`, of which `num_batches` were taken before."""
+        """Begin at pass `epoch`, of which each rank has already taken `num_batches` micro-batches."""
+        # `on_epoch_begin` follows and adds one.
         self.epoch, self.num_batches = epoch - 1, 0
         self._num_batches_before = num_batches
 

@@ -1,4 +1,4 @@
-"""Refuse and repair what DeepSpeed would do to a run without a word."""
+"""Checks and repairs of what DeepSpeed does to a run without a message."""
 
 from typing import Any
 
@@ -12,16 +12,16 @@ logger = logging.get_logger(__name__)
 
 def check_deepspeed_config(config: dict[str, Any], optimizer: str, *, max_grad_norm: float) -> None:
     """
-    Warn about blocks that override the arguments of the run, and refuse an optimizer that DeepSpeed would replace.
+    Warn about blocks that override the arguments of the run, and refuse optimizers that DeepSpeed would replace.
 
     Args:
         config (`dict`): the DeepSpeed config.
         optimizer (`str`): the result of [`~training.optimizers.optimizer_name`].
-        max_grad_norm (`float`): 0 does not clip gradients.
+        max_grad_norm (`float`): norm at which gradients are clipped; 0 turns clipping off.
 
     Raises:
-        `ValueError`: for Muon with ZeRO-3, offloading, an `optimizer` block or clipping, and for an offloaded optimizer
-            other than AdamW and Adagrad.
+        `ValueError`: for Muon with ZeRO-3, offloading, an `optimizer` block or clipping, and for an offloaded
+            optimizer other than AdamW and Adagrad.
     """
     for block in ("optimizer", "scheduler"):
         if block in config:
@@ -33,35 +33,37 @@ def check_deepspeed_config(config: dict[str, Any], optimizer: str, *, max_grad_n
     if optimizer == "muon":
         if "optimizer" in config or offload != "none" or config.get("zero_optimization", {}).get("stage", 0) == 3:
             raise ValueError(
-                "--optim_preset muon needs whole matrices and its own optimizer: not possible with ZeRO-3, offloading, "
-                "or an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or --fsdp_size."
+                "--optim_preset muon needs whole matrices and its own optimizer: it is not possible with ZeRO-3, "
+                "offloading, or an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or "
+                "--fsdp_size."
             )
         if max_grad_norm:
-            # NOTE: DeepSpeed writes Muon's updates over the gradients before it takes their norm, so that clipping
-            # would shrink the updates.
+            # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm, so that
+            # clipping would shrink the updates.
             raise ValueError(
-                "DeepSpeed's Muon would clip its updates instead of the gradients: pass --max_grad_norm 0 with "
-                "--optim_preset muon."
+                "DeepSpeed's Muon would clip its updates instead of the gradients. Pass --max_grad_norm 0 together "
+                "with --optim_preset muon."
             )
         return
     if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
-        # NOTE: accelerate's map_pytorch_optim_to_deepspeed takes DeepSpeedCPUAdam for every optimizer it does not know.
+        # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does
+        # not know.
         raise ValueError(
-            f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam without a word. "
+            f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam, without a message. "
             "Use --optim adamw_torch, or a config that does not offload (ds_configs/zero2.json)."
         )
 
 
 def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float | None]) -> None:
     """
-    Restore an optimizer after DeepSpeed loaded a universal checkpoint into it.
+    Restore the weight decays and step counters that DeepSpeed breaks when it loads a universal checkpoint.
 
-    NOTE: ZeRO-3 gives every group the weight decay of the first one, and all parameters share one step counter, which each
-    of them would advance.
+    NOTE: ZeRO-3 gives every group the weight decay of the first group. Also, all parameters share one step counter
+    tensor, so that each parameter of a step would advance it.
 
     Args:
-        optimizer: the optimizer, perhaps wrapped.
-        weight_decays (`list`): the weight decay of each group; `None` leaves a group as it is.
+        optimizer: the optimizer, perhaps in wrappers of DeepSpeed and accelerate.
+        weight_decays (`list[float | None]`): the weight decay of each group; `None` leaves a group as it is.
     """
     for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
         if weight_decay is not None:
@@ -75,14 +77,15 @@ def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float | None
 
 def float32_weights(model: nn.Module, *, trainable_only: bool) -> dict[str, torch.Tensor] | None:
     """
-    Gather the float32 copies that DeepSpeed's optimizer keeps of half-precision weights, on the CPU. All ranks call it.
+    Gather the float32 weights that DeepSpeed's optimizer keeps beside half-precision ones. All ranks call it.
 
     Args:
         model (`nn.Module`): the model that DeepSpeed trains.
         trainable_only (`bool`): leave out frozen weights, such as the base model of an adapter.
 
     Returns:
-        `dict`: tensors by parameter name; `None` if the optimizer keeps no copies.
+        `dict[str, torch.Tensor]`: whole float32 tensors on the CPU by parameter name; `None` if the optimizer keeps no
+        such copies.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 

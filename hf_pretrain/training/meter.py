@@ -11,13 +11,13 @@ from .efficiency import PeakRate, peak_memory_bytes
 
 class Meter:
     """
-    Add up losses and tokens on the device, and read them back once per log.
+    Add up losses and tokens on the device, and read them back once per log, because each read waits for the device.
 
     Args:
         flops_per_token (`float`): FLOPs of a forward and backward pass for one token.
         peak_rate (`PeakRate`): the peak FLOPs per second of one device.
-        num_tokens (`int`): tokens that the run saw before.
-        world_size (`int`): devices that train.
+        num_tokens (`int`): tokens that the run has seen before this launch.
+        world_size (`int`): number of devices that train.
     """
 
     def __init__(self, flops_per_token: float, peak_rate: PeakRate, *, num_tokens: int = 0, world_size: int = 1):
@@ -37,23 +37,23 @@ class Meter:
         self._losses_before_step = self.losses
 
     def count_step(self, num_tokens: torch.Tensor) -> None:
-        """Count one step and its tokens, an integer tensor that stays on the device."""
+        """Count one step and its tokens, given as an integer tensor that stays on the device."""
         self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
         self.num_steps += 1
 
     def skip_step(self) -> None:
-        """Take the losses of the step under way out of the sums."""
+        """Remove the losses of the current step from the sums."""
         self.losses = self._losses_before_step
         self.num_steps -= 1
 
     def add_losses(self, parts: dict[str, torch.Tensor]) -> None:
-        """Add the parts of a micro-batch's loss."""
+        """Add the parts of a micro-batch's loss, scalar tensors by the name they are logged under."""
         self._names = tuple(parts)
         losses = torch.stack(list(parts.values())).detach()
         self.losses = losses if self.losses is None else self.losses + losses
 
     def read_tokens(self) -> int:
-        """Return the tokens since the last call. This waits for the device."""
+        """Return the number of tokens since the last call. This waits for the device."""
         if self._new_tokens is None:
             return 0
         num_tokens, self._new_tokens = int(self._new_tokens.item()), None
@@ -61,12 +61,16 @@ class Meter:
 
     def measure(self, losses: torch.Tensor, num_tokens: int, device: torch.device) -> dict[str, float]:
         """
-        Return mean losses and speed since the last call, and start anew.
+        Return mean losses and speed since the last call, and reset the sums.
 
         Args:
             losses (`torch.Tensor` of shape `(num_parts,)`): `self.losses`, summed over the ranks.
             num_tokens (`int`): all tokens that the run has seen.
             device (`torch.device`): the device whose peak memory is reported.
+
+        Returns:
+            `dict`: the mean of each part, `tokens_per_second` and `model_flops_per_second` of all devices together,
+            `mfu` as a share of the peak, and `peak_memory_gib` of this process.
         """
         logs = dict(zip(self._names, (losses / self.num_steps).tolist(), strict=True))
         now = time.perf_counter()
@@ -74,6 +78,7 @@ class Meter:
         flops_per_second = tokens_per_second * self.flops_per_token
         logs |= {"tokens_per_second": tokens_per_second, "model_flops_per_second": flops_per_second}
         self._last_log_time, self._tokens_at_last_log = now, num_tokens
+        # On a CPU the peak is measured, which takes time that is not the run's.
         with self.paused():
             reached = flops_per_second / self.world_size
             logs["mfu"] = reached / self.peak_rate.update(reached)

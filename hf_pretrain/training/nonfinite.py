@@ -1,12 +1,13 @@
-"""Guard the weights against losses and gradients that are not finite."""
+"""Protect the weights from non-finite losses and gradients."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 
-# sysexits.h calls it EX_DATAERR.
+# EX_DATAERR of sysexits.h.
 EXIT_NOT_FINITE = 65
+# More skipped steps than this show a problem that skipping cannot solve, such as a learning rate that is too high.
 MAX_SKIPPED_STEPS = 10
 
 
@@ -32,18 +33,26 @@ class NonfiniteGuard:
         return True
 
     def path(self, step: int) -> Path:
+        """Return the path of the report about a step."""
         return self.output_dir / f"nonfinite-{step}.json"
 
     def write_report(self, step: int, what: str, rows: list[dict[str, Any]]) -> None:
-        """Write the rows of a step, so that a user can look at them."""
+        """
+        Write the rows of a step, so that a user can look at them.
+
+        Args:
+            step (`int`): number of the step, from 1.
+            what (`str`): the non-finite quantity, such as `The loss is not finite`.
+            rows (`list[dict]`): rows as `_describe_step` of the trainer returns them.
+        """
         path = self.path(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         report = {"step": step, "what": what, "rows": rows}
         path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
 
     def describe(self, step: int, what: str, rows: list[dict[str, Any]]) -> str:
-        """Return the first sentence of the message to the user."""
-        return f"{what} in step {step}; {self.path(step)} has the {len(rows)} row(s) it may come from."
+        """Return the first sentence of the message to the user. Arguments as in [`write_report`]."""
+        return f"{what} in step {step}; {self.path(step)} has the {len(rows)} row(s) that may have caused it."
 
 
 __all__ = ["EXIT_NOT_FINITE", "MAX_SKIPPED_STEPS", "NonfiniteGuard"]

@@ -1,4 +1,4 @@
-"""Decide which rows a data loader reads: how many per batch, and padded to whole global batches."""
+"""Rows that a data loader reads: how many per micro-batch, and the padding rows that fill the last global batch."""
 
 import math
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class RowSource:
 
     Args:
         dataset: the rows.
-        batch_size (`int`): rows of a micro-batch.
-        sampler_fn (`Callable`, *optional*): makes a sampler for a dataset.
-        collator (`Callable`, *optional*): used in place of the trainer's.
+        batch_size (`int`): rows per micro-batch and device.
+        sampler_fn (`Callable`, *optional*): returns the sampler for a dataset.
+        collator (`Callable`, *optional*): replaces the trainer's collator.
     """
 
     dataset: Any
@@ -35,7 +35,15 @@ class RowSource:
 
 def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: int, *, is_training: bool) -> int:
     """
-    Return `batch_size`, or the smaller number of rows that the data give each rank: the rest would be padding rows.
+    Return `batch_size`, or the number of rows that the data give each rank if that is smaller: the rest of a larger
+    micro-batch would be padding rows.
+
+    Args:
+        dataset: the rows. The length of a stream is unknown, and its batch size stays.
+        batch_size (`int`): rows per micro-batch and device that the user asked for.
+        num_ranks (`int`): data-parallel ranks.
+        accumulation (`int`): micro-batches per step.
+        is_training (`bool`): `False` for evaluation, which neither accumulates nor warns.
 
     Raises:
         `ValueError`: if gradient accumulation would add micro-batches that hold padding rows only.
@@ -47,13 +55,12 @@ def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: 
     if is_training and num_batches < accumulation and len(dataset):
         raise ValueError(
             f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
-            f"{batch_size:,} a device, so that a step would be larger than the data. Lower it to at most "
-            f"{num_batches:,}."
+            f"{batch_size:,} per device, so that a step would be larger than the data. Use at most {num_batches:,}."
         )
     if is_training and fitting < batch_size:
         logger.warning(
-            f"--per_device_train_batch_size {batch_size:,} is more than the {len(dataset):,} rows of the data give "
-            f"{num_ranks} device(s): each step takes all rows, {fitting:,} a device."
+            f"--per_device_train_batch_size {batch_size:,} is too large for {len(dataset):,} rows on {num_ranks} "
+            f"device(s). Each step takes all rows, {fitting:,} per device."
         )
     return fitting
 
@@ -68,7 +75,16 @@ def pad_rows(
     pads_streams: bool = True,
 ) -> tuple[Any, Callable[[Any], Any] | None]:
     """
-    Return the dataset with padding rows up to a multiple of `multiple`, and a function that makes its sampler.
+    Return the dataset with padding rows up to a multiple of `multiple`, and a function that returns its sampler.
+
+    Args:
+        dataset: a map-style dataset or a stream.
+        sampler_fn (`Callable`, *optional*): returns the caller's sampler for the dataset; by default, the rows come in
+            their order.
+        multiple (`int`): rows of a global batch.
+        seed (`int`): seed for the sampler of each epoch.
+        is_training (`bool`): give each row its number, for reports about non-finite steps.
+        pads_streams (`bool`): pad a stream too.
 
     Raises:
         `ValueError`: if the dataset is empty.
@@ -81,7 +97,7 @@ def pad_rows(
     padded = PaddedDataset(dataset, is_numbered=is_training)
 
     def padded_sampler(_: Any) -> PaddedSampler:
-        # Made for the caller's dataset, because some samplers read its columns.
+        # Some samplers read columns, such as lengths, which padding rows lack. They get the caller's dataset.
         sampler = sampler_fn(dataset) if sampler_fn is not None else None
         rows = sampler if sampler is not None else range(len(dataset))
         padded.sampler = PaddedSampler(rows, multiple=multiple, seed=seed)

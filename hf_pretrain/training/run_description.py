@@ -1,5 +1,6 @@
 """
-Describe a run for the manifest of its checkpoints, and compare two runs: resuming is exact, or it is refused with the reason.
+Descriptions of runs in the manifests of their checkpoints, and their comparison. A run resumes exactly, or it refuses
+to resume and gives the reason.
 """
 
 import hashlib
@@ -22,8 +23,8 @@ _SETTINGS = (
 
 def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
     """
-    Return the number of rows and a digest of evenly spaced ones. A stream gets the digest of its own description, and any
-    other kind of dataset an empty description.
+    Return the number of rows of a dataset and a digest of evenly spaced ones. For a stream, return a digest of its
+    description; for any other kind of dataset, an empty `dict`.
     """
     if isinstance(dataset, datasets.IterableDataset):
         return {"digest": _digest(dataset.info.description)}
@@ -51,6 +52,7 @@ def describe_run(args: TrainingArguments, *, layout: str, data: dict[str, Any], 
         is_stream (`bool`): whether the training set is streamed.
         config (`str`): the result of [`describe_config`].
     """
+    # The order of the rows depends on the batch size and the workers in these two cases only.
     order = {}
     rows_a_device = {"rows a device": args.per_device_train_batch_size}
     if args.train_sampling_strategy == "group_by_length":
@@ -74,15 +76,22 @@ def describe_run(args: TrainingArguments, *, layout: str, data: dict[str, Any], 
 
 
 def find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the reasons that forbid resuming, and the reasons that make it inexact."""
+    """
+    Return the reasons that forbid resuming, and the reasons that make it inexact.
+
+    Args:
+        then (`dict`): the result of [`describe_run`] from the manifest of a checkpoint.
+        now (`dict`): the result of [`describe_run`] for this run.
+    """
     fatal, inexact = [], []
     ranks = f"{then['world_size']} process(es)"
     if then["layout"] != now["layout"]:
-        fatal.append(f"its optimizer state is that of {then['layout']}, this run uses {now['layout']}")
+        fatal.append(f"its optimizer state has the layout {then['layout']}, and this run's is {now['layout']}")
     elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
         fatal.append(
-            f"its {then['layout']} shards are those of {ranks}. Launch as many, or convert them as docs/checkpoints.md "
-            "says (`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state ...`)"
+            f"{ranks} wrote its {then['layout']} shards, and {now['world_size']} would read them. Launch as many as "
+            "then, or convert the shards as docs/checkpoints.md says "
+            "(`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state ...`)"
         )
     if then["optimizer"] != now["optimizer"]:
         fatal.append(f"it was trained with --optim {then['optimizer']}, this run has {now['optimizer']}")
@@ -95,18 +104,19 @@ def find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str]
             f"run's is {batch[1]}: rows would be skipped or seen twice"
         )
     if then["seed"] != now["seed"]:
-        inexact.append(f"its seed was {then['seed']}, this run's is {now['seed']}: the rows come in another order")
+        inexact.append(f"its seed was {then['seed']}, this run's is {now['seed']}: the order of the rows would change")
     if then["data"] != now["data"]:
-        inexact.append(f"its data were other ones ({then['data'] or 'unknown'} then, {now['data'] or 'unknown'} now)")
+        inexact.append(f"its data differed ({then['data'] or 'unknown'} then, {now['data'] or 'unknown'} now)")
     if then["order"] != now["order"]:
-        inexact.append(f"its rows came in an order that depends on {then['order']}, this run's on {now['order']}")
+        inexact.append(f"the order of its rows depended on {then['order']}, this run's depends on {now['order']}")
     if then["config"] != now["config"]:
         inexact.append("its model has another config (--config_overrides)")
     return fatal, inexact
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the settings that a user changed. A manifest of an earlier version may hold fewer settings."""
+    """Return the settings that a user changed, as `name then -> now`. Arguments as in [`find_obstacles`]."""
+    # A manifest of an earlier version may lack some settings.
     settings = now["settings"] | then["settings"]
     return [
         f"{name} {settings[name]} -> {value}" for name, value in now["settings"].items() if settings[name] != value

@@ -3,24 +3,26 @@
 
 The class connects plain parts to the hooks of Trainer. Each part works without a Trainer:
 
-| part | does |
+| part | role |
 |---|---|
-| [`~checkpoints.writer.CheckpointWriter`] | gives checkpoints their names when they are whole |
+| [`~checkpoints.writer.CheckpointWriter`] | renames checkpoints to their final names when they are complete |
 | [`~checkpoints.sharded`] | saves and loads the optimizer of a sharded model |
-| [`~runtime.signals.SignalListener`] | notes signals, so that the run stops at the end of a step |
-| [`~runtime.ranks.Ranks`] | lets the ranks agree, names the ones that are missing |
-| [`NonfiniteGuard`] | decides about steps whose loss or gradient is not finite |
+| [`~runtime.signals.SignalListener`] | records signals, so that the run stops at the end of a step |
+| [`~runtime.ranks.Ranks`] | lets the ranks agree, and names the ranks that do not respond |
+| [`~training.nonfinite.NonfiniteGuard`] | stops the run or skips the step if a loss or gradient is not finite |
 | [`~hub.pusher.HubPusher`] | pushes checkpoints and the model |
 
 How a run ends before its last step:
 
 | event | reaction of the run | exit status |
 |---|---|---|
-| SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank | all ranks finish the step and save a checkpoint | 128 + signal: 143, 130, 138, 129 |
-| a second signal, two seconds later | the run stops waiting for a push; Ctrl-C ends at once | the same |
-| a loss or gradient that is not finite | the run stops before the update and names the rows; `--on_nonfinite skip` skips the step | 65 |
+| SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank | all ranks finish the step and save a checkpoint | 128 + signal |
+| a second signal, at least two seconds later | the run stops waiting for a push; Ctrl-C ends at once | 128 + signal |
+| a non-finite loss or gradient | the run stops before the update and names the rows, or skips the step | 65 |
 | a rank that dies or hangs | the others stop after `--ddp_timeout` at the latest, and name it | 1 |
-| a disk that is full or read-only | the checkpoints that exist stay | 74 |
+| a disk that is full or read-only | the run ends; existing checkpoints stay | 74 |
+
+128 + signal is 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1 and 129 for SIGHUP. `--on_nonfinite skip` skips steps.
 """
 
 import atexit
@@ -96,23 +98,25 @@ class _StopEvaluation(TrainerCallback):
 
 class RunTrainer(Trainer):
     """
-    A `Trainer` with the behaviour described above. It compiles the layers (`--torch_compile`) and trains with Muon
-    (`--optim_preset`) besides.
+    A `Trainer` with the behaviour described above. It also compiles each decoder layer (`--torch_compile`) and trains
+    with Muon (`--optim_preset muon`).
 
     Args:
         run_facts ([`~hub.model_card.RunFacts`], *optional*): facts about the data for the model card.
+        args, kwargs: the arguments of [`~transformers.Trainer`].
     """
 
     def __init__(self, *args: Any, run_facts: RunFacts | None = None, **kwargs: Any):
         self.run_facts = run_facts or RunFacts()
         self.signals = SignalListener()
-        # The directory that a save writes into, while one is under way.
+        # The directory that the current save writes into; `None` between saves.
         self._saving: str | None = None
         self._evaluation_is_due = False
         self._weight_decays: list[float | None] = []
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
         is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
-        # NOTE: Trainer's constructor refuses to save the optimizer of a sharded model, which `checkpoints.sharded` does.
+        # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `checkpoints.sharded` saves
+        # it, so the constructor must not see the request.
         is_resumable = is_sharded and training_args is not None and not training_args.save_only_model
         if is_resumable:
             training_args.save_only_model = True
@@ -125,10 +129,11 @@ class RunTrainer(Trainer):
             check_deepspeed_config(config, optimizer_name(self.args), max_grad_norm=self.args.max_grad_norm)
             if self.guard.skips:
                 raise ValueError(
-                    "--on_nonfinite skip is not possible under DeepSpeed, which updates the weights within its backward "
-                    "pass. Leave it out: the run then stops, and its checkpoints are good."
+                    "--on_nonfinite skip is not possible under DeepSpeed, which updates the weights within its "
+                    "backward pass. Leave it out: the run then stops, and its checkpoints stay intact."
                 )
         if getattr(self.args, "compiles_layers", False):
+            # Trainer would compile the whole model, once for each length of a batch and each mode.
             for layer in base_model_of(self.model).model.layers:
                 layer.compile(**self.args.compile_options)
 
@@ -174,7 +179,8 @@ class RunTrainer(Trainer):
         super().create_accelerator_and_postprocess()
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
-        # NOTE: accelerate wraps every model in autocast except FSDP2 models, for which it relies on the casting policy.
+        # NOTE: accelerate applies autocast to every model except FSDP2 models, where it relies on the casting policy,
+        # which `create_accelerator_and_postprocess` turns off.
         if self.is_fsdp_enabled:
             return self.accelerator.autocast()
         return super().autocast_smart_context_manager(*args, **kwargs)
@@ -189,12 +195,13 @@ class RunTrainer(Trainer):
                 eps=self.args.adam_epsilon,
             )
         optimizer = super().create_optimizer(model)
-        # The optimizer of a DeepSpeed config has no groups yet.
+        # DeepSpeed's universal checkpoints lose the weight decay of each group; `repair_universal_checkpoint` restores
+        # it. An optimizer from a DeepSpeed config has no groups yet.
         self._weight_decays = [group.get("weight_decay") for group in getattr(optimizer, "param_groups", ())]
         return optimizer
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
-        """Return the rows that a loader reads. Subclasses change them here, and nowhere else."""
+        """Return the rows that a data loader reads. Subclasses override this method instead of `_get_dataloader`."""
         return RowSource(dataset, batch_size, sampler_fn)
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
@@ -207,6 +214,7 @@ class RunTrainer(Trainer):
             )
         finally:
             self.data_collator = collator
+        # A launcher sends SIGTERM to the whole process group. The run still needs its workers to finish the step.
         inner = getattr(loader, "base_dataloader", loader)
         inner.worker_init_fn = partial(survive_one_sigterm, inner.worker_init_fn)
         return loader
@@ -215,15 +223,23 @@ class RunTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """
-        Train, in an `output_dir` that is locked for other runs.
+        Train, and lock `output_dir` against other runs meanwhile.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): a checkpoint directory, or `True` for the newest
+                checkpoint in `output_dir` that verifies.
+            args, kwargs: further arguments of [`~transformers.Trainer.train`].
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`]: steps, mean training loss and speed.
 
         Raises:
             `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, or the ranks read different data.
-            `SystemExit`: with the statuses described above.
+            `SystemExit`: with the exit statuses listed at the top of this module.
         """
         watch_launcher(launcher())
         with self.signals.listening(), self.ranks.naming_missing():
-            # Before Trainer changes the config.
+            # This caches the digest of the config, which Trainer changes when it starts.
             self._describe_run()
             self._check_same_data()
             if resume_from_checkpoint is True:
@@ -237,12 +253,12 @@ class RunTrainer(Trainer):
                     self._wait_for_pushes()
                     return output
                 except _EvaluationStopped as stopped:
-                    # The evaluation before the first step.
+                    # `_maybe_log_save_evaluate` handles signals in all evaluations but the one before the first step.
                     self._stop(stopped.number, "Nothing was trained since the run was started.")
 
     @contextmanager
     def _holding_output_dir(self) -> Iterator[None]:
-        """Lock `output_dir`, for callers who did not do so before."""
+        """Lock `output_dir`, unless the caller has locked it already."""
         output_dir = self.args.output_dir
         is_new = self.args.save_strategy != "no" and on_main_process(self.args, lambda: hold_output_dir(output_dir))
         try:
@@ -278,49 +294,50 @@ class RunTrainer(Trainer):
         descriptions = self.ranks.gather(self._data_description)
         if any(description != descriptions[0] for description in descriptions):
             raise ValueError(
-                f"The ranks read different data: {descriptions}. Did a file change meanwhile, or differ between the "
-                "machines? Start again."
+                f"The ranks read different data: {descriptions}. A file changed while they read it, or differs "
+                "between the machines. Make the files equal, and start again."
             )
 
     def _check_resume(self, checkpoint: str) -> None:
         now = self._describe_run()
-        # A field that an earlier version did not write is not compared.
+        # Manifests of earlier versions lack some fields. The run's own values stand in, so that they compare as equal.
         then = now | read_manifest(checkpoint)["run"]
         fatal, inexact = find_obstacles(then, now)
         if fatal:
             raise ValueError(
-                f"This run cannot go on from {checkpoint}: {'; '.join(fatal)}. Or start a new run from its weights: "
-                f"--model_name_or_path {checkpoint}."
+                f"This run cannot resume from {checkpoint}: {'; '.join(fatal)}. Use the settings that it was saved "
+                f"with, or start a new run from its weights: --model_name_or_path {checkpoint}."
             )
         if inexact and not getattr(self.args, "allow_inexact_resume", False):
             raise ValueError(
-                f"Going on from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore what it had, or go on "
-                "nevertheless with --allow_inexact_resume."
+                f"Resuming from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore the earlier settings "
+                "and data, or resume nevertheless with --allow_inexact_resume."
             )
         if then["world_size"] != now["world_size"]:
             logger.warning(
-                f"{checkpoint} was saved by {then['world_size']} process(es) and {now['world_size']} go on: the same "
-                "rows in each step, but random numbers (dropout) are others."
+                f"{checkpoint} was saved by {then['world_size']} process(es) and {now['world_size']} resume it. Each "
+                "step takes the same rows, but random numbers (dropout) differ."
             )
         if inexact:
-            logger.warning(f"Going on from {checkpoint} although {'; '.join(inexact)}.")
+            logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
         if changed := changed_settings(then, now):
-            logger.warning(f"Going on from {checkpoint} with other settings: {', '.join(changed)}.")
+            logger.warning(f"Resuming from {checkpoint} with other settings: {', '.join(changed)}.")
 
     def _check_space(self) -> None:
-        """End a run that could not save its checkpoints, before its first step."""
+        """End the run before its first step if the disk has no room for its checkpoints."""
         if self.args.save_strategy == "no":
             return
         output_dir = Path(self.args.output_dir)
         kept = len(sort_checkpoints(str(output_dir))) if output_dir.is_dir() else 0
-        # An old checkpoint is removed only when the new one exists.
+        # A new checkpoint is complete before an old one is removed, so that one more than the limit needs room.
         more = max(1, (self.args.save_total_limit or 0) + 1 - kept)
         if self.args.max_steps > 0 and self.args.save_strategy == "steps" and self.args.save_steps >= 1:
             more = min(more, max(1, self.args.max_steps // int(self.args.save_steps)))
         self.writer.check_space(output_dir, num_checkpoints=more)
 
     def _checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint: AdamW has two moments, and DeepSpeed keeps float32 weights besides."""
+        """Estimate the size of a checkpoint in bytes."""
+        # 4 bytes per saved weight, 8 for the two moments of AdamW, and 4 more for DeepSpeed's float32 weights.
         num_saved = get_model_param_count(self.model, trainable_only=is_adapted(self.model))
         trainable = 0 if self.args.save_only_model else get_model_param_count(self.model, trainable_only=True)
         return 4 * num_saved + (12 if self.is_deepspeed_enabled else 8) * trainable
@@ -335,6 +352,7 @@ class RunTrainer(Trainer):
                 return
             except _EvaluationStopped as stopped:
                 number = stopped.number
+                # Trainer had logged before it evaluated. The evaluation runs on resume.
                 self.control.should_log, self.control.should_evaluate = False, True
         self._evaluation_is_due = self.control.should_evaluate
         self.control.should_save, self.control.should_evaluate = True, False
@@ -344,9 +362,9 @@ class RunTrainer(Trainer):
 
     def _resume_hint(self) -> str:
         hint = (
-            "It has no optimizer: start a new run from it with --model_name_or_path."
+            "It has no optimizer state: start a new run from it with --model_name_or_path."
             if self.args.save_only_model
-            else "Go on with the same command and `--resume_from_checkpoint auto`."
+            else "Resume with the same command and `--resume_from_checkpoint auto`."
         )
         return f"Its checkpoint is in {self.args.output_dir}. {hint}"
 
@@ -357,12 +375,12 @@ class RunTrainer(Trainer):
         self._end(128 + number)
 
     def _end(self, status: int) -> NoReturn:
-        """End all ranks together: a launcher kills the others when the first one is gone."""
+        """End all ranks together: launchers kill the remaining ranks as soon as one exits."""
         self._wait_for_pushes()
         self.signals.is_ending = True
         self.accelerator.wait_for_everyone()
         if self.signals.is_impatient:
-            # NOTE: the interpreter would wait for the threads that are still pushing.
+            # NOTE: an ordinary exit waits for the threads of huggingface_hub that are still uploading.
             atexit._run_exitfuncs()
             sys.stdout.flush()
             os._exit(status)
@@ -373,7 +391,8 @@ class RunTrainer(Trainer):
         is_stream = isinstance(self.train_dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset))
         if self.args.world_size > 1 and not is_stream:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        # A file may change while it is streamed, and the kernel may kill a worker of the loader.
+        # Reading can fail in the middle of a run: a streamed file changes, or the kernel kills a worker of the loader.
+        # The batches before the failure are kept apart, so that all ranks can save a checkpoint together.
         batches, error = [], None
         try:
             for batch in islice(epoch_iterator, num_batches):
@@ -386,7 +405,7 @@ class RunTrainer(Trainer):
         return super().get_batch_samples(iter(batches), num_batches, device)
 
     def _save_before_failing(self) -> None:
-        """Save the steps before the data became unreadable. All ranks call it."""
+        """Save a checkpoint of the steps before the data became unreadable. All ranks call it."""
         step = self.state.global_step
         path = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         if step > 0 and not on_main_process(self.args, path.is_dir):
@@ -394,15 +413,15 @@ class RunTrainer(Trainer):
         if step > 0 and self.is_world_process_zero():
             print(f"The data could not be read after step {step}. {self._resume_hint()}", file=sys.stderr, flush=True)
 
-    # Steps that are not finite
+    # Non-finite steps
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):
-        # NOTE: with `no_sync` and clipping done, this is the last hook before the update, except under DeepSpeed.
+        # NOTE: Trainer has no public hook between the gradient's norm and the update. DeepSpeed has updated by now.
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if grad_norm is None:
             return grad_norm
         if getattr(self.accelerator, "scaler", None) is not None:
-            # The scaler of float16 meets infinite gradients by design, and skips the step itself.
+            # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
             if self.ranks.largest(int(not self._is_loss_finite())):
                 self._meet_nonfinite("The loss is not finite")
             return grad_norm
@@ -411,11 +430,11 @@ class RunTrainer(Trainer):
         return grad_norm
 
     def _is_loss_finite(self) -> bool:
-        """Return whether the losses of this rank's step are finite, in subclasses that know it before the gradient does."""
+        """Return whether the losses of this rank's step are finite. Subclasses that see them override this method."""
         return True
 
     def _describe_step(self) -> list[dict[str, Any]]:
-        """Return this rank's rows of the step, with `is_finite` for the loss of their micro-batch, in subclasses."""
+        """Return this rank's rows of the step, each with `is_finite` for its micro-batch. Subclasses override it."""
         return []
 
     def _meet_nonfinite(self, what: str) -> None:
@@ -428,20 +447,21 @@ class RunTrainer(Trainer):
         if self.guard.may_skip():
             if self.is_world_process_zero():
                 num_skipped = self.guard.num_skipped
-                logger.warning(f"{message} The step is left out ({num_skipped} of {MAX_SKIPPED_STEPS}).")
+                logger.warning(f"{message} The run skips the step ({num_skipped} of {MAX_SKIPPED_STEPS}).")
             self._skip_step()
             return
         if self.is_world_process_zero():
             print(
-                f"{message} Nothing was updated with it, and no checkpoint written: those in {self.args.output_dir} "
-                "are good. Look at the rows, lower --learning_rate, or leave such steps out with --on_nonfinite skip.",
+                f"{message} The run stopped before the update and wrote no checkpoint; the checkpoints in "
+                f"{self.args.output_dir} are intact. Look at the rows, lower --learning_rate, or skip such steps with "
+                "--on_nonfinite skip.",
                 file=sys.stderr,
                 flush=True,
             )
         self._end(EXIT_NOT_FINITE)
 
     def _skip_step(self) -> None:
-        """Leave the current step out of the weights and of the logged means."""
+        """Exclude the current step from the weights and from the logged means."""
         self.model_wrapped.zero_grad(set_to_none=True)
         self._tr_loss.copy_(self._loss_before_step)
         self._globalstep_last_logged += 1
@@ -464,7 +484,7 @@ class RunTrainer(Trainer):
         output_dir = Path(super()._get_output_dir(trial))
         target = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         source = output_dir / SAVING / target.name
-        # The directory may have been renamed or deleted meanwhile.
+        # A user may have renamed or deleted the directory during the run. This creates and locks it again.
         on_main_process(self.args, lambda: hold_output_dir(output_dir))
         on_saving_processes(self.args, lambda: self.writer.make_room(source, target))
         self._saving = str(output_dir / SAVING)
@@ -474,7 +494,7 @@ class RunTrainer(Trainer):
         finally:
             self._saving = None
         self.accelerator.wait_for_everyone()
-        # Trainer looked for the best checkpoint in the directory that it wrote into.
+        # Trainer recorded the scratch directory that it wrote into as the best checkpoint.
         if is_best := self.state.best_model_checkpoint == str(source):
             self.state.best_model_checkpoint = str(target)
         on_saving_processes(self.args, lambda: self._publish_checkpoint(source, target, is_best=is_best))
@@ -495,7 +515,10 @@ class RunTrainer(Trainer):
         self.writer.publish_checkpoint(source, target, self._describe_run())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. Its files get their names once all of them are on the disk. `push_to_hub` pushes them."""
+        """
+        Save the model to `output_dir`. All ranks call it. The files get their final names once all of them are on the
+        disk, so that a crash never leaves half a model. Unlike Trainer's method, it does not push.
+        """
         if self._saving is not None:
             super().save_model(output_dir, _internal_call=True)
             return
@@ -512,14 +535,14 @@ class RunTrainer(Trainer):
             super().save_state()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save weights, config, code and tokenizer. Trainer would pickle its arguments besides."""
+        """Save weights, config, code and tokenizer; no pickled arguments, which may hold a Hub token."""
         if not self.args.should_save and not self.is_distributed_loading_by_transformers:
             return
         output_dir = output_dir or self.args.output_dir
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.save_pretrained(output_dir, state_dict=state_dict, is_main_process=self.args.should_save)
         if self.args.should_save and is_adapted(model):
-            # peft writes a card with blanks to fill in.
+            # peft writes a model card that consists of blanks. `create_model_card` writes the real one.
             Path(output_dir, CARD_NAME).unlink()
         if self.args.should_save and self.processing_class is not None:
             save_tokenizer(self.processing_class, output_dir)
@@ -540,7 +563,7 @@ class RunTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # NOTE: a tied head is not in the file, and Trainer would warn that it is missing.
+        # NOTE: safetensors files hold a tied head once, as the embedding. Trainer would warn that the head is missing.
         model = base_model_of(self.model)
         tied = set(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
         missing = [name for name in load_result.missing_keys if name not in tied]
@@ -558,11 +581,16 @@ class RunTrainer(Trainer):
 
     @property
     def push_report(self) -> str | None:
-        """How the last push ended; `None` if nothing was to be pushed."""
+        """One line about the result of the last push; `None` without `--push_to_hub`."""
         return self.pusher.report if self.args.push_to_hub else None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository before training starts; raise `ValueError` if the Hub refuses."""
+        """
+        Create the repository, before training starts.
+
+        Raises:
+            `ValueError`: if the Hub refuses.
+        """
         if self.is_world_process_zero():
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             private = self.args.hub_private_repo if private is None else private
@@ -597,7 +625,7 @@ class RunTrainer(Trainer):
         return "DDP" if self.args.world_size > 1 else "one process"
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: Trainer would push a checkpoint before it is whole. `_save_checkpoint` pushes it."""
+        """Do nothing: Trainer would push an incomplete checkpoint. `_save_checkpoint` pushes the complete one."""
 
     def _wait_for_pushes(self) -> None:
         if self.args.push_to_hub:
@@ -613,7 +641,7 @@ class RunTrainer(Trainer):
         **kwargs: Any,
     ) -> CommitInfo | None:
         """
-        Save the model, and push it and its card from `output_dir`. All ranks call it. It always waits for the upload.
+        Save the model, and push it with its card from `output_dir`. All ranks call it. It always waits for the upload.
 
         Returns:
             [`~huggingface_hub.CommitInfo`], or `None` on other ranks and if the push failed; see `push_report`.

@@ -52,9 +52,9 @@ def test_the_run_stops_before_the_update(name, workspace, tmp_path, record):
 @pytest.mark.parametrize(
     ("launcher", "poison"), [("python", "loss:9:0"), pytest.param("torchrun", "loss:9:1", marks=pytest.mark.faults)]
 )
-def test_the_step_is_left_out(launcher, poison, workspace, tmp_path, record):
+def test_the_step_is_skipped(launcher, poison, workspace, tmp_path, record):
     result = poisoned(workspace, tmp_path / "run", launcher, ["--on_nonfinite", "skip"], poison)
-    assert result.returncode == 0 and "The step is left out (1 of 10)" in result.stdout, result.stdout[-3000:]
+    assert result.returncode == 0 and "The run skips the step (1 of 10)" in result.stdout, result.stdout[-3000:]
     history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in history if "loss" in entry]
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 6, 7, 8]
