@@ -1,11 +1,11 @@
 """
-What a run would take, before it is started.
+Estimate the memory of a run before it starts.
 
-    python recipes/doctor.py --estimate
-    python recipes/doctor.py --estimate --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
+    python recipes/doctor.py
+    python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
-`--estimate` prints for a preset the bytes a process holds, and the largest batch that fits into the memory of this machine or
-into `--memory_gib`. Nothing is computed, so that any machine can ask for any other.
+Print the bytes that a process holds for a preset, and the largest batch that fits into the memory of this machine or into
+`--memory_gib`. Nothing is computed, so one machine can estimate for another.
 """
 
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ from hf_pretrain.weights.model_arguments import default_preset
 
 @dataclass
 class DoctorArguments:
-    """What to estimate."""
+    """The run to estimate."""
 
-    estimate: bool = field(default=False, metadata={"help": "Print memory and the largest batch."})
+    estimate: bool = field(default=True, metadata={"help": "Print memory and the largest batch. This is the default."})
     model_preset: str | None = field(default=None, metadata={"help": f"One of {', '.join(PRESETS)}."})
     max_length: int = field(default=512, metadata={"help": "Tokens a row."})
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
@@ -37,8 +37,6 @@ class DoctorArguments:
     )
 
     def __post_init__(self):
-        if not self.estimate:
-            raise ValueError("Say what to look at: --estimate.")
         if self.device not in (None, "cuda", "cpu"):
             raise ValueError(f"--device {self.device} is unknown; use cuda or cpu.")
         if self.model_preset is not None and self.model_preset not in PRESETS:

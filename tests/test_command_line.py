@@ -68,7 +68,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("serve", ["--model_name_or_path", "nope"], NO_MODEL),
         ("convert", ["--from", "nope"], "the following arguments are required: --to. `--help` lists the flags."),
         ("convert", ["--from", "nope", "--to", "x"], "nope: no such file or directory"),
-        ("doctor", [], "Say what to look at: --estimate"),
+        ("doctor", ["--device", "tpu"], "--device tpu is unknown; use cuda or cpu"),
         ("doctor", ["--model_prese", "tiny"], "Unknown argument '--model_prese'; the nearest known one is --model_preset"),
         ("tokenizer", ["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
     ],
