@@ -13,7 +13,7 @@ from huggingface_hub.constants import HF_HOME
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig
-from hf_pretrain.data.parts import work_on
+from hf_pretrain.data.parts import map_parts
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import is_mistake, one_line_errors
 from hf_pretrain.stages.distillation import load_teacher
@@ -124,10 +124,10 @@ def refuse(part):
 
 def test_a_mistake_that_a_worker_process_met_is_one_line_and_a_bug_is_not(capsys):
     with pytest.raises(SystemExit), one_line_errors():
-        work_on(["mistake", "mistake"], refuse, num_proc=2, desc="Reading")
+        map_parts(["mistake", "mistake"], refuse, num_proc=2, desc="Reading")
     assert capsys.readouterr().err.startswith("error: ")
     with pytest.raises(json.JSONDecodeError), one_line_errors():
-        work_on(["bug", "bug"], refuse, num_proc=2, desc="Reading")
+        map_parts(["bug", "bug"], refuse, num_proc=2, desc="Reading")
 
 
 def test_a_full_disk_is_no_bug(capsys):

@@ -220,7 +220,7 @@ def test_documents_begin_where_positions_do_not_go_on(model, input_ids):
 
 @pytest.mark.parametrize("seq_len", [1, 40, 2 * ATTENTION_BLOCK + 7])
 def test_attention_in_blocks_is_attention(seq_len):
-    """What a CPU does in half precision, here in double, against torch's."""
+    """Compare the attention that a CPU computes in half precision with torch's, here in double precision."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"query": 6, "key": 2, "value": 2}
     found = []
@@ -324,7 +324,7 @@ def test_beam_scores_are_those_of_the_whole_sequence(model, input_ids):
 
 
 def loop_over_experts(mlp: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """What the sparse block computes, one token and one expert at a time."""
+    """Compute the sparse block one token and one expert at a time."""
     config, outputs = mlp.experts.config, []
     for token in hidden_states.flatten(0, 1):
         scores = (mlp.gate.weight @ token).softmax(-1)
@@ -697,7 +697,7 @@ def test_dropout(build_model, input_ids):
     assert len(residual) == 2
     for dropped in (*residual, outputs.hidden_states[0], outputs.attentions[0][:, :, ~future]):
         assert 0.4 < (dropped == 0).float().mean() < 0.6
-    # What stays is doubled, so that the mean is kept.
+    # Dropout doubles the values that remain, so that the mean stays the same.
     embeddings = model.model.embed_tokens(input_ids)
     kept = outputs.hidden_states[0] != 0
     torch.testing.assert_close(outputs.hidden_states[0][kept], 2 * embeddings[kept])

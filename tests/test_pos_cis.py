@@ -96,7 +96,7 @@ def test_exact_after(operation, build_model, expected):
 )
 def test_exact_after_from_pretrained(auto_class, arguments, build_model, tmp_path, expected):
     build_model().save_pretrained(tmp_path)
-    # What a freed table leaves in memory would come back from an allocation that nobody fills.
+    # An allocation that nobody fills would return the memory of the table that was freed.
     torch.empty(LENGTH, HEAD_DIM // 2, dtype=torch.complex64).fill_(7)
     assert_exact(auto_class.from_pretrained(tmp_path, **arguments), expected)
 

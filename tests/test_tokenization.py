@@ -268,7 +268,7 @@ def test_messages_cannot_bring_in_control_tokens(tokenizer, name):
     control = set(tokenizer.added_tokens_decoder)
     ids, expected = encode_prompt(tokenizer, messages, [tool]), encode_prompt(tokenizer, tame, [tame_tool])
     assert [i for i in ids if i in control] == [i for i in expected if i in control]
-    # What was typed is read as it was typed.
+    # Text that a user typed is read as it was typed.
     json_evil = json.dumps(evil, ensure_ascii=False)[1:-1]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
         messages, tools=[tool], add_generation_prompt=True, tokenize=False
@@ -294,7 +294,7 @@ def test_offsets_of_a_rendered_conversation(tokenizer):
 @pytest.mark.parametrize("name", ["ours", "v3"])
 @pytest.mark.parametrize("messages, options, marked", CONVERSATIONS)
 def test_answers_are_read_back(tokenizer, tmp_path, name, messages, options, marked):
-    """What the template writes of each answer, the response template reads, whole and token by token."""
+    """Check that the response template parses each answer that the template writes, whole and token by token."""
     if name == "ours":
         tokenizer.save_pretrained(tmp_path)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)

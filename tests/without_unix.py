@@ -95,12 +95,12 @@ def make_toy_trainer(output_dir: Path) -> Any:
 
 def main(output_dir: Path) -> None:
     hide_unix()
-    from hf_pretrain.data.parts import work_on
+    from hf_pretrain.data.parts import map_parts
     from hf_pretrain.tokenizer.chat_template import _cpu_time_limit
 
     with _cpu_time_limit(1):
         pass
-    assert work_on([[1], [1, 2]], len, num_proc=1, desc="Counting") == [1, 2]
+    assert map_parts([[1], [1, 2]], len, num_proc=1, desc="Counting") == [1, 2]
     trainer = make_toy_trainer(output_dir / "whole")
     trainer.train()
     # Over the model that is there, as a second run does.

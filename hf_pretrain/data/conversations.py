@@ -80,7 +80,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
             messages += [_message("user", _text(asked, "history")), _message("assistant", _text(answered, "output"))]
     else:
         (key,) = CONVERSATION_KEYS[kind]
-        messages, tools = _read_messages(record[key], key)
+        messages, tools = read_messages(record[key], key)
     if record.get("system") and messages[0]["role"] != "system":
         messages = [_message("system", _text(record["system"], "system")), *messages]
     if not any(message["role"] == "assistant" for message in messages):
@@ -185,11 +185,20 @@ def _read_tools(value: Any) -> list[dict[str, Any]]:
 
 def _read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
     """Return messages that are given as a list, or as the text of one message with the given role."""
-    return ([_message(role, _text(value, name))], None) if isinstance(value, str) else _read_messages(value, name)
+    return ([_message(role, _text(value, name))], None) if isinstance(value, str) else read_messages(value, name)
 
 
-def _read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
-    """Return messages in the internal form, and the tools that MiniMind writes into one of them."""
+def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
+    """
+    Return messages in the internal form, and the tools that MiniMind writes into one of them.
+
+    Args:
+        messages (`Any`): a parsed value, a list of messages if it is sound.
+        name (`str`): name of the column in reasons.
+
+    Raises:
+        `BadRecord`: if the value is no list of messages, or a message is malformed.
+    """
     if not isinstance(messages, list) or not messages:
         raise BadRecord(f"{name!r} is no list of messages but {json_type(messages) if messages != [] else 'empty'}")
     read, tools = [], None
@@ -207,9 +216,6 @@ def _read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
             tools = _read_tools(message["tools"])
         read.append(_read_message(message))
     return read, tools
-
-
-read_messages = _read_messages
 
 
 def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
@@ -303,4 +309,4 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-__all__ = ["SCHEMAS", "first_question", "read_conversation", "read_preference"]
+__all__ = ["SCHEMAS", "first_question", "read_conversation", "read_messages", "read_preference"]

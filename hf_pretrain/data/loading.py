@@ -20,7 +20,7 @@ from ..runtime.names import DatasetName
 from .conversations import SCHEMAS, first_question
 from .corpora import load_embedded
 from .formats import BadRecord, read_file, read_json_lines, read_text
-from .parts import cache_key, work_on
+from .parts import cache_key, map_parts
 from .rejected import RATIO_INTERVAL, RejectedLines
 from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file_state, find_sources
 from .splitting import DOCUMENT_FEATURES, split_documents
@@ -193,7 +193,7 @@ def _load_rows(
         stream.info.description = str([how, *((Path(piece.source).name, piece.state[0]) for piece in pieces)])
         return stream
     shards = cut_sources(sources)
-    parts = work_on(shards, partial(_load_shard, how=how), num_proc=num_proc, desc=f"Reading {name}")
+    parts = map_parts(shards, partial(_load_shard, how=how), num_proc=num_proc, desc=f"Reading {name}")
     return datasets.concatenate_datasets(parts)
 
 

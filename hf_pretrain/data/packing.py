@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..tokenizer.encoding import encode_documents
 from .encoding import ConversationEncoder
-from .parts import GROUP_SIZE, cache_key, cut, digest, work_on
+from .parts import GROUP_SIZE, cache_key, cut_into_parts, digest, map_parts
 
 
 PACKING_STRATEGIES = ("bfd", "wrapped", "none")
@@ -138,7 +138,7 @@ def prepare_rows(
         return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
 
     prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
-    prepared = work_on(cut(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
+    prepared = map_parts(cut_into_parts(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
     rows = concatenate_datasets([part for part, _ in prepared])
     report = _add_reports([report for _, report in prepared], max_length)
     report = replace(report, max_length=max_length, note=documents.info.description)

@@ -49,9 +49,7 @@ class PaddedDataset(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """
-        Return the rows of a batch. torch's loader asks for all at once, so that `datasets` reads them in one call.
-        """
+        """Return the rows of a batch. torch's loader asks for all of them at once; `datasets` then reads once."""
         # A padding row needs valid content of the same columns, so it copies the first row.
         places = [index if index < len(self.dataset) else 0 for index in indices]
         reads_batches = isinstance(self.dataset, datasets.Dataset)
@@ -69,9 +67,8 @@ class PaddedSampler(Sampler[int]):
     Sampler that appends indices past the end of the data, up to a multiple of `multiple`.
 
     Args:
-        sampler: the sampler of the data. A random one gets a generator seeded by `seed` and the epoch, since the
-        global
-            generator may differ between ranks.
+        sampler (`Sampler`): the sampler of the data. A random one gets a generator seeded by `seed` and the epoch,
+            since the global generator may differ between ranks.
         multiple (`int`): number of rows in a global batch.
         seed (`int`): seed of the order.
     """

@@ -55,7 +55,7 @@ def cache_key(*values: object) -> str:
     return digest(CODE, *values)
 
 
-def cut(dataset: Dataset) -> list[Dataset]:
+def cut_into_parts(dataset: Dataset) -> list[Dataset]:
     """
     Cut a dataset into parts of whole groups, at most `PART_SIZE` rows each and about one per process.
 
@@ -68,7 +68,7 @@ def cut(dataset: Dataset) -> list[Dataset]:
     return [dataset.select(range(start, min(start + size, len(dataset)))) for start in starts]
 
 
-def work_on(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | None, desc: str) -> list[T]:
+def map_parts(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | None, desc: str) -> list[T]:
     """
     Apply `function` to each part and return the results in order.
 
@@ -131,4 +131,4 @@ def _begin_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-__all__ = ["GROUP_SIZE", "MAX_PROCESSES", "PART_SIZE", "cache_key", "cut", "digest", "work_on"]
+__all__ = ["GROUP_SIZE", "MAX_PROCESSES", "PART_SIZE", "cache_key", "cut_into_parts", "digest", "map_parts"]

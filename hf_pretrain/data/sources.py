@@ -1,6 +1,4 @@
-"""
-Find the files and embedded parts that users name, and cut them into the pieces that are read and cached together.
-"""
+"""Find the files and embedded parts that users name, and cut them into pieces that are read and cached together."""
 
 import hashlib
 from collections.abc import Iterator

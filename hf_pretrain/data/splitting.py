@@ -7,7 +7,7 @@ from functools import partial
 import datasets
 from datasets import Dataset, Features, IterableDataset, Value
 
-from .parts import cache_key, cut, work_on
+from .parts import cache_key, cut_into_parts, map_parts
 
 
 DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
@@ -29,7 +29,9 @@ def split_documents(
         documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
     else:
         split = partial(_split_part, is_wanted=is_wanted, key=f"{start} {stop}")
-        documents = datasets.concatenate_datasets(work_on(cut(documents), split, num_proc=num_proc, desc="Splitting"))
+        documents = datasets.concatenate_datasets(
+            map_parts(cut_into_parts(documents), split, num_proc=num_proc, desc="Splitting")
+        )
     return documents.select_columns(["text"])
 
 

@@ -29,8 +29,8 @@ from ..runtime.names import DatasetName
 from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, file_format, read_file, write_json
-from .loading import find_sources
 from .rejected import RejectedLines
+from .sources import find_sources
 from .splitting import hashes_are_between
 
 
@@ -241,13 +241,13 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     if "prompt" in record:
         prompt = record["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return {**record, "prompt": _read_messages(_non_empty_list(messages, "prompt"), "prompt")[0]}
+        return {**record, "prompt": _read_prompt(_non_empty_list(messages, "prompt"), "prompt")[0]}
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; write one of them")
     # The last message is MiniMind's answer, which the policy replaces by its own.
     *messages, _ = _non_empty_list(record["conversations"], "conversations")
     messages = _non_empty_list(messages, "conversations without the answer")
-    prompt, schemas = _read_messages(messages, "conversations")
+    prompt, schemas = _read_prompt(messages, "conversations")
     tools = None
     if schemas is not None:
         tools = write_json(schemas, "tools")
@@ -266,7 +266,7 @@ def _non_empty_list(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _read_messages(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def _read_prompt(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """
     Return messages in the internal form, with the arguments of tool calls as JSON text.
 

@@ -1,4 +1,4 @@
-"""Every schema, the masks of hand-marked conversations, and weights, truncation and packing of them."""
+"""Every schema, the masks of hand-marked conversations, and their weights, truncation and packing."""
 
 import copy
 import datetime
@@ -40,7 +40,7 @@ def tokenizer():
     return train_tokenizer(["What is two and two? It is four, said the user to the assistant."] * 4, vocab_size=420)
 
 
-# Each as people write it, and what is trained on in the text of the template, between ⟦ and ⟧.
+# Each record as people write it, and the text that the template renders, with trained text between ⟦ and ⟧.
 MARKED = {
     "one turn": (
         {"messages": [USER, ANSWER]},
@@ -115,7 +115,7 @@ def test_masks_are_those_marked_by_hand(tokenizer, name):
     trained = [bool(weight) for weight in weights]
     assert set(weights) <= {0, 1}
     text = re.sub("[⟦⟧]", "", marked)
-    # Characters of the text that are trained on, by hand and by the mask.
+    # Characters of the text that are trained on: marked by hand, and according to the mask.
     expected = [inside for part, inside in _parts(marked) for _ in part]
     decoded, found = "", []
     for token, flag in zip(ids, trained, strict=True):
@@ -232,18 +232,18 @@ def test_a_template_that_leaves_something_out_is_refused(tokenizer):
         mark_template(plain, "minimind")
 
 
-def test_conversations_and_preferences_of_one_origin_are_held_out_together(tmp_path):
+def test_conversations_and_preferences_of_one_origin_land_in_one_set(tmp_path):
     questions = [f"question {i}" for i in range(200)]
     chats = [{"prompt": question, "completion": "yes"} for question in questions]
     pairs = [{"prompt": question, "chosen": "yes", "rejected": "no"} for question in questions]
-    held_out = []
+    validation = []
     for schema, records in (("conversation", chats), ("preference", pairs)):
         path = tmp_path / f"{schema}.jsonl"
         write_jsonl(path, records)
         _, documents = load_documents([str(path)], schema=schema, validation_fraction=0.2)
         parts = [json.loads(text) for text in documents["text"]]
-        held_out.append({(part.get("prompt") or part["messages"])[0]["content"] for part in parts})
-    assert held_out[0] == held_out[1] and 20 < len(held_out[0]) < 60
+        validation.append({(part.get("prompt") or part["messages"])[0]["content"] for part in parts})
+    assert validation[0] == validation[1] and 20 < len(validation[0]) < 60
 
 
 def test_tool_calls_of_sharegpt_and_openai():
@@ -306,7 +306,7 @@ def test_bad_conversations_have_a_reason(record, reason):
         read_conversation(record)
 
 
-# What a record may hold: anything that JSON, or a table, can.
+# A record may hold anything that JSON or a table can hold.
 LEAVES = st.one_of(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     st.sampled_from(["human", "assistant", "messages", "function_call", "\ud800", "a\0", '"', "<|im_end|>", "\ue000"]),
@@ -399,7 +399,7 @@ def test_any_record_is_read_or_rejected_with_a_reason(tokenizer, damaged):
         assert error.reason and len(error.reason) < 2000
         return
     first_question(text).encode()
-    # What is accepted can be tokenized.
+    # Every record that is accepted can be tokenized.
     documents = Dataset.from_dict({"text": [text]})
     if schema == "preference":
         prepare_pairs(documents, tokenizer, max_length=100_000)
@@ -414,7 +414,7 @@ def test_a_thought_without_an_end_takes_linear_time():
         assert json.loads(read_conversation(record))["messages"][1] == record["messages"][1]
         return time.process_time() - start
 
-    # A cubic one takes minutes for a hundredth of this.
+    # An algorithm of cubic time takes minutes for a hundredth of this.
     assert seconds(1_000_000) < 5
     record = {"messages": [USER, {"role": "assistant", "content": " \n<think>\n so \n</think>\n\n4 </think> "}]}
     answer = json.loads(read_conversation(record))["messages"][1]
@@ -428,7 +428,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(
 def test_a_template_that_does_not_end_is_stopped_and_named(tokenizer, monkeypatch, num_proc):
     monkeypatch.setattr(rendering, "MAX_RENDER_SECONDS", 0.2)
     endless = copy.deepcopy(tokenizer)
-    # Not for every conversation, so that a trial at the start would not find it.
+    # The template fails for one conversation only, so that a trial at the start would not find it.
     endless.chat_template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}" + endless.chat_template
     texts = [
         read_preference({"prompt": prompt, "chosen": "yes", "rejected": f"no {num_proc}"}) for prompt in ("a", "loop")
@@ -497,7 +497,7 @@ def test_embedded_conversations():
         assert [message["role"] for message in messages[:2]] == ["user", "assistant"]
         assert content is None or messages[0]["content"] == content
         pairs, _ = load_documents([f"embedded:{part}"], schema="preference", validation_fraction=0)
-        # Nearly every conversation makes a pair; its true answer stands in the conversation.
+        # Nearly every conversation makes a pair; its real answer occurs in the conversation.
         assert len(pairs) == len(documents)
         pair = json.loads(pairs[0]["text"])
         assert pair["prompt"] + pair["chosen"] == messages[: len(pair["prompt"]) + 1]

@@ -34,10 +34,10 @@ def warnings(monkeypatch):
 
 
 def test_the_rule_of_the_split():
-    # Written out, because a document must never move from one side to the other between versions.
+    # Recorded values: a document must never move from one set to the other between versions.
     digest = hashlib.blake2b("日本 text".encode(), digest_size=8).digest()
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
-    # By the text, or by what it is of the same origin with.
+    # By the hash of the text, or of the origin that it shares with other documents.
     for text, origin in (("日本 text", None), ("another", "日本 text")):
         assert splitting.hashes_are_between([text], [origin], 0.0, share + 1e-9) == [True]
         assert splitting.hashes_are_between([text], [origin], 0.0, share - 1e-9) == [False]
@@ -131,8 +131,8 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="a.jsonl changed while this run was reading it"):
         load_documents([name])
     monkeypatch.undo()
-    train, held_out = load_documents([name])
-    assert len(train) + len(held_out) == len(TEXTS) - 1
+    train, validation = load_documents([name])
+    assert len(train) + len(validation) == len(TEXTS) - 1
 
 
 def test_warnings_end_after_a_while(tmp_path, warnings):
@@ -231,13 +231,13 @@ def test_parts_and_processes_read_the_same(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("schema", ["text", "conversation"])
 def test_copies_are_counted_where_people_read_it(tokenizer, schema):
-    documents, held_out = load_documents(["embedded:chatterbot"], schema=schema)
+    documents, validation = load_documents(["embedded:chatterbot"], schema=schema)
     encoder = ConversationEncoder() if schema != "text" else None
     few = documents.select(range(20))
     assert str(prepare_rows(few, tokenizer, max_length=64, encoder=encoder)[1]).endswith(
         "; 1,201 exact copies of embedded documents left out"
     )
-    assert "copies" not in str(prepare_rows(held_out, tokenizer, max_length=64, encoder=encoder)[1])
+    assert "copies" not in str(prepare_rows(validation, tokenizer, max_length=64, encoder=encoder)[1])
 
 
 def test_split_is_fixed_by_the_text_alone(tmp_path):
@@ -246,20 +246,20 @@ def test_split_is_fixed_by_the_text_alone(tmp_path):
     two = write_jsonl(tmp_path / "two.jsonl", texts[::-2])
     three = write_jsonl(tmp_path / "three.jsonl", texts[::2])
     train, validation = load_documents([one], validation_fraction=0.05)
-    held_out = set(texts_of(validation))
-    assert not held_out & set(texts_of(train))
+    validation_texts = set(texts_of(validation))
+    assert not validation_texts & set(texts_of(train))
     assert sorted(texts_of(train, validation)) == sorted(texts + texts[:500])
-    assert 60 <= len(held_out) <= 140
+    assert 60 <= len(validation_texts) <= 140
     for arguments in ({}, {"streaming": True}, {"seed": 7}, {"weights": [1, 2]}):
         other_train, other_validation = load_documents([two, three], validation_fraction=0.05, **arguments)
-        assert set(texts_of(other_validation)) == held_out
-        assert set(texts_of(other_train)) == set(texts) - held_out
+        assert set(texts_of(other_validation)) == validation_texts
+        assert set(texts_of(other_train)) == set(texts) - validation_texts
     wider = set(texts_of(load_documents([one], validation_fraction=0.1)[1]))
-    assert held_out < wider
+    assert validation_texts < wider
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_share_of_the_documents_is_trained_on_and_the_same_ones_are_held_out(tmp_path, streaming):
+def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
     name = write_jsonl(tmp_path / "a.jsonl", [f"text number {index}" for index in range(2000)])
     train, validation = load_documents([name], validation_fraction=0.1, streaming=streaming)
     quarter, same = load_documents([name], validation_fraction=0.1, train_fraction=0.25, streaming=streaming)
@@ -270,7 +270,7 @@ def test_a_share_of_the_documents_is_trained_on_and_the_same_ones_are_held_out(t
     assert texts_of(quarter)[:50] != texts_of(train)[:50], "drawn from all of it, not its beginning"
 
 
-def test_stream_holds_out_more_than_it_looks_through(tmp_path, monkeypatch):
+def test_stream_never_trains_on_validation_hashes_beyond_its_scan(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "VALIDATION_SCAN", 100)
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     train, validation = load_documents([name], validation_fraction=0.2)

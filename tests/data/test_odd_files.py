@@ -85,8 +85,8 @@ def test_ten_thousand_files(tmp_path):
     for number in range(10_000):
         (tmp_path / f"{number:05}.jsonl").write_bytes(lines[number % 2000])
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    train, held_out = load_documents([str(tmp_path)], num_proc=1)
-    assert len(train) + len(held_out) == 10_000
+    train, validation = load_documents([str(tmp_path)], num_proc=1)
+    assert len(train) + len(validation) == 10_000
     assert before is None or len(os.listdir("/proc/self/fd")) < before + 50
 
 

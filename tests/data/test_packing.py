@@ -96,7 +96,7 @@ def test_best_fit_equals_the_naive_search(seed):
 
 def test_best_fit_of_a_million_documents_takes_seconds():
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 166, size=1_000_000) + 1, 512)
-    # Of this process, whatever else the machine does.
+    # CPU time of this process, which does not depend on other processes.
     begin = time.process_time()
     row_of = packing._best_fit_decreasing(lengths, 512)
     assert time.process_time() - begin < 20
@@ -160,7 +160,7 @@ def test_second_run_takes_the_cache(tokenizer, texts, tmp_path, monkeypatch):
         patch.setattr(packing, "_lay_out", None)
         second, second_report = prepare_rows(documents, tokenizer, max_length=32)
     assert list(second) == list(first) and second_report == report
-    # What changes the rows changes the key.
+    # Everything that changes the rows changes the key.
     other = train_tokenizer(["abcdefghij"], vocab_size=300)
     assert prepare_rows(documents, other, max_length=32)[1].num_tokens != report.num_tokens
     assert prepare_rows(documents, tokenizer, max_length=33)[1].num_rows != report.num_rows
@@ -198,5 +198,5 @@ def test_embedded_corpora_fill_rows_of_512(tmp_path):
     ("num_rows", "size"), [(0, 0), (9_000, 9_000), (40_957, 10_000), (90_000, 20_000), (10**6, 10**5)]
 )
 def test_parts_are_whole_groups_for_all_cores(num_rows, size):
-    sizes = [len(part) for part in parts.cut(Dataset.from_dict({"number": range(num_rows)}))]
+    sizes = [len(part) for part in parts.cut_into_parts(Dataset.from_dict({"number": range(num_rows)}))]
     assert sum(sizes) == num_rows and sizes[0] == size and set(sizes[:-1]) <= {size}
