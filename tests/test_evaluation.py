@@ -262,7 +262,7 @@ def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks,
     ("name", "options", "message"),
     [
         (None, {"output_dir": "nowhere"}, "nowhere holds no model to evaluate"),
-        ("me/mine", {}, "say where its results go with --results_dir"),
+        ("me/mine", {}, "name a directory for the results with --results_dir"),
         (".", {"results_dir": "out", "push_to_hub": True}, "leave out --results_dir"),
     ],
 )

@@ -432,7 +432,7 @@ def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
     ("flags", "words"),
     [
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown; use one of grpo, rloo"),
-        ({"algorithm": "rloo", "loss_type": "cispo"}, "rloo .* would not use --loss_type cispo"),
+        ({"algorithm": "rloo", "loss_type": "cispo"}, "rloo .* ignores --loss_type cispo"),
         ({"remove_unused_columns": True}, "the rewards read"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),

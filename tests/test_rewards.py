@@ -243,10 +243,10 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["fromat"], "--rewards fromat is unknown. Give one of format, arithmetic"),
+        (["fromat"], "--rewards fromat is unknown. Pass one of format, arithmetic"),
         (["no_such_module:reward"], "the module no_such_module cannot be imported"),
         (["hf_pretrain.stages.rewards:nothing"], "rewards.py has no function 'nothing'"),
-        ([], "names none"),
+        ([], "is empty"),
     ],
 )
 def test_a_reward_that_is_not_there_is_named(names, words):

@@ -130,7 +130,7 @@ def chat(**fields) -> dict:
 def test_no_other_model_is_loaded(server, path, model):
     """Nor is the Hub asked for it."""
     answer = post(server, path, chat(model=model))
-    assert answer.status_code == 400 and "one model, out/run" in answer.json()["detail"]
+    assert answer.status_code == 400 and "serves out/run only" in answer.json()["detail"]
     assert "owner/other" not in server[1].read_text()
 
 
@@ -197,7 +197,7 @@ def test_a_body_beyond_the_positions_is_refused_unread(server, size):
         ("/reset", {"x": "x" * size}),
     ):
         answer = post(server, path, {"model": "out/run"} | fields)
-        assert answer.status_code == 400 and "positions have room for" in answer.json()["detail"]
+        assert answer.status_code == 400 and "positions hold" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -209,7 +209,7 @@ def test_a_prompt_beyond_the_positions_is_refused_before_any_work(server, stream
         ("/v1/responses", {"input": "x y" * 1000}),
     ):
         answer = post(server, path, {"model": "out/run", "stream": stream} | fields)
-        assert answer.status_code == 400 and "tokens, and the model 1,024 positions" in answer.json()["detail"]
+        assert answer.status_code == 400 and "tokens, and the model has 1,024 positions" in answer.json()["detail"]
 
 
 def test_an_answer_ends_where_the_positions_do(server):

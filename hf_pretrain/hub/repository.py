@@ -65,8 +65,8 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
     # The network and the server raise many types of errors; any of them means that there is no repository to push to.
     except Exception as error:
         raise ValueError(
-            f"The Hub repository {repo_id} cannot be created or opened: {describe_error(error)}. Log in with `hf auth login` or set "
-            "HF_TOKEN (with write permission)."
+            f"The Hub repository {repo_id} cannot be created or opened: {describe_error(error)}. Log in with `hf auth "
+            "login` or set HF_TOKEN (with write permission)."
         ) from error
 
 

@@ -1,5 +1,5 @@
 """
-What every layer needs of the machine and the command line: parsing with one-line errors, devices, the lock of an
+The common ground of all layers: parsing with one-line errors, devices, the lock of an
 output directory, waiting for other ranks, complete writes, names of models and datasets, and the table of metrics.
 
 Nothing here knows about models. The package re-exports nothing, because each layer needs another part.

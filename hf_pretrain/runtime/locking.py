@@ -58,7 +58,7 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) ->
         return False
     if lock is not None:
         logger.warning(
-            f"{output_dir} was renamed or deleted while the run wrote into it. What it saves from here on goes into a "
+            f"{output_dir} was renamed or deleted while the run wrote into it. Later checkpoints go into a "
             "new directory of this name."
         )
         lock.release()

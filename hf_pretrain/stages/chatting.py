@@ -1,8 +1,9 @@
 """
-A conversation with a model: its history, what `/commands` change, and answers that are shown while they are written.
+A chat with a model in the terminal: its history, its `/commands`, and answers that appear while they are generated.
 
-What a user types is text alone ([`~tokenizer.encoding.encode_prompt`]); what the model writes is taken apart by the
-tokenizer's response template into reasoning, tool calls and content. A tokenizer without one gives content alone.
+User input is plain text and never a control token ([`~tokenizer.encoding.encode_prompt`]). The tokenizer's
+response template splits an answer into reasoning, tool calls and content. Without such a template an answer is content
+only.
 """
 
 import json
@@ -17,12 +18,12 @@ from ..tokenizer.encoding import encode_prompt
 
 
 HELP = """\
-/system TEXT    the system message; without TEXT there is none
-/think on|off   with or without reasoning
-/tools FILE     the tools on offer, a JSON list of schemas; without FILE there are none
+/system TEXT    set the system message; without TEXT, remove it
+/think on|off   answer with or without reasoning
+/tools FILE     offer the tools in a JSON list of schemas; without FILE, offer none
 /reset          forget the conversation
-/save FILE      append the conversation to a JSONL file, in the form that SFT reads
-/help           this
+/save FILE      append the conversation to a JSONL file that SFT can read
+/help           show this help
 /exit           leave"""
 
 
@@ -32,11 +33,12 @@ class Chat:
 
     Args:
         model ([`PreTrainedModel`]): the model, in eval mode.
-        tokenizer ([`PreTrainedTokenizerFast`]): with a chat template.
+        tokenizer ([`PreTrainedTokenizerFast`]): a tokenizer with a chat template.
         system (`str`, *optional*): the system message.
-        enable_thinking (`bool`, *optional*): with or without reasoning; by default as the chat template has it.
-        tools (`str`, *optional*): a file with the schemas of the tools on offer.
-        **generation_kwargs: for `generate`; `max_new_tokens` is capped at what the model's positions leave.
+        enable_thinking (`bool`, *optional*): whether the model reasons first; by default the chat template decides.
+        tools (`str`, *optional*): a JSON file with the schemas of the offered tools.
+        **generation_kwargs: arguments of `generate`. `max_new_tokens` is limited to the positions that the prompt
+            leaves.
 
     Raises:
         `ValueError`: if the tokenizer has no chat template, or `tools` is not a JSON list of schemas.
@@ -54,8 +56,8 @@ class Chat:
     ):
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"The tokenizer {tokenizer.name_or_path} has no chat template. Use one of recipes/tokenizer.py, or put "
-                "a chat_template.jinja beside it."
+                f"The tokenizer {tokenizer.name_or_path} has no chat template. Use one of recipes/tokenizer.py, or "
+                "put a chat_template.jinja beside it."
             )
         _check_text(system or "")
         self.model, self.tokenizer = model, tokenizer
@@ -63,24 +65,25 @@ class Chat:
         self.tools = _read_tools(tools) if tools else None
         self.generation_kwargs = {"max_new_tokens": 512} | generation_kwargs
         self.history: list[dict[str, Any]] = []
-        # Calls of the last answer whose results are still to be said.
+        # Tool calls of the last answer that still wait for their results.
         self.pending_calls: list[dict[str, Any]] = []
 
     @property
     def messages(self) -> list[dict[str, Any]]:
+        """The conversation with its system message, as a chat template takes it."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.history
 
     @property
     def prompt(self) -> str:
-        """What asks the user for the next line."""
+        """The text that asks the user for the next line."""
         return f"{self.pending_calls[0]['function']['name']} returns: " if self.pending_calls else "> "
 
     def say(self, text: str) -> None:
         """
-        Adds what the user says: the result of a tool where one was called, otherwise a turn.
+        Add what the user typed: the result of a pending tool call, otherwise a user message.
 
         Raises:
-            `ValueError`: for what is not Unicode.
+            `ValueError`: for text that is not UTF-8.
         """
         _check_text(text)
         if self.pending_calls:
@@ -92,13 +95,13 @@ class Chat:
 
     def answer(self, write: Callable[[str], Any]) -> dict[str, Any]:
         """
-        Lets the model answer, which an interrupt ends early, and adds the answer to the history.
+        Generate an answer and add it to the history. Ctrl-C ends it early.
 
         Args:
-            write (`Callable`): gets the text to show, piece by piece.
+            write (`Callable`): receives the text to show, piece by piece.
 
         Returns:
-            `dict`: the answer as a message, with `reasoning_content` and `tool_calls` where there are any.
+            `dict`: the answer as a message, with `reasoning_content` and `tool_calls` if it has them.
 
         Raises:
             `ValueError`: if the conversation fills the model's positions.
@@ -107,7 +110,7 @@ class Chat:
         room = self.model.config.max_position_embeddings - len(ids)
         if room <= 0:
             raise ValueError(
-                f"The conversation has {len(ids)} tokens, and the model sees {len(ids) + room}: /reset it."
+                f"The conversation has {len(ids)} tokens, and the model sees {len(ids) + room}: /reset it to go on."
             )
         streamer = _AnswerStreamer(self.tokenizer, ids, self.tools, write)
         input_ids = torch.tensor([ids], device=self.model.device)
@@ -128,7 +131,7 @@ class Chat:
 
     def run_command(self, line: str) -> str:
         """
-        Runs one line that begins with a slash, and returns what to tell the user.
+        Run a line that begins with a slash, and return the reply to the user.
 
         Raises:
             `ValueError`: for an unknown command, or a value or file that it cannot use.
@@ -162,7 +165,10 @@ class Chat:
 
 
 def _check_text(text: str) -> None:
-    """Refuses bytes that are not UTF-8: Python makes lone surrogates of them, which no tokenizer takes."""
+    """
+    Raise `ValueError` for text that is not UTF-8. Python reads such bytes as lone surrogates, which no tokenizer
+    accepts.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -170,7 +176,7 @@ def _check_text(text: str) -> None:
 
 
 def _read_tools(path: str) -> list[dict[str, Any]]:
-    """Tool schemas from a JSON file, each in the form `{"type": "function", "function": {...}}`."""
+    """Return the tool schemas of a JSON file, each in the form `{"type": "function", "function": {...}}`."""
     try:
         tools = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(tools, list):
@@ -180,14 +186,14 @@ def _read_tools(path: str) -> list[dict[str, Any]]:
             return tools
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"Tools from {path}: {type(error).__name__}: {error}. {_TOOLS_FORM}") from error
-    raise ValueError(f"Tools from {path}: a name is not a text. {_TOOLS_FORM}")
+    raise ValueError(f"Tools from {path}: a name is not text. {_TOOLS_FORM}")
 
 
 _TOOLS_FORM = 'A file of tools holds [{"type": "function", "function": {"name": ..., "parameters": ...}}, ...].'
 
 
 class _AnswerStreamer(TextStreamer):
-    """Takes an answer apart while it is generated: shows its parts, and ends with `message`."""
+    """Split an answer into its parts while it is generated: show them, and collect them in `message`."""
 
     def __init__(
         self,
@@ -205,6 +211,7 @@ class _AnswerStreamer(TextStreamer):
         self._shown: str | None = None
 
     def on_finalized_text(self, text: str, stream_end: bool = False):
+        """Show the parts that the new text completes. transformers calls this with every decoded piece."""
         if self.parser is None:
             self.message["content"] += text
             self.write(text)
@@ -215,6 +222,7 @@ class _AnswerStreamer(TextStreamer):
             self.message |= message
             events += last_events
         for event in events:
+            # A dirty chunk may still turn out to be the beginning of a marker such as </think>.
             if event["type"] == "region_chunk" and not event["dirty"]:
                 self._show(event["field"], event["text"])
             elif event["type"] == "region_close" and event["field"] == "tool_calls":
@@ -225,6 +233,7 @@ class _AnswerStreamer(TextStreamer):
                 self._show("tool_calls", f"{call['name']} {arguments}")
 
     def _show(self, field: str, text: str):
+        """Write a piece of text, with a label where another part of the answer begins."""
         if field != self._shown or field == "tool_calls":
             label = {"reasoning_content": "(thinking) ", "tool_calls": "(calls) "}.get(field, "")
             self.write(("\n" if self._shown else "") + label)

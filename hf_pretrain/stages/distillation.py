@@ -1,15 +1,16 @@
 """
-Distillation: a student learns from a teacher's distribution over the next token beside the data
+Distillation: a student learns from a teacher's distribution over the next token besides the data
 (https://huggingface.co/papers/1503.02531; reverse KL: https://huggingface.co/papers/2306.08543).
 
-With `w[t]` the weight of predicting token `t`, `p` the teacher's and `q` the student's distribution at the temperature,
+With `w[t]` the weight of predicting token `t`, and `p` and `q` the distributions of teacher and student at the
+temperature,
 
     loss = ce_weight * sum of w * CE / sum of w
          + (1 - ce_weight) * temperature ** 2 * sum of w * KL / sum of w
          + router_aux_loss_coef * router loss
 
-with the sums over all micro-batches of all ranks, as in `trainer.py`; `KL` is `KL(p || q)` (forward) or `KL(q || p)`
-(reverse). The cross-entropy and the router loss are the student's own, at temperature 1.
+with sums over all micro-batches of all ranks, as in `training/trainer.py`. `KL` is `KL(p || q)` (forward) or `KL(q ||
+p)` (reverse). Cross-entropy and router loss are the student's own, at temperature 1.
 """
 
 import hashlib
@@ -40,35 +41,37 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class DistillationArguments:
-    """Which teacher to learn from, and how."""
+    """The teacher, and how the student learns from it."""
 
     teacher_name_or_path: str | None = field(
-        default=None, metadata={"help": "Directory or Hub id of any causal language model with the same tokenizer."}
+        default=None, metadata={"help": "Directory or Hub id of a causal language model with the same tokenizer."}
     )
     kl: str = field(
         default="forward",
-        metadata={"help": "forward, KL(teacher || student), or reverse, KL(student || teacher)."},
+        metadata={"help": "forward: KL(teacher || student); reverse: KL(student || teacher)."},
     )
-    temperature: float = field(default=1.5, metadata={"help": "Divides the logits of both in the KL term."})
+    temperature: float = field(
+        default=1.5, metadata={"help": "Divides the logits of teacher and student in the KL term."}
+    )
     ce_weight: float = field(
         default=0.5,
-        metadata={"help": "Share of the cross-entropy in the loss, from 0 to 1; the KL term has the rest."},
+        metadata={"help": "Weight of the cross-entropy in the loss, from 0 to 1; the KL term has the rest."},
     )
     cache_teacher_logits: int | None = field(
         default=None,
         metadata={
-            "help": "Ask the teacher once, before training, and keep its so many largest log-probabilities a token and "
-            "the sum of the rest in <output_dir>/teacher_logits. The KL is then that with the rest as one class."
+            "help": "Run the teacher once, before training, and cache this many of its largest log-probabilities per "
+            "token in <output_dir>/teacher_logits. The KL then treats all other tokens as one class."
         },
     )
 
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run code that comes with the teacher: whatever its author put there."}
+        default=False, metadata={"help": "Run the Python code in the teacher's repository. Trust its author."}
     )
 
     def __post_init__(self):
         if not self.teacher_name_or_path:
-            raise ValueError("Distillation needs a teacher: --teacher_name_or_path DIRECTORY or Hub id.")
+            raise ValueError("Distillation needs a teacher: pass --teacher_name_or_path with a directory or Hub id.")
         if self.kl not in ("forward", "reverse"):
             raise ValueError(f"--kl {self.kl} is unknown; use forward or reverse.")
         if self.temperature <= 0:
@@ -90,14 +93,22 @@ def masked_divergence(
     vocab_size: int | None = None,
 ) -> torch.Tensor:
     """
-    `temperature ** 2 * sum of w * KL / num_items_in_batch`, in float32, with the labels shifted inside.
+    Return `temperature ** 2 * sum of w * KL / num_items_in_batch`, computed in float32. Labels are shifted inside.
 
     Args:
         student_logits (`torch.Tensor` of shape `(batch_size, seq_len, >= vocab_size)`)
-        teacher_log_probs (`torch.FloatTensor` of shape `(batch_size, seq_len, num_classes)`): at the temperature; of
-            the whole vocabulary, or of `teacher_indices` and the rest, as [`~stages.teacher_cache.keep_top`] gives them.
-        labels, loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`): as in [`~model.loss.masked_cross_entropy`].
-        vocab_size (`int`, *optional*): entries that teacher and student share; those past it are left out.
+        teacher_log_probs (`torch.FloatTensor` of shape `(batch_size, seq_len, num_classes)`): at the temperature, for
+            the whole vocabulary, or for `teacher_indices` and the rest, as [`~stages.teacher_cache.keep_top`] returns
+            them.
+        labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): as in [`~model.loss.masked_cross_entropy`].
+        teacher_indices (`torch.LongTensor` of shape `(batch_size, seq_len, top_k)`, *optional*): the tokens of the
+            classes.
+        loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): as in
+            [`~model.loss.masked_cross_entropy`].
+        num_items_in_batch (`torch.Tensor` or `float`): the sum of `w` over the step, on all ranks.
+        temperature (`float`): as in the formula.
+        kl (`str`): `forward` or `reverse`.
+        vocab_size (`int`, *optional*): entries that teacher and student share; logits past it are ignored.
 
     Returns:
         `torch.FloatTensor`: a scalar, in nats.
@@ -111,13 +122,10 @@ def masked_divergence(
     return temperature**2 * (divergences * weights).sum() / num_items_in_batch
 
 
-# Teacher
-
-
 @contextmanager
 def _whole_weights() -> Iterator[None]:
-    # NOTE: while a ZeRO-3 config is around, `from_pretrained` takes every model apart, and an engine that is not its own
-    # would have to put the teacher together.
+    # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. Only the student has an engine
+    # that could gather the shards, so the teacher must be loaded without that config.
     reference = deepspeed_integration._hf_deepspeed_config_weak_ref
     config = reference() if reference is not None else None
     deepspeed_integration.unset_hf_deepspeed_config()
@@ -136,22 +144,23 @@ def load_teacher(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """
-    Loads the teacher, whole on every rank, frozen, in float32 and in eval mode.
+    Load the teacher, whole on every rank, frozen, in float32 and in eval mode.
 
     Args:
+        name_or_path (`str`): a directory or Hub id.
         tokenizer ([`PreTrainedTokenizerBase`]): the student's.
-        is_packed (`bool`): whether it will be given rows of several documents, told apart by `position_ids` alone.
-        trust_remote_code (`bool`): whether code that comes with it may run.
+        is_packed (`bool`): whether its rows will hold several documents, which `position_ids` alone separate.
+        trust_remote_code (`bool`): whether code in its repository may run.
 
     Raises:
-        `ValueError`: if it cannot be loaded, or a shard lies outside its directory; if its tokenizer is missing or another one; if it sees across documents
-            in packed rows.
+        `ValueError`: if it cannot be loaded, or a shard lies outside its directory; if its tokenizer is missing or
+            differs from the student's; if it attends across documents in packed rows.
     """
     check_shards(name_or_path)
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path, trust_remote_code=trust_remote_code))
     try:
         with _whole_weights():
-            # NOTE: without a value, transformers asks on stdin whether to run the code.
+            # NOTE: with None, transformers asks on stdin whether to run the code.
             teacher = AutoModelForCausalLM.from_pretrained(
                 name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
@@ -160,30 +169,31 @@ def load_teacher(
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):
         raise ValueError(
-            f"--teacher_name_or_path {name_or_path}: {type(teacher).__name__} sees across the documents of a packed row. "
-            "Pass --packing_strategy none."
+            f"--teacher_name_or_path {name_or_path}: {type(teacher).__name__} attends across the documents of a "
+            "packed row. Pass --packing_strategy none."
         )
     return teacher
 
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError`, naming the first difference, if the ids of two tokenizers do not mean the same."""
+    """Raise `ValueError` if the ids of two tokenizers differ in meaning, naming the first difference."""
     ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (tokenizer, teacher_tokenizer))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
             raise ValueError(
                 f"The teacher has another vocabulary than the student: id {index} is {theirs.get(index)!r} there and "
-                f"{ours.get(index)!r} here ({len(theirs)} and {len(ours)} entries). Train the student with the teacher's "
-                "tokenizer: --tokenizer_name_or_path."
+                f"{ours.get(index)!r} here ({len(theirs)} and {len(ours)} entries). Train the student with the "
+                "teacher's tokenizer: --tokenizer_name_or_path."
             )
 
 
 @torch.no_grad()
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Whether restarting `position_ids` alone keep a model from looking into the document before."""
+    """Return whether a model confines attention to a document when only `position_ids` restart."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, 12), generator=generator).to(model.device)
     positions = torch.arange(12, device=model.device)[None] % 6
+    # Two documents of six tokens in one row, against the second one alone.
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
     alone = model(input_ids=ids[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits
     return torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * alone.abs().max().item())
@@ -191,31 +201,34 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
 
 class DistillationTrainer(MaskedLossTrainer):
     """
-    [`MaskedLossTrainer`] with the loss described above. It logs `kl_loss` beside `ce_loss`, temperature squared
-    included, and evaluates the same as `eval_kl`; `eval_loss` stays the student's cross-entropy.
+    [`MaskedLossTrainer`] with the loss described above.
+
+    It logs `kl_loss`, including the factor temperature squared, beside `ce_loss`, and evaluates the same figure as
+    `eval_kl`. `eval_loss` remains the student's cross-entropy.
 
     Args:
-        teacher ([`~transformers.PreTrainedModel`]): as [`load_teacher`] gives it. Neither wrapped nor sharded.
-        distillation_args ([`DistillationArguments`])
+        teacher ([`~transformers.PreTrainedModel`]): as [`load_teacher`] returns it; neither wrapped nor sharded.
+        distillation_args ([`DistillationArguments`]): how to learn from it.
     """
 
     def __init__(self, *args, teacher: PreTrainedModel, distillation_args: DistillationArguments, **kwargs):
         super().__init__(*args, **kwargs)
         self.distillation_args = distillation_args
-        # Heads may be padded past the tokenizer to different widths.
+        # Output heads may be padded past the tokenizer, to different widths.
         self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
         self.teacher: PreTrainedModel | None = teacher.to(self.args.device)
-        # Of each batch that was evaluated: the sum of w * divergence, and of w.
+        # For each evaluated batch, the sum of w * KL and the sum of w.
         self._eval_divergences: list[torch.Tensor] = []
         self._targets: dict[str, torch.Tensor] = {}
         if distillation_args.cache_teacher_logits is not None:
             self._ask_once(distillation_args.cache_teacher_logits)
 
     def _extra_flops_per_token(self) -> float:
+        """Return the teacher's FLOPs per token: 2 per parameter, for a forward pass."""
         return 0.0 if self.teacher is None else 2 * num_active_parameters(self.teacher)
 
     def _ask_once(self, top_k: int):
-        """Takes the teacher's answers from the cache from here on, and lets go of the teacher."""
+        """Take the teacher's log-probabilities from a cache, and free the teacher."""
         row_sets = [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
         weights = hashlib.blake2b(digest_size=8)
         for parameter in self.teacher.parameters():
@@ -244,20 +257,25 @@ class DistillationTrainer(MaskedLossTrainer):
         self.teacher = None
 
     def _set_signature_columns_if_needed(self):
+        """Keep the column that finds a row in the cache; Trainer drops columns that the model does not take."""
         super()._set_signature_columns_if_needed()
         self._signature_columns = list({*self._signature_columns, ROW_COLUMN})
 
     @property
     def _skips_logits(self) -> bool:
+        """False: the divergence needs the student's logits."""
         return False
 
     @property
     def _autocast_dtype(self) -> torch.dtype:
+        """The dtype of the teacher's forward pass, the same as the student's."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
 
     @torch.no_grad()
     def _ask(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The teacher's log-probabilities at the temperature, `(batch_size, seq_len, vocab_size)` in float32."""
+        """
+        Return the teacher's log-probabilities at the temperature, `(batch_size, seq_len, vocab_size)` in float32.
+        """
         names = ("input_ids", "position_ids", "attention_mask")
         given = {name: inputs[name].to(self.args.device) for name in names if name in inputs}
         dtype = self._autocast_dtype
@@ -274,6 +292,7 @@ class DistillationTrainer(MaskedLossTrainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _divergence(self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch) -> torch.Tensor:
+        """Return the KL term of one micro-batch."""
         return masked_divergence(
             outputs.logits,
             labels=inputs["labels"],
@@ -286,8 +305,10 @@ class DistillationTrainer(MaskedLossTrainer):
         )
 
     def _combine_losses(self, outputs, inputs, num_items_in_batch):
+        """Return the loss of the formula above, and its parts for the log."""
         loss, parts = super()._combine_losses(outputs, inputs, num_items_in_batch)
         kl_loss = self._divergence(outputs, inputs, num_items_in_batch)
+        # `loss` holds the whole cross-entropy and the router loss: exchange a share of the cross-entropy for the KL.
         loss = loss + (1 - self.distillation_args.ce_weight) * (kl_loss - outputs.ce_loss)
         return loss, parts | {"kl_loss": kl_loss}
 

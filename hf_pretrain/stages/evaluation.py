@@ -1,4 +1,6 @@
-"""What `recipes/evaluate.py` is told, and what it leaves: `evaluation.json`, a table, and a card's `model-index`."""
+"""
+The arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json`, a table, and the card's `model-index`.
+"""
 
 import importlib.util
 import json
@@ -20,36 +22,34 @@ RESULTS_NAME = "evaluation.json"
 
 @dataclass
 class ValidationArguments(ChatArguments):
-    """Which text, or with `--dataset_kind auto` which conversations, to hold out and measure."""
+    """Which records make the validation set: text, or conversations with `--dataset_kind auto`."""
 
     dataset_kind: str = field(
         default="text",
-        metadata={"help": "What the records are: text, or of conversations auto or one of their kinds."},
+        metadata={"help": "The kind of the records: text, or, for conversations, auto or one of their kinds."},
     )
 
 
 @dataclass
 class EvaluationArguments(LMTrainingArguments):
     """
-    Those of a training run, so that its `--config` gives its own numbers again, and what to measure besides.
+    The arguments of a training run, so that its `--config` reproduces its own figures, and those of the evaluation.
 
     Raises:
-        `ValueError`: for tasks without lm-eval, or in several processes.
+        `ValueError`: for tasks without lm-eval installed, or in several processes.
     """
 
     output_dir: str | None = field(
         default=None,
-        metadata={"help": "The run to evaluate where --model_name_or_path names none; by default the newest in out/."},
+        metadata={"help": "The run to evaluate without --model_name_or_path; by default the newest one in out/."},
     )
     results_dir: str | None = field(
-        default=None, metadata={"help": "Where the results go; by default the model's own directory."}
+        default=None, metadata={"help": "Directory for the results; by default the model's own."}
     )
     tasks: str | None = field(default=None, metadata={"help": "Tasks of lm-eval, separated by commas."})
-    include_path: list[str] | None = field(default=None, metadata={"help": "Directories of more task YAMLs."})
+    include_path: list[str] | None = field(default=None, metadata={"help": "Directories with further task YAMLs."})
     num_fewshot: int | None = field(default=None, metadata={"help": "Examples before each question of a task."})
-    limit: float | None = field(
-        default=None, metadata={"help": "Examples of each task, or below 1 the share of them."}
-    )
+    limit: float | None = field(default=None, metadata={"help": "Number of examples per task; below 1, their share."})
 
     def __post_init__(self):
         self.run_dir = self.output_dir
@@ -58,16 +58,16 @@ class EvaluationArguments(LMTrainingArguments):
         super().__post_init__()
         if self.tasks and self.world_size > 1:
             raise ValueError(
-                f"--tasks {self.tasks} run in one process, and {self.world_size} were started: launch with python."
+                f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
             )
         self.eval_strategy = "no"
 
     def settle(self, model_name_or_path: str | None) -> str:
         """
-        The model to evaluate; `output_dir` is where its results go from here on.
+        Return the model to evaluate, and set `output_dir` to the directory of its results.
 
         Raises:
-            `ValueError`: if there is no model, or no place for its results.
+            `ValueError`: if there is no model, or no place for the results.
         """
         name = model_name_or_path or self.run_dir or find_newest_run()
         if model_name_or_path is None and not Path(name, "config.json").is_file():
@@ -75,19 +75,21 @@ class EvaluationArguments(LMTrainingArguments):
                 f"{name} holds no model to evaluate. Train it first, or name one: --model_name_or_path DIR."
             )
         if self.results_dir is None and not Path(name).is_dir():
-            raise ValueError(f"{name} is not a directory here: say where its results go with --results_dir DIR.")
+            raise ValueError(
+                f"{name} is not a directory here: name a directory for the results with --results_dir DIR."
+            )
         if self.push_to_hub and self.results_dir is not None:
             raise ValueError(
-                "--push_to_hub pushes a model's directory with its results in it: leave out --results_dir."
+                "--push_to_hub pushes the model's directory together with the results: leave out --results_dir."
             )
         self.output_dir = self.results_dir or name
         return name
 
 
 def format_results(results: dict[str, Any]) -> str:
-    """The table of what was measured."""
+    """Return the results as a table for the terminal."""
     rows = [("on", "metric", "value", "")]
-    # The key is older than the name "validation", and stays for files that are read by programs.
+    # Programs read the saved file, so its key keeps its older name, held_out.
     figures = results["held_out"]
     for metric in METRICS:
         if metric.key in figures:
@@ -104,8 +106,9 @@ def format_results(results: dict[str, Any]) -> str:
 
 def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
     """
-    Writes `evaluation.json`, and the same figures into the `model-index` of the card, whose text stays as it is. Where
-    there is no card, one of these figures alone is made.
+    Write `evaluation.json`, and the same figures into the `model-index` of the model card.
+
+    The text of an existing card stays as it is. A missing card is created with these figures only.
 
     Returns:
         `Path`: the JSON file.
@@ -115,7 +118,7 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     path = directory / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     entries = validation_results(results["held_out"], facts)
-    # Of a part of its examples a task has no score that a card could give.
+    # A score on a part of the examples is not the score of the task, so it stays out of the card.
     if results.get("limit") is None:
         entries += _task_results(results["tasks"])
     if entries:
@@ -127,6 +130,7 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
 
 
 def _task_results(tasks: dict[str, Any]) -> list[EvalResult]:
+    """Return the scores of tasks as entries of a card's `model-index`."""
     return [
         EvalResult(
             task_type="text-generation",

@@ -1,9 +1,9 @@
 """
-Tasks of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), through its own
+Tasks of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), run through its own
 Hugging Face model.
 
-A document begins with bos here, and the tokenizers do not put it there by themselves: without it the harness would show
-the model texts that begin in the middle of nowhere.
+Every document in training begins with bos, but the tokenizers do not add it. Without bos the harness would measure the
+model on texts that seem to begin in the middle.
 """
 
 import copy
@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 class BosHFLM(HFLM):
     """
-    lm-eval's `HFLM` of a model in memory, whose texts begin with bos, exactly once.
+    lm-eval's `HFLM` for a model in memory, with exactly one bos at the beginning of every text.
 
     Args:
         model ([`PreTrainedModel`]): the model, in eval mode, on its device.
-        tokenizer ([`PreTrainedTokenizerFast`]): with bos.
-        batch_size (`int`): texts at a time.
+        tokenizer ([`PreTrainedTokenizerFast`]): a tokenizer with a bos token.
+        batch_size (`int`): texts per batch.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, batch_size: int):
@@ -42,7 +42,8 @@ class BosHFLM(HFLM):
         )
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        # NOTE: HFLM puts its prefix token before whatever it encodes, and would score the bos behind that as text.
+        """Return the log-likelihood of whole texts, without scoring bos."""
+        # NOTE: HFLM itself puts its prefix token before whatever it encodes; a second bos would be scored as text.
         self.add_bos_token = False
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -61,26 +62,26 @@ def evaluate_tasks(
     batch_size: int = 8,
 ) -> dict[str, dict[str, Any]]:
     """
-    Runs tasks of lm-eval.
+    Run tasks of lm-eval.
 
     Args:
         model ([`PreTrainedModel`]): the model, in eval mode.
         tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer.
         tasks (`list[str]`): names of tasks or groups.
-        include_path (`list[str]`, *optional*): directories of more task YAMLs.
-        num_fewshot (`int`, *optional*): examples before each question; by default as the task has it.
-        limit (`float`, *optional*): examples of each task, or below 1 the share of them.
-        batch_size (`int`, defaults to 8): texts at a time.
+        include_path (`list[str]`, *optional*): directories with further task YAMLs.
+        num_fewshot (`int`, *optional*): examples before each question; by default the task's own number.
+        limit (`float`, *optional*): the number of examples per task; below 1, their share.
+        batch_size (`int`, defaults to 8): texts per batch.
 
     Returns:
-        `dict`: for each task its `dataset` (a Hub id, or `None`), `num_fewshot`, `num_examples`, and `metrics`: for
-        each metric its `value` and `stderr`.
+        `dict`: for each task its `dataset` (a Hub id, or `None`), `num_fewshot`, `num_examples`, and `metrics`, which
+            hold the `value` and `stderr` of each metric.
 
     Raises:
-        `ValueError`: for a task that lm-eval does not know, naming the nearest known one.
+        `ValueError`: for a task that lm-eval does not know, naming the nearest one.
     """
     manager = TaskManager(include_path=include_path, include_defaults=False)
-    # Reading the thousands that come with lm-eval takes ten seconds.
+    # Indexing the thousands of tasks in lm-eval takes about ten seconds, so look at the user's own first.
     if any(not manager.match_tasks([task]) for task in tasks):
         manager = TaskManager(include_path=include_path)
     for task in tasks:
@@ -99,13 +100,13 @@ def evaluate_tasks(
 
 
 def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
-    """What lm-eval says of one task, without its bookkeeping."""
+    """Return the results of one task, without lm-eval's bookkeeping."""
     config = output["configs"].get(name, {})
     path = config.get("dataset_path") or ""
     values = {key: value for key, value in output["results"][name].items() if isinstance(value, (int, float))}
     metrics = {}
     for key, value in values.items():
-        # A key is a metric and the filter of the answers that it was computed on: "acc,none".
+        # A key names a metric and the filter that selected the answers: "acc,none".
         metric, _, answer_filter = key.partition(",")
         if metric.endswith("_stderr") or not answer_filter:
             continue

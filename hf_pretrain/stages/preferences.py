@@ -1,5 +1,5 @@
 """
-Training on preferences by TRL's trainers, with this package's router loss, saving and pushing:
+Preference training with TRL's trainers, and this package's router loss, saving and pushing.
 
 | `--algorithm` | |
 |---|---|
@@ -8,9 +8,9 @@ Training on preferences by TRL's trainers, with this package's router loss, savi
 | `orpo` | odds ratio preference optimization, https://arxiv.org/abs/2403.07691, without a reference model |
 | `simpo` | simple preference optimization, https://arxiv.org/abs/2405.14734, without a reference model |
 
-DPO and SimPO are means over pairs, and every global batch is a whole one: the pairs that do not fill the last one of an
-epoch are left out of it (each epoch draws anew), so that accumulation and world size change nothing. KTO estimates its
-KL, and ORPO averages its likelihood, within the batch of a device: there its size matters.
+DPO and SimPO average over pairs, and every global batch is complete: the last pairs of an epoch that fill no batch are
+left out (other pairs in each epoch), so accumulation and world size change nothing. KTO estimates its KL, and ORPO
+averages its likelihood, within the batch of a device, so there the batch size matters.
 """
 
 import argparse
@@ -40,46 +40,60 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class PreferenceTrainingArguments(LMTrainingArguments):
-    """What the algorithms share; the rest is TRL's."""
+    """The arguments that all algorithms share. The others are TRL's."""
 
-    output_dir: str | None = field(default="out/dpo", metadata={"help": "Where the run goes."})
+    output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="dpo", metadata={"help": "dpo, kto, orpo or simpo."})
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
-    max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; the rest is cut off."})
-    gradient_checkpointing: bool = field(default=False, metadata={"help": "Compute activations twice to save memory."})
+    max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer ones are truncated."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Recompute activations in the backward pass to save memory."}
+    )
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a copy of the model at the start is kept beside it."""
+        """Whether training needs a frozen copy of the initial model."""
         return self.algorithm in ("dpo", "kto") and not self.precompute_ref_log_probs
 
 
 @dataclass
 class DPOTrainingArguments(PreferenceTrainingArguments, DPOConfig):
-    """TRL's `DPOConfig`; what it shares with the other recipes has their defaults. So have the following."""
+    """
+    TRL's `DPOConfig`. Flags that other recipes have too keep the defaults of this package; so do the classes below.
+    """
 
 
 @dataclass
 class KTOTrainingArguments(PreferenceTrainingArguments, KTOConfig):
-    train_sampling_strategy: str = field(default="sequential", metadata={"help": "Must be sequential for the KL."})
+    """TRL's `KTOConfig`."""
+
+    train_sampling_strategy: str = field(
+        default="sequential", metadata={"help": "Must be sequential: the KL estimate needs a fixed order."}
+    )
 
 
 @dataclass
 class ORPOTrainingArguments(PreferenceTrainingArguments, ORPOConfig):
+    """TRL's `ORPOConfig`."""
+
     pass
 
 
 @dataclass
 class SimPOTrainingArguments(PreferenceTrainingArguments, CPOConfig):
+    """TRL's `CPOConfig` with SimPO's loss."""
+
     loss_type: str = field(default="simpo", metadata={"help": "simpo, or another one of CPO's."})
-    cpo_alpha: float = field(default=0.0, metadata={"help": "Weight of the likelihood of the chosen answer."})
+    cpo_alpha: float = field(default=0.0, metadata={"help": "Weight of the chosen answer's likelihood."})
 
 
 class _WholeBatchesMixin(RunTrainer):
     """
-    Leave out the rows that fill no global batch. In evaluation a warning says how many, and a small set gets smaller
-    batches. `ValueError` if the rows fill no batch at all.
+    Leave out the last rows of an epoch, or of an evaluation, that fill no global batch.
+
+    An evaluation prints that, and takes smaller batches of a small validation set. Raise `ValueError` if the rows fill
+    no batch at all.
     """
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
@@ -105,13 +119,13 @@ class _WholeBatchesMixin(RunTrainer):
             reachable.sampler = WholeBatchSampler(rows, multiple=multiple, seed=seed)
             return reachable.sampler
 
-        # After a resume on several ranks accelerate reaches the dataset only, to tell it the epoch.
+        # NOTE: after a resume on several ranks, accelerate tells the epoch to the dataset and not to the sampler.
         reachable = PaddedDataset(dataset)
         return RowSource(reachable, batch_size, whole_batches)
 
 
 class WholeBatchSampler(PaddedSampler):
-    """The indices of another sampler, as many as fill whole batches."""
+    """The indices of another sampler, cut to whole batches."""
 
     def __len__(self) -> int:
         return self.multiple * math.floor(len(self.sampler) / self.multiple)
@@ -121,28 +135,33 @@ class WholeBatchSampler(PaddedSampler):
 
 
 class MiniMindDPOTrainer(_WholeBatchesMixin, RouterLossMixin, DPOTrainer):
-    """TRL's [`~trl.DPOTrainer`] over pairs of [`~data.preferences.prepare_pairs`]."""
+    """TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preferences.prepare_pairs`]."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
+        """Return the dataset unchanged: its rows are tokenized already."""
         return dataset
 
 
 class MiniMindKTOTrainer(_WholeBatchesMixin, RouterLossMixin, KTOTrainer):
-    """TRL's [`~trl.KTOTrainer`]: of each pair the chosen answer is liked and the other one is not."""
+    """TRL's [`~trl.KTOTrainer`]. The chosen answer of a pair counts as liked, the other one as disliked."""
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: KTOConfig, name: str) -> Dataset:
-        # The KL needs an order that stays, so they are shuffled here, once.
-        # NOTE: `datasets` would take rows from its cache that an older version of these functions made.
+        """Turn pairs into single answers, and add the mismatched answers that the KL is estimated from."""
+        # The KL needs a fixed order, so the rows are shuffled once, here. NOTE: the cache of `datasets` may hold the
+        # rows of an older version of these functions.
         fresh = {"batched": True, "load_from_cache_file": False}
         dataset = dataset.shuffle(seed=args.seed).map(_unpair, remove_columns=dataset.column_names, **fresh)
         if not self.calculate_KL:
             return dataset
-        # Answers to other prompts of the batch, from which the KL is estimated.
+        # Answers to other prompts of the same batch, from which TRL estimates the KL.
         return dataset.map(_mismatch, batch_size=args.per_device_train_batch_size, **fresh)
 
 
 def _unpair(batch: dict[str, list]) -> dict[str, list]:
-    """Chosen and rejected answers in turn, of prompts that are apart: neighbours answer different ones."""
+    """
+    Return chosen and rejected answers alternately. Neighbours answer different prompts, as the mismatch below needs
+    it.
+    """
     rows: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "label": []}
     num_pairs = len(batch["prompt_ids"])
     for number in range(num_pairs):
@@ -154,25 +173,28 @@ def _unpair(batch: dict[str, list]) -> dict[str, list]:
 
 
 def _mismatch(batch: dict[str, list]) -> dict[str, list]:
+    """Give each prompt the answer of its neighbour in the batch."""
     return {"KL_completion_ids": batch["completion_ids"][-1:] + batch["completion_ids"][:-1]}
 
 
 class _ReferenceFreeTrainer(_WholeBatchesMixin, RouterLossMixin):
-    """What TRL's ORPO and CPO need; they have other names for the same things."""
+    """Adapter for TRL's ORPO and CPO trainers, which use other names for the same things."""
 
     def __init__(self, *args: Any, ref_model: PreTrainedModel | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
 
     @property
     def router_aux_loss_coef(self) -> float:
+        """The name that [`RouterLossMixin`] reads."""
         return self.aux_loss_coef
 
     @property
     def _metrics(self) -> dict[str, dict[str, list]]:
+        """The name that [`RouterLossMixin`] writes to."""
         return self._stored_metrics
 
     def tokenize_row(self, feature: dict[str, Any], model: PreTrainedModel | None = None) -> dict[str, list[int]]:
-        """The columns that their collator takes."""
+        """Return the columns that their collator reads."""
         prompt, columns = feature["prompt_ids"], {"prompt_input_ids": feature["prompt_ids"]}
         columns["prompt_attention_mask"] = [1] * len(prompt)
         for name in ("chosen", "rejected"):
@@ -188,7 +210,7 @@ class MiniMindORPOTrainer(_ReferenceFreeTrainer, ORPOTrainer):
 
 
 class MiniMindSimPOTrainer(_ReferenceFreeTrainer, CPOTrainer):
-    """TRL's `CPOTrainer`, with `--loss_type simpo` unless another one is given."""
+    """TRL's `CPOTrainer`, by default with `--loss_type simpo`."""
 
 
 ALGORITHMS: dict[str, tuple[type[PreferenceTrainingArguments], type[RouterLossMixin]]] = {
@@ -201,10 +223,12 @@ ALGORITHMS: dict[str, tuple[type[PreferenceTrainingArguments], type[RouterLossMi
 
 def preference_arguments(argv: list[str] | None = None) -> type[PreferenceTrainingArguments]:
     """
-    The arguments of the algorithm that `--algorithm` on the command line names, which have to be known to parse the rest.
+    Return the arguments class of the algorithm that `--algorithm` names.
+
+    The class must be known before the other flags can be parsed, so this reads one flag from the command line.
 
     Raises:
-        `ValueError`: if there is no such algorithm.
+        `ValueError`: for an unknown algorithm.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--algorithm", default="dpo")

@@ -1,9 +1,10 @@
 """
-Reinforcement with TRL: GRPO (https://huggingface.co/papers/2402.03300) with its losses (`--loss_type grpo`, `dapo`,
-`dr_grpo`, `bnpo`, `cispo`, ...), and RLOO (https://huggingface.co/papers/2402.14740), on our models, with our flags.
+Reinforcement learning with TRL's trainers, on our models and with our flags: GRPO
+(https://huggingface.co/papers/2402.03300) with its losses (`--loss_type grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`,
+...), and RLOO (https://huggingface.co/papers/2402.14740).
 
-What is ours: the router loss, saving, pushing and the card ([`~stages.trl_support.RouterLossMixin`]), a reference model that
-is a copy of the policy at the start, and figures that mean what they say: evaluation reports rewards and no loss.
+This package adds the router loss, saving, pushing and the model card ([`~stages.trl_support.RouterLossMixin`]), a
+reference model that is a copy of the initial policy, and an evaluation that reports rewards instead of a loss.
 """
 
 import copy
@@ -39,13 +40,13 @@ try:
 except ImportError as error:
     raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
 
-# Levels of brackets in a tool call; arguments have one or two.
+# The deepest nesting of brackets in a tool call. Real arguments have one or two levels.
 MAX_NESTING = 64
 
 
 @dataclass
 class TaskArguments:
-    """Which tasks to train on, and what their answers are worth."""
+    """The tasks to train on, and the rewards of their answers."""
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded:answer-format"],
@@ -55,10 +56,10 @@ class TaskArguments:
         },
     )
     validation_fraction: float = field(
-        default=0.01, metadata={"help": "Share of the tasks that is held out, chosen by a hash of their prompts."}
+        default=0.01, metadata={"help": "Share of the tasks in the validation set, chosen by a hash of the prompt."}
     )
     max_rejected_ratio: float = field(
-        default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they go to rejected.jsonl."}
+        default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they are listed in rejected.jsonl."}
     )
     rewards: list[str] = field(
         default_factory=lambda: ["format"],
@@ -71,11 +72,11 @@ class TaskArguments:
         },
     )
     environment: str | None = field(
-        default=None, metadata={"help": "module.path:Class of an environment with reset() and tools as its methods."}
+        default=None, metadata={"help": "module.path:Class of an environment that has reset(), and tools as methods."}
     )
 
     def load_environment(self) -> Callable[[], Any] | None:
-        """The class of the environment, if there is one."""
+        """Return the class of the environment, or `None`."""
         if self.environment is None:
             return None
         return load_function(self.environment, flag="--environment", known={})
@@ -83,22 +84,23 @@ class TaskArguments:
 
 @dataclass
 class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
-    """TRL's `GRPOConfig` in which the flags of every recipe mean and default to what they do everywhere."""
+    """TRL's `GRPOConfig`, in which the flags that all recipes share keep their meaning and their defaults."""
 
-    output_dir: str | None = field(default="out/grpo", metadata={"help": "Where the run goes."})
+    output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="grpo", metadata={"help": "grpo (see --loss_type) or rloo."})
     learning_rate: float = field(default=3e-7, metadata={"help": "Peak learning rate."})
     per_device_train_batch_size: int = field(
-        default=8, metadata={"help": "Completions a process trains on at a time; a step's are whole groups."}
+        default=8, metadata={"help": "Completions per device and micro-batch; a step must hold whole groups."}
     )
     remove_unused_columns: bool | None = field(
         default=False, metadata={"help": "Must be false: the reward functions read the columns."}
     )
     enable_thinking: bool | None = field(
-        default=None, metadata={"help": "Let the model think or not; unset leaves it to the model."}
+        default=None,
+        metadata={"help": "Whether the model reasons before it answers; by default the template decides."},
     )
     normalize_advantages: bool = field(
-        default=False, metadata={"help": "RLOO: of a batch, to mean 0 and deviation 1."}
+        default=False, metadata={"help": "RLOO: normalise the advantages of a batch to mean 0, deviation 1."}
     )
     reward_clip_range: tuple[float, float] | None = field(
         default=None, metadata={"help": "RLOO: clip rewards to this range."}
@@ -110,37 +112,36 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         default_loss = GRPOConfig.loss_type
         if self.algorithm == "rloo" and self.loss_type != default_loss:
             raise ValueError(
-                f"--algorithm rloo has a loss of its own and would not use --loss_type {self.loss_type}. Leave it out, "
-                f"or, where a config names it, give --loss_type {default_loss}, which is the default."
+                f"--algorithm rloo has a loss of its own and ignores --loss_type {self.loss_type}. Leave it out or, "
+                f"if a config sets it, pass the default, --loss_type {default_loss}."
             )
         if self.remove_unused_columns:
-            raise ValueError(
-                "--remove_unused_columns would take the columns away that the rewards read; leave it out."
-            )
+            raise ValueError("--remove_unused_columns would remove the columns that the rewards read; leave it out.")
         if self.fsdp_size > 1 and self.beta != 0.0:
             raise ValueError(
-                f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or ZeRO-3 "
-                "(--deepspeed ds_configs/zero3.json)."
+                f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or "
+                "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
         super().__post_init__()
         if self.use_transformers_continuous_batching and self.bf16:
-            # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, for good.
+            # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and does not
+            # undo it.
             raise ValueError(
-                "--use_transformers_continuous_batching under bf16 makes TRL cast the weights that are trained to "
-                "bfloat16, and small steps are lost. Add --bf16 false."
+                "--use_transformers_continuous_batching under bf16 makes TRL cast the trained weights to bfloat16, "
+                "which loses small updates. Add --bf16 false."
             )
         if self.use_transformers_continuous_batching and self.device.type == "cpu":
-            # Of all memory of the machine; by TRL's default, half of it.
+            # The share of the machine's memory for the cache. TRL's default is half of it.
             given = self.transformers_continuous_batching_config or {}
             self.transformers_continuous_batching_config = {"max_memory_percent": 0.05} | given
         if self.enable_thinking is not None:
-            # MiniMind-3's own template has another name for it.
+            # MiniMind-3's own template has another name for this variable.
             thinking = dict.fromkeys(("enable_thinking", "open_thinking"), self.enable_thinking)
             self.chat_template_kwargs = (self.chat_template_kwargs or {}) | thinking
 
     @property
     def method(self) -> str:
-        """The algorithm, and its loss where it has several, for people."""
+        """The algorithm, with its loss if it has several, for messages and the model card."""
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
 
 
@@ -153,21 +154,21 @@ def task_check(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Callable[[dict[str, Any]], None]:
     """
-    What raises `BadRecord` for a task that a run cannot train on.
+    Return a function that raises `BadRecord` for a task that the run cannot train on.
 
     Args:
-        rewards (`list`): reward functions; the built-in ones say what they need ([`~stages.rewards.check_task`]).
-        tokenizer ([`PreTrainedTokenizerFast`]): with a chat template, which must render the prompt.
-        max_prompt_length (`int`): tokens of a prompt that leave room for a completion.
-        tools (`list` of functions, *optional*): that the template describes.
-        chat_template_kwargs (`dict`, *optional*): what the template is given.
+        rewards (`list`): reward functions; the built-in ones know what they need ([`~stages.rewards.check_task`]).
+        tokenizer ([`PreTrainedTokenizerFast`]): a tokenizer whose chat template must render the prompt.
+        max_prompt_length (`int`): the longest prompt, in tokens, that leaves room for a completion.
+        tools (`list` of functions, *optional*): tools that the template describes.
+        chat_template_kwargs (`dict`, *optional*): variables of the template.
 
     Raises:
-        `ValueError`: if there is room for no prompt.
+        `ValueError`: if no prompt would fit.
     """
     if max_prompt_length < 1:
         raise ValueError(
-            f"--max_completion_length leaves {max_prompt_length} of the model's positions to the prompt. Lower it."
+            f"--max_completion_length leaves {max_prompt_length} of the model's positions for the prompt. Lower it."
         )
 
     def check(task: dict[str, Any]) -> None:
@@ -181,10 +182,10 @@ def task_check(
                 **chat_template_kwargs or {},
             )
         except jinja2.TemplateError as error:
-            raise BadRecord(f"the chat template cannot render the prompt ({error}); mend or drop the line") from error
+            raise BadRecord(f"the chat template cannot render the prompt ({error}); fix or drop the line") from error
         if len(prompt) > max_prompt_length:
             raise BadRecord(
-                f"the prompt is longer than {max_prompt_length} tokens, what --max_completion_length leaves of the "
+                f"the prompt is longer than the {max_prompt_length} tokens that --max_completion_length leaves of the "
                 "model's positions; shorten it, or drop the line"
             )
 
@@ -192,7 +193,7 @@ def task_check(
 
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the same weights, whole on every rank, also where ZeRO-3 has taken those of `model` apart."""
+    """Return a copy of the model, whole on every rank, even if ZeRO-3 has sharded the weights of `model`."""
     twin = type(model)(copy.deepcopy(model.config))
     gathered: AbstractContextManager = nullcontext()
     if is_deepspeed_zero3_enabled():
@@ -206,9 +207,11 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
 
 def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """
-    What `parse` makes of a completion. NOTE: TRL takes a completion for plain text where that raises a `ValueError`. But
-    1,000 brackets raise a `RecursionError`, fewer do so later, where a call is copied or rendered, and half a surrogate
-    pair cannot be tokenized.
+    Parse a completion, and raise `ValueError` for one that TRL cannot process further.
+
+    NOTE: TRL treats a completion as plain text if its parser raises a `ValueError`. But 1,000 nested brackets raise a
+    `RecursionError`, fewer raise it later when TRL copies or renders the call, and half of a surrogate pair cannot be
+    tokenized.
     """
     try:
         message = parse(*args, **kwargs)
@@ -221,13 +224,13 @@ def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether lists and dictionaries lie in each other more than `depth` times."""
+    """Return whether lists and dictionaries are nested more than `depth` levels."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
 class _EpochSampler(Sampler[int]):
-    """The prompts as TRL's sampler repeats them, in an order that depends on seed and epoch alone."""
+    """TRL's sampler of prompts, in an order that depends only on seed and epoch."""
 
     def __init__(self, sampler: RepeatSampler):
         self.sampler = sampler
@@ -242,11 +245,12 @@ class _EpochSampler(Sampler[int]):
         yield from self.sampler
 
     def set_epoch(self, epoch: int):
+        """Set the epoch for the next pass."""
         self.epoch = epoch
 
 
 class _EpochTasks(torch.utils.data.Dataset):
-    """Tasks that tell the epoch to their sampler."""
+    """Tasks that tell their sampler which epoch it is."""
 
     def __init__(self, tasks: Dataset):
         self.tasks = tasks
@@ -259,29 +263,32 @@ class _EpochTasks(torch.utils.data.Dataset):
         return self.tasks[index]
 
     def set_epoch(self, epoch: int):
-        # NOTE: after a resume on several ranks accelerate finds no way to the sampler below its own, but asks us.
+        """Pass the epoch on to the sampler."""
+        # NOTE: after a resume on several ranks, accelerate tells the epoch to the dataset, because it does not find
+        # our sampler below its own.
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
 
 
 class _OnlineTrainer(RouterLossMixin):
-    """What GRPO and RLOO of ours have in common."""
+    """The common part of our GRPO and RLOO trainers."""
 
     def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
         rewards, tasks = kwargs.get("reward_funcs") or [], kwargs.get("train_dataset")
         if isinstance(tasks, Dataset) and rewards and not kwargs.get("environment_factory"):
             run_facts = kwargs.get("run_facts") or RunFacts()
             check_rewards(rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets)
-        # NOTE: TRL reads the reference again from where the config says that the policy came from, which a converted or
-        # new model has not. With an adapter, the policy without it is the reference, and TRL sees to that.
+        # NOTE: TRL loads the reference model again from the path in the config, which a converted or new model lacks.
+        # With an adapter, the policy without its adapter is the reference, and TRL handles that.
         has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
         needs_reference = args.beta != 0.0 and not has_adapter
         reference = _copy(model).requires_grad_(False) if needs_reference else None
         tokenizer = kwargs["processing_class"]
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
-            # Ours writes thoughts and tool calls as Qwen3's does. TRL recognises its own templates alone.
+            # Our template writes reasoning and tool calls as Qwen3's does, but TRL recognises only its own templates.
             tokenizer.response_template = qwen3_template
         tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response)
+        # beta = 0 keeps TRL from loading a reference model in its constructor; ours is set below.
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:
             args.beta, args.sync_ref_model = 0.0, False
@@ -291,8 +298,8 @@ class _OnlineTrainer(RouterLossMixin):
         if reference is not None:
             self.ref_model = self._prepare_reference(reference)
 
-    # NOTE: TRL's sampler draws from one generator, which a resumed run starts anew: in a later epoch, it would go on
-    # in the order of the first.
+    # NOTE: TRL's sampler draws every epoch from one generator, which a resumed run seeds again: a run resumed in a
+    # later epoch would repeat the order of the first.
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         if is_training and isinstance(dataset, Dataset):
@@ -306,7 +313,7 @@ class _OnlineTrainer(RouterLossMixin):
         return sampler
 
     def _prepare_reference(self, reference: PreTrainedModel) -> torch.nn.Module:
-        """As TRL prepares its own."""
+        """Prepare our reference model as TRL prepares its own."""
         if self.args.disable_dropout:
             disable_dropout_in_model(reference)
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
@@ -319,16 +326,16 @@ class _OnlineTrainer(RouterLossMixin):
         return prepared
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """TRL counts tokens where it generates them."""
+        """Do nothing: TRL counts tokens where it generates them."""
 
     def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:
-        """Completions of the last prompts, one of each, as pairs of question and answer."""
+        """Return pairs of question and answer: the last prompts, and one completion of each."""
         every = slice(None, None, self.num_generations_eval)
         prompts, completions = (list(self._logs[name])[every][-num_samples:] for name in ("prompt", "completion"))
         return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Generates and scores; the loss, whose mean over a group is near zero whatever the policy, is left out."""
+        """Generate and score, but return no loss: its mean over a group is near zero for any policy."""
         super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return None, None, None
 
@@ -338,11 +345,11 @@ class MiniMindGRPOTrainer(_OnlineTrainer, GRPOTrainer):
 
 
 class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
-    """TRL's [`~trl.RLOOTrainer`] for [`MiniMindForCausalLM`]; it has no tools and no environments."""
+    """TRL's [`~trl.RLOOTrainer`] for [`MiniMindForCausalLM`]. It supports neither tools nor environments."""
 
     def __init__(self, *args: Any, tools: Any = None, environment_factory: Any = None, **kwargs: Any):
         if tools or environment_factory:
-            raise ValueError("--algorithm rloo has no tools and no environment in TRL: use --algorithm grpo.")
+            raise ValueError("--algorithm rloo supports neither tools nor environments in TRL: use --algorithm grpo.")
         super().__init__(*args, **kwargs)
 
 

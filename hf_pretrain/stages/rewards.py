@@ -1,8 +1,8 @@
 """
-Reward functions that can be verified, with TRL's signature: `reward(completions, **columns) -> list[float | None]`.
+Verifiable reward functions with TRL's signature: `reward(completions, **columns) -> list[float | None]`.
 
-A completion is a list of messages (or a text); the columns are those of the tasks (`data/tasks.py`). `None` means that
-a reward does not apply to a row, so that several tasks can be mixed with several rewards.
+A completion is a list of messages, or text. The columns are those of the tasks (`data/tasks.py`). `None` means that a
+reward does not apply to a row, so several kinds of tasks can be mixed with several rewards.
 """
 
 import importlib
@@ -21,12 +21,12 @@ from ..data.formats import BadRecord
 from ..data.tasks import ANSWER_FORMATS
 
 
-# For an answer that is not right, all its parts that are taken together are worth this much.
+# The largest reward for a wrong answer, whose parts count in proportion.
 PARTIAL_CREDIT = 0.2
-# ASCII: Chinese characters beside a number are no part of it.
+# ASCII: a Chinese character next to a number is not part of it.
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-# Booleans are numbers in Python alone.
+# In Python a bool is an int; in JSON it is not.
 _JSON_TYPES: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -41,7 +41,7 @@ Completion = str | list[dict[str, Any]]
 
 
 def answer_of(completion: Completion, *, with_thought: bool = False) -> str:
-    """The text of the last message of the assistant, by default without what it thought before."""
+    """Return the text of the assistant's last message, by default without its reasoning."""
     if isinstance(completion, str):
         text, thought = completion, ""
     else:
@@ -53,13 +53,14 @@ def answer_of(completion: Completion, *, with_thought: bool = False) -> str:
 
 
 def _column(values: list[Any] | None, completions: list[Completion]) -> list[Any]:
+    """Return a column, or `None` for every row if the tasks lack it."""
     return [None] * len(completions) if values is None else values
 
 
 def _score(
     name: str, completions: list[Completion], task: list[str | None] | None, score: Callable[[int, str], float | None]
 ) -> list[float | None]:
-    """`score(row, answer)` of each completion whose row is of the task `name`, or of none."""
+    """Return `score(row, answer)` for each completion whose row belongs to the task `name`, or to no named task."""
     tasks = _column(task, completions)
     return [
         score(row, answer_of(completion)) if tasks[row] in (None, name) else None
@@ -70,7 +71,10 @@ def _score(
 def format_reward(
     completions: list[Completion], *, answer_format: list[str | None], **columns: Any
 ) -> list[float | None]:
-    """1 for an answer of the shape that `answer_format` names in `ANSWER_FORMATS`; else 0.2 times its share of the parts."""
+    """
+    Return 1 for an answer in the format that `answer_format` names in `ANSWER_FORMATS`; otherwise 0.2 times its share
+    of parts.
+    """
     rewards: list[float | None] = []
     for completion, name in zip(completions, answer_format, strict=True):
         if name is None:
@@ -86,7 +90,7 @@ def format_reward(
 def arithmetic_reward(
     completions: list[Completion], *, solution: list[list[str]], task: list[str | None] | None = None, **columns: Any
 ) -> list[float | None]:
-    """1 if the last number of the answer is the solution, 0.2 if there is one at all."""
+    """Return 1 if the last number of the answer is the solution, 0.2 if there is another number, 0 without one."""
 
     def score(row: int, answer: str) -> float | None:
         values, numbers = _values(solution[row]), _NUMBER.findall(answer.replace(",", ""))
@@ -102,7 +106,9 @@ def arithmetic_reward(
 def idiom_reward(
     completions: list[Completion], *, solution: list[list[str]], task: list[str | None] | None = None, **columns: Any
 ) -> list[float | None]:
-    """1 for an idiom that goes on as the prompt begins, whole or its second half; 0.2 for any two or four characters."""
+    """
+    Return 1 for the right idiom, whole or its second half; 0.2 for any two or four Chinese characters; otherwise 0.
+    """
 
     def score(row: int, answer: str) -> float:
         characters = "".join(re.findall(r"[\u4e00-\u9fff]", answer))
@@ -118,8 +124,9 @@ def solution_reward(
     completions: list[Completion], *, solution: list[list[str] | str], **columns: Any
 ) -> list[float | None]:
     """
-    The share of the solution's values that the answer holds, as text or as a number: how MiniMind's agent stage checks
-    its `gt`. Tool calls that wait for their result hold nothing.
+    Return the share of the solution's values that the answer contains, as text or as a number.
+
+    MiniMind's agent stage checks its `gt` in the same way. Text inside tool calls does not count.
     """
     rewards: list[float | None] = []
     for completion, target in zip(completions, solution, strict=True):
@@ -132,12 +139,13 @@ def solution_reward(
 
 
 def _values(solution: Any) -> list[str]:
-    """The texts of a solution: a text, a number, or a list of them."""
+    """Return the values of a solution, which is text, a number, or a list of them."""
     values = solution if isinstance(solution, list) else [solution]
     return [str(value) for value in values if value is not None]
 
 
 def _holds(answer: str, numbers: list[float], value: str) -> bool:
+    """Return whether an answer contains a value."""
     if _NUMBER.fullmatch(value):
         return any(abs(number - float(value)) < 1e-6 for number in numbers)
     return value != "" and value.lower() in answer.lower()
@@ -152,8 +160,8 @@ def tool_call_reward(
     **columns: Any,
 ) -> list[float | None]:
     """
-    0.25 for one `<tool_call>` that parses, 0.5 if its name and arguments fit the schema of a tool, 1 if they are those
-    of the solution, or if there is none.
+    Return 0.25 for one `<tool_call>` that parses, 0.5 if its name and arguments fit a tool's schema, and 1 if they are
+    the solution's, or if there is no solution.
     """
     solutions = _column(solution, completions)
     tasks = _column(task, completions)
@@ -175,20 +183,20 @@ def tool_call_reward(
 
 
 def _written_calls(text: str) -> tuple[list[str], str]:
-    """What stands in the calls of a text, and the rest of the text."""
-    # Behind the last end no call is whole, and a search from each beginning there would take quadratic time.
+    """Return the contents of the tool calls in a text, and the text without them."""
+    # No call after the last end tag is complete, and searching from each start tag there would take quadratic time.
     end = text.rfind("</tool_call>") + len("</tool_call>") if "</tool_call>" in text else 0
     return _TOOL_CALL.findall(text[:end]), _TOOL_CALL.sub("", text[:end]) + text[end:]
 
 
 def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
-    """The calls of a completion's last assistant message, whether TRL parsed them or not; none where one is broken."""
+    """Return the tool calls of a completion, whether TRL has parsed them or not; an empty list if one is malformed."""
     message = {} if isinstance(completion, str) else next((m for m in completion if m.get("tool_calls")), {})
     calls = [call.get("function", call) for call in message.get("tool_calls", [])]
     try:
         calls += [json.loads(text) for text in _written_calls(answer_of(completion))[0]]
     except (ValueError, RecursionError):
-        # No JSON, or numbers of too many digits, or too many brackets.
+        # Not JSON, or numbers with too many digits, or too deep brackets.
         return []
     is_whole = all(
         isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call for call in calls
@@ -198,7 +206,7 @@ def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
 
 def _read_schemas(tools: str) -> dict[str, dict[str, Any]]:
     """
-    The JSON schema of each tool's parameters, by the tool's name.
+    Return the JSON schema of each tool's parameters, by the tool's name.
 
     Raises:
         `ValueError`: if the column `tools` of a task holds anything else.
@@ -216,24 +224,25 @@ def _read_schemas(tools: str) -> dict[str, dict[str, Any]]:
                 raise ValueError("a name, a type, or an entry of `required` is not text")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(
-            "The column `tools` of a task must be JSON text: a list of tools, each with a name and a JSON schema of its "
-            f"parameters. This is not: {str(tools)[:200]} ({error!r})."
+            "The column `tools` of a task must be JSON text: a list of tools, each with a name and a JSON schema of "
+            f"its parameters. This is not: {str(tools)[:200]} ({error!r})."
         ) from error
     return schemas
 
 
 def _kinds(schema: Any) -> list[str]:
-    """The names of the types that the schema of a parameter allows; of all where it names none."""
+    """Return the names of the types that a parameter's schema allows; all types if it names none."""
     kinds = schema.get("type") if isinstance(schema, dict) else None
     return list(_JSON_TYPES) if not kinds else [kinds] if isinstance(kinds, str) else kinds
 
 
 def _is_of_kind(value: Any, kind: str) -> bool:
+    """Return whether a value has a JSON type. An unknown type admits every value."""
     return kind not in _JSON_TYPES or _JSON_TYPES[kind](value)
 
 
 def _fits(call: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> bool:
-    """Whether a call names a tool and gives the arguments that its schema asks for, each of its type."""
+    """Return whether a call names a known tool and passes the arguments of its schema, each with the right type."""
     name, arguments = call["name"], call["arguments"]
     if name not in schemas or not isinstance(arguments, dict):
         return False
@@ -254,24 +263,28 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {
 
 def load_reward_functions(names: list[str]) -> list[Callable[..., list[float | None]] | str]:
     """
-    Reward functions by name: a key of `REWARDS`, `module.path:function` (the current directory is looked into too), or
-    `owner/model`, a directory or Hub id of a reward model, which TRL loads itself.
+    Return reward functions by name.
+
+    A name is a key of `REWARDS`, `module.path:function` (modules in the current directory included), or the directory
+    or Hub id of a reward model, `owner/model`, which TRL loads itself.
 
     Raises:
-        `ValueError`: if there is none under a name.
+        `ValueError`: if nothing has such a name.
     """
     if not names:
-        raise ValueError(f"--rewards names none: give one or more of {', '.join(REWARDS)}, or module.path:function.")
+        raise ValueError(f"--rewards is empty: pass one or more of {', '.join(REWARDS)}, or module.path:function.")
     return [_load_reward(name) for name in names]
 
 
 def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[str]):
     """
-    Sees that some task gets a reward. Only built-in rewards are asked: which rows concern them does not depend on the
-    answer, while a function of the user's may say `None` to an empty one.
+    Check that at least one task gets a reward.
+
+    Only built-in rewards are checked. Which rows concern them does not depend on the answer, while a user's function
+    may return `None` for the empty answer that is tried here.
 
     Raises:
-        `ValueError`: if none does.
+        `ValueError`: if no task gets a reward.
     """
     names = {function: name for name, function in REWARDS.items()}
     if not all(callable(function) and function in names for function in functions):
@@ -281,13 +294,15 @@ def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[s
     fitting = ", ".join(name for name, function in REWARDS.items() if _concern([function], tasks))
     raise ValueError(
         f"--rewards {' '.join(names[function] for function in functions)} concerns no task of --dataset_name "
-        f"{' '.join(dataset_names)}: nothing would be learnt. Give one that does "
+        f"{' '.join(dataset_names)}: the model would learn nothing. Pass one that does "
         f"({fitting + ', ' if fitting else ''}module.path:function)."
     )
 
 
 def check_task(functions: list[Any], task: dict[str, Any]) -> None:
-    """Raises `BadRecord` for a task with a column that a built-in reward among `functions` cannot compare answers to."""
+    """
+    Raise `BadRecord` for a task with a column that a built-in reward among `functions` cannot compare answers with.
+    """
     kind = task.get("task")
     for name, of_kind, column, is_usable, wanted in (
         ("arithmetic", "arithmetic", "solution", _begins_with_number, "a number, or a list that begins with one"),
@@ -299,18 +314,20 @@ def check_task(functions: list[Any], task: dict[str, Any]) -> None:
     ):
         value = task.get(column)
         is_absent = value is None or (column == "solution" and value == [])
-        # Of a task of no kind, a call is worth as much as its form alone.
+        # For a task without a kind, only the form of a call counts, not its solution.
         is_compared = kind in (None, of_kind) and (name, column, kind) != ("tool_call", "solution", None)
         if REWARDS[name] in functions and is_compared and not is_absent and not is_usable(value):
             raise BadRecord(f"--rewards {name} cannot use its {column!r}; write {wanted}, or drop the line")
 
 
 def _are_values(value: Any) -> bool:
+    """Return whether a value is text or a number, or a list of them."""
     values = value if isinstance(value, list) else [value]
     return all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values)
 
 
 def _begins_with_number(value: Any) -> bool:
+    """Return whether the first value is a finite number."""
     try:
         return _are_values(value) and math.isfinite(float(_values(value)[0]))
     except (IndexError, ValueError):
@@ -318,6 +335,7 @@ def _begins_with_number(value: Any) -> bool:
 
 
 def _begins_with_json(value: Any) -> bool:
+    """Return whether the first value is the JSON text of an object."""
     try:
         return isinstance(json.loads(_values(value)[0]), dict)
     except (IndexError, ValueError, RecursionError):
@@ -325,10 +343,12 @@ def _begins_with_json(value: Any) -> bool:
 
 
 def _is_format(value: Any) -> bool:
+    """Return whether a value names one of `ANSWER_FORMATS`."""
     return isinstance(value, str) and value in ANSWER_FORMATS
 
 
 def _are_tools(value: Any) -> bool:
+    """Return whether a value is the JSON text of tool schemas."""
     try:
         _read_schemas(value)
     except ValueError:
@@ -337,7 +357,7 @@ def _are_tools(value: Any) -> bool:
 
 
 def _concern(rewards: list[Callable[..., list[float | None]]], tasks: Dataset) -> bool:
-    """Whether any row has the columns of one of these built-in rewards and is not left alone by it."""
+    """Return whether a row has the columns of one of these built-in rewards, and gets a value from it."""
     rewards = [reward for reward in rewards if _required_columns(reward) <= set(tasks.column_names)]
     return any(
         reward([""], **{name: [value] for name, value in row.items()}) != [None] for row in tasks for reward in rewards
@@ -345,11 +365,13 @@ def _concern(rewards: list[Callable[..., list[float | None]]], tasks: Dataset) -
 
 
 def _required_columns(reward: Callable[..., list[float | None]]) -> set[str]:
+    """Return the columns that a reward function cannot do without."""
     parameters = inspect.signature(reward).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
 
 
 def _load_reward(name: str) -> Callable[..., list[float | None]] | str:
+    """Return one reward function, or the name of a reward model."""
     if name in REWARDS:
         return REWARDS[name]
     if ":" not in name and "/" in name:
@@ -358,17 +380,28 @@ def _load_reward(name: str) -> Callable[..., list[float | None]] | str:
 
 
 def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..., Any]:
-    """What `module.path:function` names; `ValueError` that says which part of it is wrong, naming `flag`."""
+    """
+    Import and return the function that `module.path:function` names.
+
+    Args:
+        name (`str`): what the user typed.
+        flag (`str`): the flag, for messages.
+        known (`dict`): the names without a module path, for messages.
+
+    Raises:
+        `ValueError`: if there is no such function, naming the part of the name that is wrong.
+    """
     module_name, colon, function_name = name.partition(":")
     if not colon:
-        raise ValueError(f"{flag} {name} is unknown. Give one of {', '.join(known)}, or module.path:function.")
+        raise ValueError(f"{flag} {name} is unknown. Pass one of {', '.join(known)}, or module.path:function.")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"{flag} {name}: the module {module_name} cannot be imported from here or from the environment ({error})."
+            f"{flag} {name}: the module {module_name} cannot be imported from the current directory or the "
+            f"environment ({error})."
         ) from error
     function = vars(module).get(function_name)
     if not callable(function):

@@ -1,12 +1,12 @@
 """
-transformers' own server for one model of ours: it serves that model and no other, and refuses what would keep it busy
-or fill its memory before any work is done.
+transformers' own server, restricted to one model. It refuses requests that would keep it busy or fill its memory
+before any work is done.
 
-| a request | gets |
+| request | answer |
 |---|---|
-| for another model, `/load_model` included | 400, and the Hub is not asked |
+| for another model, `/load_model` included | 400, without asking the Hub |
 | from a web page of another origin, or without the content type JSON | 403, 415: no page can unload the model |
-| with more bytes or tokens than the model has positions for, or more stop strings than `MAX_STOP_STRINGS` | 400 |
+| with more bytes or tokens than the model has positions, or more stop strings than `MAX_STOP_STRINGS` | 400 |
 | with a chat template, or another argument of the rendering, in `chat_template_kwargs` | 400 |
 """
 
@@ -34,12 +34,12 @@ try:
 except ImportError as error:
     raise ImportError('Serving needs FastAPI: pip install "hf_pretrain[serve]"') from error
 
-# transformers compares each with the whole vocabulary: 1,000 take 20 seconds.
+# transformers compares each stop string with the whole vocabulary: 1,000 of them take 20 seconds.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
-# What a body may hold beside the prompt.
+# Bytes of a request besides the prompt.
 _MAX_OTHER_BYTES = 2**16
-# Arguments of the rendering itself; what else a request names goes to the template.
+# Arguments of the rendering itself. Other names in a request are variables of the template.
 _RENDERING_ARGUMENTS = {
     name
     for name, parameter in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.items()
@@ -48,14 +48,15 @@ _RENDERING_ARGUMENTS = {
 
 
 def adapt_server(name: str) -> None:
-    """Prepares transformers' server in this process to serve the model `name`, and no other."""
-    # NOTE: it looks up the class that config.json names in transformers itself, in the module object that it imported:
-    # transformers replaces that object while it is being imported.
+    """Prepare transformers' server in this process to serve the model `name`, and no other."""
+    # NOTE: the server looks up the class that config.json names in the `transformers` module that it has imported,
+    # which is not the one in `sys.modules`: transformers replaces that during its own import.
     model_manager.transformers.MiniMindForCausalLM = MiniMindForCausalLM
-    # NOTE: it lists what is in the Hub's cache, and fails where there is none; clients ask what they can talk to.
+    # NOTE: the server lists the models in the Hub's cache, and fails without a cache. Clients ask for the model to
+    # talk to.
     served = {"id": name, "object": "model", "owned_by": "hf_pretrain", "created": int(time.time())}
     ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [served])
-    # NOTE: it has no limits, and no way to set any.
+    # NOTE: the server has no limits, and no options to set any.
     server.build_server = partial(_build_guarded, server.build_server, name)
     for manager in (GenerateManager, CBGenerateManager):
         for method in ("generate_streaming", "generate_non_streaming"):
@@ -65,10 +66,10 @@ def adapt_server(name: str) -> None:
 def _build_guarded(
     build: Callable[..., FastAPI], name: str, manager: ModelManager, *args: Any, **kwargs: Any
 ) -> FastAPI:
-    """transformers' app behind a [`RequestGuard`]; the model is loaded already."""
+    """Return transformers' app behind a [`RequestGuard`]. The model must be loaded already."""
     (loaded,) = manager.loaded_models.values()
     longest = max(len(token.encode()) for token in loaded.processor.get_vocab())
-    # JSON writes a byte of text as two at most, as a rule.
+    # JSON usually writes a byte of text as at most two bytes.
     max_bytes = 2 * longest * loaded.model.config.max_position_embeddings + _MAX_OTHER_BYTES
     app = build(manager, *args, **kwargs)
     app.add_middleware(RequestGuard, name=name, max_bytes=max_bytes)
@@ -76,7 +77,9 @@ def _build_guarded(
 
 
 def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """A manager's way to generate, for prompts that fit into the model's positions, and no further than these go."""
+    """
+    Wrap a method that generates: refuse prompts longer than the model's positions, and limit the answer to the rest.
+    """
 
     @wraps(generate)
     def bounded(
@@ -88,15 +91,15 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # Continuous batching has lists, the other way tensors of one row.
+        # Continuous batching passes lists, the other path tensors with one row.
         ids = inputs["input_ids"]
         num_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         num_left = model.config.max_position_embeddings - num_tokens
         if num_left < 1:
             raise HTTPException(
                 400,
-                f"The prompt has {num_tokens:,} tokens, and the model {model.config.max_position_embeddings:,} "
-                "positions for it and the answer. Shorten it.",
+                f"The prompt has {num_tokens:,} tokens, and the model has {model.config.max_position_embeddings:,} "
+                "positions for prompt and answer. Shorten the prompt.",
             )
         _check_stop_strings(config.stop_strings)
         config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
@@ -106,12 +109,15 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_stop_strings(given: Any) -> None:
+    """Refuse stop strings that are too many, too long, or no text."""
     strings = [given] if isinstance(given, str) else given or []
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise HTTPException(400, f"stop: {given!r:.100} must be text, or a list of texts.")
+        raise HTTPException(400, f"stop: {given!r:.100} must be text, or a list of text.")
     if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_CHARS for string in strings):
         raise HTTPException(
-            400, f"stop: at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters; there are {len(strings)}."
+            400,
+            f"stop: at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters are allowed; there are "
+            f"{len(strings)}.",
         )
 
 
@@ -120,9 +126,9 @@ class RequestGuard:
     ASGI middleware that refuses requests by their headers, size and fields.
 
     Args:
-        app (`ASGIApp`): what the others go to.
+        app (`ASGIApp`): the application that gets all other requests.
         name (`str`): the model that is served.
-        max_bytes (`int`): of a body.
+        max_bytes (`int`): the largest size of a body.
     """
 
     def __init__(self, app: ASGIApp, *, name: str, max_bytes: int):
@@ -141,6 +147,7 @@ class RequestGuard:
         except HTTPException as error:
             await JSONResponse({"detail": error.detail}, error.status_code)(scope, receive, send)
             return
+        # The body was read to check it: the application gets it from here.
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -149,7 +156,10 @@ class RequestGuard:
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes:
-        """The body. One that is too long is read to its end, since clients listen after they have sent, but not kept."""
+        """
+        Return the body. Read one that is too long to its end without keeping it, because clients listen only after
+        sending.
+        """
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -159,19 +169,21 @@ class RequestGuard:
                 parts.append(part)
         if size > self.max_bytes:
             raise HTTPException(
-                400, f"The request has {size:,} bytes. The model's positions have room for {self.max_bytes:,} at most."
+                400, f"The request has {size:,} bytes. The model's positions hold {self.max_bytes:,} at most."
             )
         return b"".join(parts)
 
     def _check_headers(self, headers: Headers) -> None:
+        """Refuse requests that a web page of another origin may have sent."""
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            raise HTTPException(403, f"A page of {origin} may not ask this server.")
-        # Pages send this one to other origins only where the server agrees, and it does not.
+            raise HTTPException(403, f"A web page of {origin} may not use this server.")
+        # A browser sends JSON to another origin only if the server allows it, which this one does not.
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
 
     def _check_fields(self, body: bytes) -> None:
+        """Refuse requests for another model, or with arguments of the rendering."""
         try:
             request = json.loads(body) if body else {}
         except (ValueError, RecursionError) as error:
@@ -179,14 +191,14 @@ class RequestGuard:
         if not isinstance(request, dict):
             raise HTTPException(400, "The body is not a JSON object.")
         if request.get("model", self.name) != self.name:
-            raise HTTPException(400, f"This server has one model, {self.name}, and not {request['model']!r:.100}.")
+            raise HTTPException(400, f"This server serves {self.name} only, not {request['model']!r:.100}.")
         kwargs = request.get("chat_template_kwargs") or {}
         if not isinstance(kwargs, dict):
             raise HTTPException(400, "chat_template_kwargs must be an object.")
         if taken := kwargs.keys() & _RENDERING_ARGUMENTS:
             raise HTTPException(
                 400,
-                f"chat_template_kwargs holds variables of the model's own template, not {', '.join(sorted(taken))}.",
+                f"chat_template_kwargs may hold variables of the model's template, not {', '.join(sorted(taken))}.",
             )
 
 

@@ -1,16 +1,16 @@
 """
-What a teacher says of every row, asked once and kept on disk, aligned with the rows' tokens.
+The teacher's log-probabilities for every row, computed once and kept on disk.
 
-For each token the cache holds the teacher's `top_k` log-probabilities of the next one, at the run's temperature, which
-entries these are, and the logarithm of all the rest together:
+For each token the cache holds the teacher's `top_k` log-probabilities of the next token at the run's temperature, the
+tokens that they belong to, and the log-probability of all other tokens together:
 
     <directory>/log_probs.npy   float32 (num_tokens, top_k + 1)
     <directory>/indices.npy     uint16 or int32 (num_tokens, top_k)
-    <directory>/meta.json       what it was made of; written last, so that a cache without it is made anew
+    <directory>/meta.json       what it was made from; written last, so that a cache without it is made anew
 
-The divergence from it is that between `top_k + 1` classes, the rest being one of them: never above the one over the
-whole vocabulary, since two distributions can only come closer when classes are joined, and blind to how the student
-spreads its probability within the rest. With `top_k` at the size of the vocabulary there is no rest, and it is exact.
+The KL is computed over these `top_k + 1` classes. It never exceeds the KL over the whole vocabulary, because joining
+classes can only bring two distributions closer, and it does not see how the student distributes probability within the
+rest. With `top_k` equal to the vocabulary there is no rest, and the KL is exact.
 """
 
 import hashlib
@@ -35,14 +35,14 @@ ROW_COLUMN = "teacher_row"
 
 def keep_top(log_probs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """
-    The log-probabilities of some classes and of the rest as one class more.
+    Return the log-probabilities of some classes, and of all others as one more class.
 
     Args:
         log_probs (`torch.FloatTensor` of shape `(..., vocab_size)`)
-        indices (`torch.LongTensor` of shape `(..., top_k)`)
+        indices (`torch.LongTensor` of shape `(..., top_k)`): the classes to keep.
 
     Returns:
-        `torch.FloatTensor` of shape `(..., top_k + 1)`, or `(..., top_k)` where nothing is left over.
+        `torch.FloatTensor` of shape `(..., top_k + 1)`, or `(..., top_k)` if `indices` holds all classes.
     """
     top = log_probs.gather(-1, indices)
     if indices.shape[-1] == log_probs.shape[-1]:
@@ -54,11 +54,12 @@ def keep_top(log_probs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 @dataclass
 class TeacherCache:
     """
-    The open cache.
+    An open cache.
 
     Args:
-        log_probs, indices (`np.memmap`): as the files have them, mapped, not read.
-        starts (`np.ndarray` of shape `(num_rows + 1,)`): where in them each row begins.
+        log_probs (`np.memmap` of shape `(num_tokens, top_k + 1)`): the file, mapped into memory, not read.
+        indices (`np.memmap` of shape `(num_tokens, top_k)`): the same for the tokens.
+        starts (`np.ndarray` of shape `(num_rows + 1,)`): the first token of each row.
     """
 
     log_probs: np.memmap
@@ -66,7 +67,10 @@ class TeacherCache:
     starts: np.ndarray
 
     def collate(self, rows: list[int], seq_len: int) -> dict[str, torch.Tensor]:
-        """`teacher_log_probs` and `teacher_indices` of some rows, `(num_rows, seq_len, ...)`, zero in the padding."""
+        """
+        Return `teacher_log_probs` and `teacher_indices` of some rows, `(num_rows, seq_len, ...)`, with zeros in the
+        padding.
+        """
         log_probs = np.zeros((len(rows), seq_len, self.log_probs.shape[1]), dtype=np.float32)
         indices = np.zeros((len(rows), seq_len, self.indices.shape[1]), dtype=np.int64)
         for number, row in enumerate(rows):
@@ -77,7 +81,7 @@ class TeacherCache:
 
 
 class TeacherCollator:
-    """Collates as another collator does, and adds what the cache holds of rows numbered by [`open_cache`]."""
+    """Collate with another collator, and add what the cache holds for rows that [`open_cache`] numbered."""
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]], cache: TeacherCache):
         self.collator = collator
@@ -86,8 +90,8 @@ class TeacherCollator:
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if ROW_COLUMN not in features[0]:
             raise ValueError(
-                "These rows are not in the teacher's cache, which holds those that the trainer was made with: leave "
-                "--cache_teacher_logits out to evaluate on others."
+                "These rows are not in the teacher's cache, which holds the rows of the trainer's datasets. Leave out "
+                "--cache_teacher_logits to evaluate on others."
             )
         rows = [feature[ROW_COLUMN] for feature in features]
         batch = self.collator([{k: v for k, v in f.items() if k != ROW_COLUMN} for f in features])
@@ -106,21 +110,30 @@ def open_cache(
     args: TrainingArguments,
 ) -> tuple[TeacherCache, list[datasets.Dataset]]:
     """
-    Opens the cache in `directory`, after making it if it is not there or not of these rows and this teacher. All ranks
-    call it; each asks its share of the rows, on a file system that all of them see.
+    Open the cache in `directory`. Compute it first if it is missing, or belongs to other rows or another teacher.
+
+    All ranks must call this. Each computes its share of the rows, on a file system that all of them see.
 
     Args:
+        directory (`Path`): where the cache lies.
+        row_sets (`list[datasets.Dataset]`): the packed rows, such as training and validation set.
         ask (`Callable`): from a batch to the teacher's log-probabilities, `(batch_size, seq_len, vocab_size)`.
-        described_by (`dict`): whatever else the answers depend on, for `meta.json`.
+        collator (`Callable`): from rows to a batch.
+        top_k (`int`): log-probabilities to keep per token.
+        vocab_size (`int`): the size of the shared vocabulary.
+        described_by (`dict`): everything else that the log-probabilities depend on, for `meta.json`.
+        args ([`~transformers.TrainingArguments`]): for the ranks and the batch size.
 
     Returns:
-        `tuple`: the cache, and the row sets with a column that says where in it their rows are.
+        `tuple`: the cache, and the row sets with a column that finds their rows in it.
 
     Raises:
-        `ValueError`: for rows that are streamed, or a `top_k` outside of the vocabulary.
+        `ValueError`: for streamed rows, or a `top_k` that exceeds the vocabulary.
     """
     if not all(isinstance(rows, datasets.Dataset) for rows in row_sets):
-        raise ValueError("--cache_teacher_logits needs rows that are numbered: leave it out, or --streaming.")
+        raise ValueError(
+            "--cache_teacher_logits needs rows with numbers, and a stream has none: leave it or --streaming out."
+        )
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of {vocab_size}.")
     rows = datasets.concatenate_datasets(row_sets)
@@ -128,7 +141,7 @@ def open_cache(
     starts = np.append(0, np.cumsum(lengths, dtype=np.int64))
     meta = {"rows": _digest(row_sets), "top_k": top_k, "vocab_size": vocab_size, **described_by}
     is_main = args.process_index == 0
-    # The main process looks for all: they must not come to different ends.
+    # The main process looks for all ranks: a rank with a stale view of the file system must not decide otherwise.
     is_made = broadcast_object_list([_read_meta(directory) == meta])[0]
     if not is_made:
         if is_main:
@@ -149,6 +162,7 @@ def open_cache(
 
 
 def _digest(row_sets: list[datasets.Dataset]) -> str:
+    """Return a hash of all tokens and document boundaries."""
     digest = hashlib.blake2b(digest_size=16)
     for rows in row_sets:
         table = rows.with_format("arrow")[:]
@@ -159,23 +173,27 @@ def _digest(row_sets: list[datasets.Dataset]) -> str:
 
 
 def _read_meta(directory: Path) -> dict[str, Any] | None:
+    """Return what the cache was made from; `None` if it is incomplete."""
     path = directory / "meta.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
+    """Create the files at their full size, for every rank to write its part."""
     directory.mkdir(parents=True, exist_ok=True)
+    # Without meta.json the cache counts as incomplete until every rank has written its part.
     (directory / "meta.json").unlink(missing_ok=True)
     classes = top_k + (top_k < vocab_size)
     index_type = np.uint16 if vocab_size <= 2**16 else np.int32
     files = (("log_probs", np.float32, classes), ("indices", index_type, top_k))
     size = sum(num_tokens * width * np.dtype(dtype).itemsize for _, dtype, width in files)
-    logger.warning(f"Asking the teacher once about {num_tokens:,} tokens: {size / 2**20:,.0f} MiB in {directory}.")
+    logger.warning(f"Running the teacher once on {num_tokens:,} tokens: {size / 2**20:,.0f} MiB in {directory}.")
     for name, dtype, width in files:
         np.lib.format.open_memmap(directory / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens, width))
 
 
 def _open(directory: Path, starts: np.ndarray, *, mode: Literal["r", "r+"]) -> TeacherCache:
+    """Map the files into memory."""
     log_probs, indices = (
         np.lib.format.open_memmap(directory / f"{name}.npy", mode=mode) for name in ("log_probs", "indices")
     )
@@ -183,7 +201,7 @@ def _open(directory: Path, starts: np.ndarray, *, mode: Literal["r", "r+"]) -> T
 
 
 def _fill(cache: TeacherCache, rows, share: np.ndarray, ask, collator, *, batch_size: int):
-    """Asks about the rows of `share`, and writes the answers where they belong."""
+    """Compute the log-probabilities of the rows in `share`, and write them to their place."""
     top_k = cache.indices.shape[1]
     for first in range(0, len(share), batch_size):
         numbers = share[first : first + batch_size].tolist()

@@ -1,8 +1,10 @@
 """
-Tools that a model may call while it answers: a calculator, and the six of MiniMind's agent stage with the made-up world
-that the targets (`gt`) of its `agent_rl.jsonl` were written for (https://github.com/jingyaogong/minimind, Apache-2.0).
+Tools that a model may call while it answers: a calculator, and the six tools of MiniMind's agent stage. Those answer
+from the fictitious data that the targets (`gt`) of its `agent_rl.jsonl` were written for
+(https://github.com/jingyaogong/minimind, Apache-2.0).
 
-A tool is a function with type hints and a docstring in Google's style: transformers makes its JSON schema of them.
+A tool is a function with type hints and a docstring in Google's style, from which transformers makes its JSON schema.
+So the docstrings of the tools are part of the prompt and must not be reworded.
 """
 
 import ast
@@ -24,7 +26,9 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
 }
+# Python integers have no limit: without this, a model could fill the memory with 9**9**9.
 MAX_EXPONENT = 64
+# Operators as models write them.
 _SPELLINGS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")"})
 
 
@@ -84,6 +88,7 @@ _TRANSLATIONS = {
 
 
 def _answer(**fields: Any) -> str:
+    """Return the fields as JSON text."""
     return json.dumps(fields, ensure_ascii=False)
 
 
@@ -184,7 +189,7 @@ TOOLS: dict[str, list[Callable[..., str]]] = {"calculator": [calculator], "minim
 
 def load_tools(names: list[str] | None) -> list[Callable[..., Any]] | None:
     """
-    Tools by name: `calculator`, `minimind` (the six of its agent stage), or `module.path:function`.
+    Return tools by name: `calculator`, `minimind` (its six tools), or `module.path:function`.
 
     Raises:
         `ValueError`: as [`~stages.rewards.load_function`] does.

@@ -1,8 +1,8 @@
 """
-What TRL's trainers need to train MiniMind as our own do: our pushing and saving, and our router loss.
+Mixin that gives TRL's trainers our saving and pushing, and our router loss.
 
 TRL computes Mixtral's load-balancing loss in its fused LM head. [`RouterLossMixin`] switches that off and adds
-`router_aux_loss_coef * sum of aux_d over documents / number of documents` (`loss.py`) to the loss instead.
+`router_aux_loss_coef * sum of aux_d over documents / number of documents` (`model/loss.py`) to the loss.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,18 @@ from ..training.run_trainer import RunTrainer
 
 class RouterLossMixin(RunTrainer):
     """
-    Put before a trainer of TRL: `class MyTrainer(RouterLossMixin, trl.GRPOTrainer)`. It adds the router loss of every
-    pass of the policy through its decoder that is trained on, a document being a row, or less where positions restart.
-    Passes without gradients (a reference model, evaluation) have none.
+    Add our router loss to a trainer of TRL: `class MyTrainer(RouterLossMixin, trl.GRPOTrainer)`.
 
-    A step's micro-batches count alike: the router loss is the mean over them, as TRL's losses are. With equally many
-    rows in each, neither accumulation nor world size changes it.
+    Every forward pass of the policy that computes gradients contributes. A document is a row, or a part of it if
+    positions restart. Passes without gradients (a reference model, an evaluation) contribute nothing.
+
+    The micro-batches of a step have equal weights: the router loss is their mean, as TRL's losses are. With equally
+    many rows in each micro-batch, neither accumulation nor world size changes it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Mixtral's formula, in TRL's own code.
+        # Switch off Mixtral's formula in TRL's own code.
         self.aux_loss_enabled = False
         self._adds_router_loss = bool(self.model.config.num_experts) and self.router_aux_loss_coef != 0.0
         self._captured: list[torch.Tensor] | None = None
@@ -38,17 +39,19 @@ class RouterLossMixin(RunTrainer):
             decoder.register_forward_hook(self._keep_router_loss, with_kwargs=True)
 
     def _send_telemetry(self) -> None:
-        """TRL reports every trainer that is made to the Hub. Ours do not."""
+        """Do nothing: TRL reports every trainer that is created to the Hub."""
 
-    # NOTE: TRL's fused LM head calls the decoder itself and never our `forward`, and its DPO passes on what arguments
-    # it likes: the decoder is the one place that every policy pass goes through.
+    # NOTE: TRL's fused LM head calls the decoder and not our `forward`, and its DPO passes arguments of its own. All
+    # passes of the policy have the decoder in common, so hooks on the decoder compute the loss.
 
     def _ask_for_router_logits(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        """Make the decoder return its router logits, in passes with gradients within `compute_loss`."""
         if self._captured is not None and torch.is_grad_enabled():
             return args, kwargs | {"output_router_logits": True}
         return None
 
     def _keep_router_loss(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+        """Compute the router loss of one pass and keep it for `compute_loss`."""
         if self._captured is None or not torch.is_grad_enabled():
             return
         hidden_states = outputs.last_hidden_state
@@ -66,6 +69,7 @@ class RouterLossMixin(RunTrainer):
 
     @contextmanager
     def _capturing(self) -> Iterator[list[torch.Tensor]]:
+        """Collect the router losses of all passes within the block."""
         captured: list[torch.Tensor] = []
         self._captured = captured
         try:
@@ -74,13 +78,14 @@ class RouterLossMixin(RunTrainer):
             self._captured = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return TRL's loss plus the router loss."""
         with self._capturing() as captured:
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not captured or not self._adds_router_loss:
             return result
         aux_loss = torch.stack(captured).mean()
         self._metrics["train"]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
-        # Where TRL divides its loss by the micro-batches of the step, Trainer does not do it again.
+        # If TRL has already divided its loss by the number of micro-batches, Trainer does not divide again.
         num_micro_batches = self.current_gradient_accumulation_steps if self.loss_is_scaled_for_ga else 1
         router_term = self.router_aux_loss_coef * aux_loss / num_micro_batches
         if return_outputs:

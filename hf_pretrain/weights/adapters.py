@@ -270,7 +270,7 @@ def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> Mini
 
     Args:
         path (`str` or `Path`): a directory or Hub id.
-        dtype (`torch.dtype`, *optional*): the dtype of the model; by default that of the base model.
+        dtype (`torch.dtype`, *optional*): the dtype of the model; by default the base model's.
 
     Raises:
         `ValueError`: if `path` is no adapter, or its base model cannot be loaded.

@@ -245,9 +245,9 @@ class ExportReport:
         relative_difference (`float`, *optional*): the norm of the differences divided by the norm of the logits.
         max_weight_difference (`float`, *optional*): the largest difference of a weight, if the logits could not be
             compared.
-        decisive_difference (`float`): the difference that must be rounding error if the dtype is the model's. It is
-            that of the weights or of all logits; for a model with experts it is that of the second-worst row, because
-            rounding decides a near tie between two experts, and then the whole row differs.
+        decisive_difference (`float`): the difference that must be rounding error if the dtype is the model's: the
+            difference of the weights, or of all logits. For a model with experts it is the difference of the
+            second-worst row: rounding decides a near tie between two experts, and then the whole row differs.
     """
 
     format: str

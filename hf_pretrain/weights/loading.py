@@ -70,7 +70,7 @@ def load_upstream(
             this package.
         config (`dict` or path of a JSON file, *optional*): fields of config.json, by that program's names or ours.
             They add to the fields in the directory or beside the file, and win over them.
-        dtype (`torch.dtype`, *optional*): the dtype of the model; by default that of the file.
+        dtype (`torch.dtype`, *optional*): the dtype of the model; by default the file's.
 
     Returns:
         [`MiniMindForCausalLM`] in eval mode, with the same logits and the same router loss.
