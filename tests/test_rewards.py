@@ -398,7 +398,7 @@ UNUSABLE = {
     "--rewards format cannot use its 'answer_format'": [
         *({"prompt": "A?", "solution": "2", "answer_format": wrong} for wrong in ("poem", ["number"], 3))
     ],
-    "the prompt is longer than 100 tokens": [{"prompt": "long " * 100, "solution": "2"}],
+    "the prompt is longer than the 100 tokens": [{"prompt": "long " * 100, "solution": "2"}],
     "column 'level' does not fit into a table": [
         {"prompt": "A?", "solution": "2", "level": w} for w in ("x", [1], 2**70)
     ],
