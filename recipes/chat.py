@@ -1,13 +1,13 @@
 """
-Talks to a model in the terminal.
+Chat with a model in the terminal.
 
     python recipes/chat.py
     python recipes/chat.py --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
     python recipes/chat.py --prompt "How do you do?" --greedy
     python recipes/chat.py --tools tools.json --think on
 
-`/help` lists the commands of the loop. Answers appear as they are written, and Ctrl-C ends one early. A tool call is
-shown, and the next line is taken as its result. What is typed is text alone: `<|im_end|>` ends nothing.
+`/help` lists the commands. Answers appear while the model writes them, and Ctrl-C ends one early. After a tool call
+the next line that you type is its result. Your input is plain text: `<|im_end|>` in it ends nothing.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
         print()
         return
 
-    # What is not UTF-8 is refused line by line; here it would end the loop.
+    # Chat.say refuses a line that is not UTF-8. Without this, Python would raise while reading it, and end the loop.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     print(f"{name}\n/help lists the commands.")
@@ -78,18 +78,20 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
-    parser.add_argument("--prompt", help="answer this and leave")
+    parser.add_argument("--prompt", help="answer this message and exit")
     parser.add_argument("--system", help="the system message")
-    parser.add_argument("--tools", help="a file with a JSON list of tool schemas")
-    parser.add_argument("--think", choices=("on", "off"), help="by default as the chat template has it")
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="of one answer")
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--tools", help="JSON file with a list of tool schemas")
+    parser.add_argument(
+        "--think", choices=("on", "off"), help="reason before answering; by default the chat template decides"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=512, help="limit of one answer")
+    parser.add_argument("--greedy", action="store_true", help="always take the most probable token")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--top_p", type=float, default=0.9)
     parser.add_argument("--top_k", type=int, default=50)
     parser.add_argument("--repetition_penalty", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--use_cpu", action="store_true", help="even where there is an accelerator")
+    parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
     add_debug_flag(parser)
     with one_line_errors():
         main(parser.parse_args())

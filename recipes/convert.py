@@ -1,8 +1,8 @@
 """
-Converts checkpoints: MiniMind weights of any generation in, six forms out. An adapter is
-merged into its base model first.
+Convert checkpoints: read MiniMind weights of any generation, write one of seven formats. An adapter is merged first.
 
-    python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer path/of/v2 --to out/mine
+    python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer path/of/v2 --to
+    out/mine
     python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
     python recipes/convert.py --from owner/name:full_sft_512.pth --config num_attention_heads=8 --to out/mine
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --dtype bfloat16
@@ -11,8 +11,8 @@ merged into its base model first.
     python recipes/convert.py --from out/pretrain --to out/upstream --format upstream --generation v2
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
-What is written is read back by the program that it is for, and the largest difference of its logits from the source's
-is printed and stands in the model card.
+After writing, the program that the format is for reads it back. The output and the model card state the largest
+difference of its logits from the source's.
 """
 
 import argparse
@@ -72,24 +72,22 @@ if __name__ == "__main__":
         "--from",
         dest="source",
         required=True,
-        help="a .pth, a checkpoint or adapter directory, a Hub id, or a file of one: owner/name:x.pth",
+        help="a .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth",
     )
-    parser.add_argument("--to", required=True, help="a new or empty directory, see --overwrite")
+    parser.add_argument("--to", required=True, help="a new or empty directory; see --overwrite")
     parser.add_argument("--format", choices=EXPORT_FORMATS, default="minimind", help="minimind by default")
-    parser.add_argument("--config", help="a JSON file, or name=value,..., for what the source does not say of itself")
-    parser.add_argument("--tokenizer", help="directory or Hub id; by default the one beside the weights, if any")
-    parser.add_argument("--dtype", choices=GGUF_TYPES, help="of the weights; by default the source's")
+    parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
+    parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
+    parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
+    parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default that of the source")
     parser.add_argument(
-        "--generation", choices=("v1", "v2", "v3"), help="for upstream; by default where they came from"
-    )
-    parser.add_argument(
-        "--stage", help="for upstream: begins the file's name; by default that of the source, or full_sft"
+        "--stage", help="for upstream: first part of the file name; by default the source's, or full_sft"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that is in --to")
     parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
-    parser.add_argument("--hub_model_id", help="by default the name of the directory, in your own namespace")
-    parser.add_argument("--hub_private_repo", action="store_true", default=None, help="if it has to be created")
-    parser.add_argument("--hub_license", help="in the model card")
+    parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")
+    parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--hub_license", help="licence, for the model card")
     add_debug_flag(parser)
     with one_line_errors():
         main(parser.parse_args())

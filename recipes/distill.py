@@ -1,15 +1,15 @@
 """
-Distils a teacher into a smaller MiniMind (https://huggingface.co/papers/1503.02531).
+Distil a teacher into a smaller MiniMind (https://huggingface.co/papers/1503.02531).
 
     python recipes/distill.py --teacher_name_or_path out/sft-tiny
     python recipes/distill.py --teacher_name_or_path out/mine --kl reverse --temperature 1 --ce_weight 0
     python recipes/distill.py --teacher_name_or_path out/mine --cache_teacher_logits 64
     torchrun --standalone --nproc_per_node 4 recipes/distill.py --config recipes/minimind2-small/distill.yaml
-    deepspeed --include localhost:0,1 recipes/distill.py --deepspeed ds_configs/zero2.json --teacher_name_or_path out/mine
+    deepspeed --include localhost:0,1 recipes/distill.py --deepspeed ds_configs/zero2.json --teacher_name_or_path out/a
 
-The teacher is any causal language model with the same tokenizer. The student is built as in pretraining, or goes on from
+The teacher is any causal language model with the same tokenizer. The student starts from random weights, or from
 `--model_name_or_path`. The data are conversations, as in `recipes/sft.py`, or text with `--dataset_kind text`. Without
-`--config`, the preset's own YAML gives the defaults, and the command line wins.
+`--config`, the YAML file of the preset gives the defaults. The command line wins.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def main(
     checkpoint = begin_run(
         training_args, model_args, adapter_args, distillation_args, data_args, streaming=data_args.streaming
     )
-    # A student from scratch takes the teacher's tokenizer.
+    # A student with random weights gets the teacher's tokenizer.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
     trust = distillation_args.trust_remote_code
     tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path, trust_remote_code=trust)

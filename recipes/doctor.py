@@ -4,8 +4,8 @@ Estimate the memory of a run before it starts.
     python recipes/doctor.py
     python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
-Print the bytes that a process holds for a preset, and the largest batch that fits into the memory of this machine or into
-`--memory_gib`. Nothing is computed, so one machine can estimate for another.
+Print the bytes that a process holds for a preset, and the largest batch that fits into the memory of this machine or
+into `--memory_gib`. The estimate computes no forward pass, so one machine can estimate for another.
 """
 
 from dataclasses import dataclass, field
@@ -26,14 +26,16 @@ class DoctorArguments:
 
     estimate: bool = field(default=True, metadata={"help": "Print memory and the largest batch. This is the default."})
     model_preset: str | None = field(default=None, metadata={"help": f"One of {', '.join(PRESETS)}."})
-    max_length: int = field(default=512, metadata={"help": "Tokens a row."})
+    max_length: int = field(default=512, metadata={"help": "Tokens per packed sequence."})
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
-    world_size: int = field(default=1, metadata={"help": "Processes."})
+    world_size: int = field(default=1, metadata={"help": "Number of processes."})
     optim_preset: str = field(default="adamw", metadata={"help": "adamw or muon."})
-    bf16: bool = field(default=True, metadata={"help": "bfloat16 autocast."})
-    memory_gib: float | None = field(default=None, metadata={"help": "Memory of a device, by default of this one."})
+    bf16: bool = field(default=True, metadata={"help": "Compute in bfloat16 (autocast)."})
+    memory_gib: float | None = field(
+        default=None, metadata={"help": "Memory of a device in GiB; by default this machine's."}
+    )
     device: str | None = field(
-        default=None, metadata={"help": "cuda or cpu; by default what is here, or cuda with --memory_gib."}
+        default=None, metadata={"help": "cuda or cpu; by default this machine's, or cuda with --memory_gib."}
     )
 
     def __post_init__(self):

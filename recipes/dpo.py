@@ -1,5 +1,5 @@
 """
-Tunes a MiniMind on preferences, by TRL's DPO, KTO, ORPO or SimPO.
+Train a MiniMind on preferences, with TRL's DPO, KTO, ORPO or SimPO.
 
     python recipes/dpo.py --model_name_or_path out/sft-tiny
     python recipes/dpo.py --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
@@ -7,9 +7,9 @@ Tunes a MiniMind on preferences, by TRL's DPO, KTO, ORPO or SimPO.
     torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 
-A record has `chosen` and `rejected`, as lists of messages or text, with the `prompt` apart or at the beginning of both.
-The flags of `TrainingArguments` and of TRL's config for the algorithm (`--loss_type ipo`) work, except those that
-docs/launching.md lists; `--help` prints all flags.
+A record has `chosen` and `rejected`, as lists of messages or text. The `prompt` is a field of its own or the beginning
+of both. The flags of `TrainingArguments` and of TRL's config for the algorithm (`--loss_type ipo`) work, except those
+that docs/launching.md lists; `--help` prints all flags.
 """
 
 from hf_pretrain.data.arguments import SourceArguments
@@ -49,7 +49,7 @@ def main(
 
     _, trainer_class = ALGORITHMS[training_args.algorithm]
     model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
-    # With an adapter, the reference is the model without it.
+    # With an adapter, the model without its adapter is the reference.
     needs_reference = training_args.needs_reference and not is_adapted(model)
     trainer = trainer_class(
         model=model,

@@ -1,5 +1,5 @@
 """
-Measures a model: loss and bits per byte on held-out text, and tasks of lm-eval.
+Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-eval.
 
     python recipes/evaluate.py
     python recipes/evaluate.py --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
@@ -8,8 +8,9 @@ Measures a model: loss and bits per byte on held-out text, and tasks of lm-eval.
     python recipes/evaluate.py --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
-Without a model named, it is the newest run in `out/`. With the flags of a pretraining run, or its `--config`, the held-out
-figures are those that the run ended with. They go into `evaluation.json` and the model card's `model-index`, in the model's directory.
+By default this evaluates the newest run in `out/`. With the flags of a pretraining run, or its `--config`, the figures
+on the validation set are those at the end of the run. All results go into `evaluation.json` and the `model-index` of
+the model card, in the model's directory.
 """
 
 import importlib.metadata
@@ -57,7 +58,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},
     }
     if training_args.tasks:
-        # Needs lm-eval, which nothing else does.
+        # Only tasks need lm-eval, an optional package.
         from hf_pretrain.stages.harness import evaluate_tasks
 
         results["tasks"] = evaluate_tasks(

@@ -1,13 +1,14 @@
 """
-Reinforces a chat model with rewards that can be verified: GRPO, its CISPO and DAPO losses, or RLOO.
+Train a chat model with verifiable rewards: GRPO, its CISPO and DAPO losses, or RLOO.
 
     python recipes/grpo.py --config recipes/tiny/grpo.yaml --model_name_or_path out/sft-tiny
     python recipes/grpo.py --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
-    python recipes/grpo.py --model_name_or_path out/sft --dataset_name my/agent_rl.jsonl --rewards solution --tools minimind
-    torchrun --standalone --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
+    python recipes/grpo.py --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards solution --tools minimind
+    torchrun --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
-`--loss_type cispo` or `dapo` choose the loss, `--algorithm rloo` RLOO, `--enable_thinking false` puts an empty thought
-before each answer, `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works; `--help` lists ours too.
+`--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts empty
+reasoning before each answer, and `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works; `--help`
+prints all flags.
 """
 
 from pathlib import Path
@@ -43,7 +44,7 @@ def main(
         task_args.dataset_name,
         validation_fraction=task_args.validation_fraction,
         seed=training_args.seed,
-        # Tools that can be called are described by the chat template.
+        # The chat template describes tools that the model can call, so the prompt need not.
         describe_tools=tools is None and environment is None,
         max_rejected_ratio=task_args.max_rejected_ratio,
         rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,

@@ -1,5 +1,5 @@
 """
-Pretrains a MiniMind from scratch, or goes on from a checkpoint.
+Pretrain a MiniMind from random weights, or from those of a checkpoint.
 
     python recipes/pretrain.py
     python recipes/pretrain.py --model_preset minimind2 --dataset_name my/*.jsonl --output_dir out/mine

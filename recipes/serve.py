@@ -1,20 +1,20 @@
 """
-Serves a model through transformers' own OpenAI-compatible server, to this machine alone unless `--host` says more.
+Serve a model with transformers' OpenAI-compatible server, for this machine only unless `--host` says otherwise.
 
     python recipes/serve.py
     python recipes/serve.py --model_name_or_path out/sft-tiny --port 8001 --reasoning off
     python recipes/serve.py --continuous_batching
 
-and then, from any OpenAI client,
+Then use any OpenAI client:
 
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]
     )
 
-The model's name is the one that it was started with. Reasoning comes as `reasoning_content` and tool calls as
-`tool_calls`, where the tokenizer carries a response template, as ours do; `chat_template_kwargs` of a request go to the
-chat template, `{"enable_thinking": false}` among them. There is no authentication. Requests for other models, from web
-pages of other origins, or longer than the model's positions are refused.
+The model has the name that it was started with. If the tokenizer has a response template, as ours do, answers contain
+`reasoning_content` and `tool_calls`. The server passes `chat_template_kwargs` of a request, such as
+`{"enable_thinking": false}`, to the chat template. It has no authentication. It refuses requests for other models,
+from web pages of other origins, and for more tokens than the model has positions.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from hf_pretrain.tokenizer.loading import load_tokenizer
 
 def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
-    # A name that leads nowhere is met here, not in the server.
+    # Load the tokenizer to report a wrong name here, in one line; the server would print a traceback.
     load_tokenizer(name)
     adapt_server(name)
     print(f"Serving {name} at http://{args.host}:{args.port}/v1", flush=True)
@@ -50,16 +50,16 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets the whole network in")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda:0, ...")
-    parser.add_argument("--dtype", default="auto", help="auto is that of the weights")
+    parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")
     parser.add_argument(
-        "--continuous_batching", action="store_true", help="many requests at once, with paged attention"
+        "--continuous_batching", action="store_true", help="serve many requests at once, with paged attention"
     )
     parser.add_argument("--reasoning", choices=[mode.value for mode in ReasoningMode], default="auto")
-    parser.add_argument("--chat_template_kwargs", help="JSON; what a request says goes before it")
-    parser.add_argument("--seed", type=int, help="of sampling")
+    parser.add_argument("--chat_template_kwargs", help="JSON; a request overrides it")
+    parser.add_argument("--seed", type=int, help="seed of the sampling")
     parser.add_argument("--log_level", choices=("debug", "info", "warning", "error"), default="warning")
     add_debug_flag(parser)
     with one_line_errors():

@@ -1,16 +1,16 @@
 """
-Fine-tunes a MiniMind on conversations, with the loss on what the assistant says.
+Fine-tune a MiniMind on conversations, with the loss on the assistant's messages.
 
     python recipes/sft.py --model_name_or_path out/pretrain-tiny
     python recipes/sft.py --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
     python recipes/sft.py --model_name_or_path out/pretrain-tiny --preview 3
-    python recipes/sft.py --model_name_or_path out/sft-tiny --use_peft --dataset_name my/chats.jsonl --output_dir out/lora
+    python recipes/sft.py --model_name_or_path out/sft-tiny --use_peft --dataset_name my/chats.jsonl --output_dir out/a
     torchrun --standalone --nproc_per_node 4 recipes/sft.py --config recipes/minimind3/sft.yaml
     deepspeed --include localhost:0,1 recipes/sft.py --config recipes/tiny/sft.yaml --deepspeed ds_configs/zero2.json
 
-Records are recognised by their fields: `conversations` (MiniMind, ShareGPT), `messages`, `prompt` with `completion`,
-`instruction` with `output`. The flags of `TrainingArguments` work, except those that docs/launching.md lists; `--help`
-prints all flags.
+The fields of a record determine its format: `conversations` (MiniMind, ShareGPT), `messages`, `prompt` with
+`completion`, or `instruction` with `output`. The flags of `TrainingArguments` work, except those that
+docs/launching.md lists; `--help` prints all flags.
 """
 
 from hf_pretrain import MaskedLossTrainer
@@ -45,7 +45,7 @@ def main(
         return
 
     model = model_args.load_model(tokenizer, distributed=training_args.distributed_config)
-    # How a chat samples; servers take a request's temperature only where sampling is on.
+    # Defaults of chat clients. Servers respect the temperature of a request only if sampling is on.
     model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     trainer = MaskedLossTrainer(
         model=add_adapter(model, adapter_args),

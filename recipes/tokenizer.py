@@ -1,10 +1,10 @@
 """
-Trains a tokenizer on the documents that a pretraining run would train on, and saves it with its chat template.
+Train a tokenizer on the documents that a pretraining run would train on, and save it with its chat template.
 
     python recipes/tokenizer.py --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
 
-`recipes/pretrain.py --tokenizer_name_or_path out/tokenizer` takes it. Held-out documents are left out of training and
-show how well the tokenizer does: bytes per token, more is shorter.
+Pass it to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The validation set measures the
+tokenizer in bytes per token: more bytes mean shorter sequences.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from hf_pretrain.training.parsing import parse_args
 
 @dataclass
 class TokenizerArguments:
-    """What to train on, how large, and where to."""
+    """The documents, the size of the vocabulary, and the directory of the tokenizer."""
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
@@ -29,16 +29,20 @@ class TokenizerArguments:
     )
     text_column: str = field(default="text", metadata={"help": "Key or column that holds the text."})
     vocab_size: int = field(default=6400, metadata={"help": "Entries in total, special tokens included."})
-    output_dir: str = field(default="out/tokenizer", metadata={"help": "Where the tokenizer goes."})
-    streaming: bool = field(default=False, metadata={"help": "Read the first documents of a stream."})
-    validation_fraction: float = field(default=0.01, metadata={"help": "Share of documents that is held out."})
-    max_training_chars: int = field(
-        default=50_000_000, metadata={"help": "Train on evenly spaced documents of this many characters at most."}
+    output_dir: str = field(default="out/tokenizer", metadata={"help": "Directory of the tokenizer."})
+    streaming: bool = field(default=False, metadata={"help": "Train on the first documents of a stream."})
+    validation_fraction: float = field(
+        default=0.01, metadata={"help": "Share of the documents in the validation set."}
     )
-    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Share of bad lines that is tolerated."})
+    max_training_chars: int = field(
+        default=50_000_000, metadata={"help": "Train on evenly spaced documents with at most this many characters."}
+    )
+    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Share of bad lines that the run tolerates."})
     push_to_hub: bool = field(default=False, metadata={"help": "Push the tokenizer."})
-    hub_model_id: str | None = field(default=None, metadata={"help": "By default the name of the directory."})
-    hub_private_repo: bool | None = field(default=None, metadata={"help": "If the repository has to be created."})
+    hub_model_id: str | None = field(
+        default=None, metadata={"help": "Repository; by default the name of the directory."}
+    )
+    hub_private_repo: bool | None = field(default=None, metadata={"help": "Make a new repository private."})
 
 
 def main(args: TokenizerArguments) -> None:
@@ -63,10 +67,10 @@ def main(args: TokenizerArguments) -> None:
 
     texts = list(validation["text"])
     if texts:
-        # bos and eos stand for no text.
+        # bos and eos are tokens without text.
         num_tokens = sum(len(ids) - 2 for ids in encode_documents(texts, tokenizer))
         num_bytes = sum(len(text.encode()) for text in texts)
-        print(f"{num_bytes / num_tokens:.3f} bytes per token on {len(texts)} held-out documents")
+        print(f"{num_bytes / num_tokens:.3f} bytes per token on {len(texts)} validation documents")
     if args.push_to_hub:
         print(f"Pushed to {push_folder(output_dir, repo_id, message='Tokenizer')}")
 
