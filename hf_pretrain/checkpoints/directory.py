@@ -100,6 +100,7 @@ def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = N
     """
     steps = {}
     for path in map(Path, sort_checkpoints(str(newest.parent))):
+        # A checkpoint without a manifest is skipped, whatever the reason.
         with suppress(ValueError, KeyError):
             steps[path] = int(read_manifest(path)["run"]["step"])
     kept = {newest.name, best.name if best else None}
@@ -116,6 +117,7 @@ def summarize(damage: list[str]) -> str:
 def set_aside(path: Path, why: str = "damaged") -> Path:
     """Rename a checkpoint so that no run finds it, and return its new path."""
     number = 0
+    # A directory of this name may be left from an earlier resume; it is kept.
     while (aside := path.with_name(f"{why}-{path.name}" + (f"-{number}" if number else ""))).exists():
         number += 1
     path.rename(aside)
@@ -136,6 +138,7 @@ def find_newest_run(directory: str = "out") -> str:
     """
     runs = []
     for config in Path(directory).glob("*/config.json"):
+        # The weights' time, not the directory's: logs and evaluations are added to old runs.
         weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
         try:
             is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"

@@ -22,6 +22,7 @@ def write_manifest(directory: Path, run: dict[str, Any]) -> None:
         name = path.relative_to(directory).as_posix()
         flush(path)
         files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    # The manifest's own checksum covers file list and run, because a checksum in a damaged manifest proves nothing.
     content = {"files": files, "run": run}
     manifest = directory / MANIFEST_NAME
     manifest.write_text(json.dumps({"sha256": _seal(content), **content}, indent=1), encoding="utf-8")
@@ -59,6 +60,7 @@ def find_damage(directory: str | Path) -> list[str]:
     except ValueError as error:
         return [str(error)]
     found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    # Additional files count as damage: transformers and DeepSpeed read whatever they find in the directory.
     damage = [f"{name} is missing" for name in expected.keys() - found.keys()]
     damage += [f"{name} was added" for name in found.keys() - expected.keys()]
     for name in expected.keys() & found.keys():
@@ -74,6 +76,7 @@ def _compare(name: str, path: Path, expected: dict[str, Any]) -> list[str]:
     if path.is_symlink():
         return [f"{name} is a link"]
     size = path.stat().st_size
+    # The size is free to check; the sha256 of a large file takes seconds.
     if size != expected["size"]:
         return [f"{name} has {size:,} bytes instead of {expected['size']:,}"]
     return [f"{name} has a different sha256"] if _sha256(path) != expected["sha256"] else []
@@ -103,6 +106,7 @@ def flush(path: Path) -> None:
     """
     is_directory = path.is_dir()
     try:
+        # A read-only file cannot be opened for writing, but flushing it works on POSIX without that.
         descriptor = os.open(path, os.O_RDONLY if is_directory or not os.access(path, os.W_OK) else os.O_RDWR)
     except PermissionError:
         if is_directory:

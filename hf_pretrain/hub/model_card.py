@@ -239,6 +239,7 @@ def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
     rows = [("parameters", f"{parameters:,}")]
     if config.num_experts:
         expert = 3 * config.hidden_size * config.moe_intermediate_size
+        # The parameters of the experts that a token does not visit; 3 matrices per expert.
         idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
         rows.append(("parameters active per token", f"{parameters - idle:,}"))
     rows += [
@@ -309,6 +310,7 @@ model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})
 ```{needs}"""
     if format != "minimind":
         return f"{load}\n\n## Serve\n\n```bash\nvllm serve {repo_id}\n```"
+    # The stock architecture that vLLM loads is the one that the GGUF file declares.
     stock = gguf_layout(config)
     if unsupported_feature(config, stock) is not None:
         return load

@@ -82,6 +82,7 @@ def published_files(folder: str | Path, *, also: Iterable[str] = ()) -> list[str
     names |= {path.name for pattern in also for path in folder.glob(pattern)}
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         shards = read_json(folder / SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
+        # The pattern keeps an index from naming files in other directories.
         names |= {SAFE_WEIGHTS_INDEX_NAME, *filter(_SHARD.fullmatch, map(str, shards))}
     return sorted(names)
 
@@ -124,6 +125,7 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
     Raises:
         `ValueError`: if there is none, or its step is unreadable.
     """
+    # The state file tells a checkpoint from any other folder, and holds its step.
     files = HfApi().list_repo_files(repo_id, revision=revision)
     found = []
     for match in filter(None, map(_CHECKPOINT.fullmatch, files)):
@@ -171,6 +173,7 @@ def describe_error(error: BaseException) -> str:
     """Return an error as one line, without the user's token."""
     text = " ".join(str(error).split()) or type(error).__name__
     token = get_token()
+    # Some errors quote the request with its headers.
     return text.replace(token, "<token>") if token else text
 
 

@@ -32,6 +32,7 @@ EXIT_NOT_SAVED = 74
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # Seconds within which every supported launcher ends the other ranks after the first one has stopped.
 _LAUNCHER_SECONDS = 20.0
+# What this package raises for a mistake of the user: a wrong value, a missing extra, a missing or broken file.
 _MISTAKES = (ValueError, ImportError, OSError)
 
 
@@ -67,6 +68,7 @@ def quiet_libraries() -> None:
         # FutureWarnings are for the authors of libraries: one library calls a name that another one will change.
         warnings.filterwarnings("ignore", category=FutureWarning)
     # NOTE: DeepSpeed logs this on every import. The first line of a run names the device anyway.
+    # A filter and not a level: DeepSpeed's warnings must still appear.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
 
 
@@ -88,8 +90,10 @@ def one_line_errors() -> Iterator[None]:
         refusal = None if is_mistake(error) else _refusal_of_a_disk(error)
         if "--debug" in sys.argv or not (is_mistake(error) or refusal):
             raise
+        # The first rank's line must not be repeated by every rank, so the others give the launcher time to end them.
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(_LAUNCHER_SECONDS)
+        # Messages of libraries may have several lines; a log is searched line by line.
         message = re.sub(r"\s*\n\s*", " ", refusal or str(error))
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_NOT_SAVED if refusal else EXIT_MISTAKE) from None
@@ -121,6 +125,7 @@ def is_mistake(error: BaseException) -> bool:
     traceback = error.__traceback__
     if not isinstance(error, _MISTAKES) or traceback is None:
         return False
+    # Walk to the frame that raised.
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     # The last bytecode instruction tells a `raise` statement from an operation that failed.

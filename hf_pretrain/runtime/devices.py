@@ -27,6 +27,7 @@ def describe_search() -> str:
 
 def installed_plug_ins() -> list[str]:
     """Return the installed packages that add a device type to torch."""
+    # find_spec does not import: importing such a package may start its device.
     return [name for name in PLUG_INS if find_spec(name) is not None]
 
 
@@ -42,6 +43,7 @@ def has_bfloat16_units(device_type: str) -> bool:
     float32.
     """
     if device_type == "cuda":
+        # torch counts emulation as support by default.
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device_type != "cpu" or not torch.backends.mkldnn.is_available():
         return False

@@ -53,6 +53,7 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) ->
         `ValueError`: if another run holds the lock.
     """
     path = Path(output_dir).absolute() / LOCK_NAME
+    # A process may ask twice: the recipe locks before it reads the data, the trainer before it writes.
     lock = _held.get(path)
     if lock is not None and _is_file_at(lock.descriptor, path):
         return False
@@ -84,6 +85,7 @@ class _Lock:
         self._holder["started"] = datetime.now().isoformat(sep=" ", timespec="seconds")
         self._beat(0)
         self._released = threading.Event()
+        # A daemon thread: it must not keep a finished process alive.
         self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -104,9 +106,11 @@ class _Lock:
 
     def release(self) -> None:
         self._released.set()
+        # The thread writes to the descriptor, which is closed below.
         self._thread.join()
         is_there = False
         with suppress(OSError):
+            # An empty file tells a waiting run that its holder ended properly.
             os.ftruncate(self.descriptor, 0)
             is_there = _is_file_at(self.descriptor, self.path)
             if is_there and fcntl is not None:
@@ -123,6 +127,7 @@ def _open_locked(path: Path, patience_seconds: float) -> int:
     deadline = time.monotonic() + patience_seconds
     has_told = False
     while True:
+        # No O_EXCL: the file may be there without a holder, after a crash.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         is_locked = _lock(descriptor)
         holder = _read(descriptor)
@@ -248,6 +253,7 @@ def watch_launcher(launcher: str) -> None:
         while _ancestors(len(chain)) == chain:
             time.sleep(1)
         logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone. This rank stops, as by SIGTERM.")
+        # A signal to itself takes the same path as a signal from a scheduler: the run saves a checkpoint and ends.
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()

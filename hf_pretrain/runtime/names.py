@@ -14,6 +14,7 @@ def is_path(name: str | Path) -> bool:
     if Path(text).exists():
         return True
     repo_id, file = split_hub_name(text)
+    # A Hub id has one slash at most, so a name with two can only be a path.
     return file is None and (
         text.startswith((".", "/", "~")) or text.endswith(_WEIGHT_SUFFIXES) or repo_id.count("/") > 1
     )

@@ -17,6 +17,7 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
 
     An exception is raised on every rank, so that no rank waits for one that has stopped. All ranks must call this.
     """
+    # The result and the error travel in one broadcast, so that every rank takes part in it in either case.
     outcome: list[Any] = [None, None]
     if args.process_index == 0:
         try:
@@ -24,6 +25,7 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
         except (ValueError, OSError, SystemExit) as error:
             outcome[1] = error
     if args.world_size > 1:
+        # Without this broadcast the other ranks would wait in the next collective until its timeout.
         broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
@@ -40,6 +42,7 @@ def on_saving_processes(args: TrainingArguments, action: Callable[[], None]) -> 
             action()
     except (ValueError, OSError, SystemExit) as raised:
         error = raised
+    # Every saving rank may fail on its own disk, so the errors of all ranks are gathered.
     errors: list[Any] = [error]
     if args.world_size > 1:
         errors = [None] * args.world_size

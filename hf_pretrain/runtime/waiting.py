@@ -37,6 +37,7 @@ def first_process_first(rank: int, local_rank: int, *, desc: str) -> Iterator[No
     Raises:
         `ValueError`: on the waiting processes, if the first process failed or died.
     """
+    # The rank of this machine's first process: ranks are numbered machine by machine.
     first = rank - local_rank
     # torchrun keeps one store across its restarts, with the keys of the attempt before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -46,6 +47,7 @@ def first_process_first(rank: int, local_rank: int, *, desc: str) -> Iterator[No
         _wait(store, key, first, desc)
         yield
         return
+    # The others use the id to notice that this process has died.
     store.set(f"{key}/pid", str(os.getpid()))
     outcome = _FAILED
     try:
@@ -65,9 +67,11 @@ def _wait(store: dist.Store, key: str, first: int, desc: str) -> None:
         # In another container the id may belong to no process here. So only a process that was seen before can be
         # missed.
         is_there = pid is not None and psutil.pid_exists(int(pid))
+        # Read once more: the process may have finished and ended between the two reads.
         if was_seen and not is_there and _read(store, key, first, desc) is None:
             raise ValueError(f"Rank {first} died while it was {desc}. Start again; finished parts are kept.")
         was_seen = is_there
+        # One line per minute, so that a long preparation does not look like a hang.
         if time.monotonic() - told >= TELL_SECONDS:
             told = time.monotonic()
             logger.warning(f"Waiting for rank {first}, which has been {desc} for {(told - begin) / 60:.0f} minutes.")

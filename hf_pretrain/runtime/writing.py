@@ -28,6 +28,7 @@ def check_writable(directory: Path, *, overwrite: bool = False) -> None:
         raise ValueError(
             f"{directory} exists and is not an empty directory; choose another, or replace it with --overwrite."
         )
+    # Directories are never deleted: a run's checkpoints lie in some.
     others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
     if others or not any(path.name == CONFIG_NAME or path.suffix == ".gguf" for path in entries):
         found = f"the directory {others[0]}" if others else f"no model, but {entries[0].name}"
@@ -60,12 +61,14 @@ def written_whole(directory: Path, *, overwrite: bool = False) -> Iterator[Path]
             if path != aside:
                 path.unlink()
         for path in sorted(aside.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name)):
+            # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
             os.replace(path, directory / path.name)
         aside.rmdir()
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if is_new:
             directory.rmdir()
+        # safetensors reports a full disk with an exception of its own.
         if isinstance(error, (OSError, SafetensorError)):
             raise OSError(f"{directory} could not be written, and nothing was kept: {error}") from error
         raise

@@ -59,6 +59,7 @@ class Chat:
                 f"The tokenizer {tokenizer.name_or_path} has no chat template. Use one of recipes/tokenizer.py, or "
                 "put a chat_template.jinja beside it."
             )
+        # The system message comes from the command line, which may hold any bytes.
         _check_text(system or "")
         self.model, self.tokenizer = model, tokenizer
         self.system, self.enable_thinking = system, enable_thinking
@@ -106,6 +107,7 @@ class Chat:
         Raises:
             `ValueError`: if the conversation fills the model's positions.
         """
+        # The whole conversation is encoded again: /system, /tools and /think change its beginning.
         ids = encode_prompt(self.tokenizer, self.messages, self.tools, self.enable_thinking)
         room = self.model.config.max_position_embeddings - len(ids)
         if room <= 0:
@@ -125,7 +127,9 @@ class Chat:
             )
         except KeyboardInterrupt:
             streamer.end()
+        # An interrupted answer stays in the history as far as it was shown.
         self.history.append(streamer.message)
+        # Say their results one by one: each answer from the user is the result of the next call.
         self.pending_calls = list(streamer.message.get("tool_calls", []))
         return streamer.message
 
@@ -152,6 +156,7 @@ class Chat:
             self.history, self.pending_calls = [], []
             return "the conversation is empty"
         if name == "/save" and value:
+            # One line per conversation, as data files for SFT have it.
             conversation = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
             try:
                 with open(value, "a", encoding="utf-8") as file:
@@ -204,6 +209,7 @@ class _AnswerStreamer(TextStreamer):
     ):
         self.parser = None
         if tokenizer.response_template is not None:
+            # The template may already have opened the reasoning in the prompt, so the parser must see it.
             self.parser = tokenizer.get_response_parser(prefix=tokenizer.decode(prompt_ids), tools=tools)
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=self.parser is None)
         self.write = write
@@ -218,6 +224,7 @@ class _AnswerStreamer(TextStreamer):
             return
         events = self.parser.feed(text)
         if stream_end:
+            # An answer that ends inside a region, after max_new_tokens, is closed here.
             message, last_events = self.parser.finalize()
             self.message |= message
             events += last_events

@@ -113,11 +113,13 @@ def masked_divergence(
     Returns:
         `torch.FloatTensor`: a scalar, in nats.
     """
+    # Logits at t predict token t + 1: shift the weights left by one, (batch_size, seq_len).
     weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1))
     student = (student_logits[..., :vocab_size].float() / temperature).log_softmax(dim=-1)
     if teacher_indices is not None:
         student = keep_top(student, teacher_indices)
     p, q = (teacher_log_probs, student) if kl == "forward" else (student, teacher_log_probs)
+    # KL(p || q) per position, (batch_size, seq_len)
     divergences = (p.exp() * (p - q)).sum(dim=-1)
     return temperature**2 * (divergences * weights).sum() / num_items_in_batch
 
@@ -166,6 +168,7 @@ def load_teacher(
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
+    # eval switches dropout off: the teacher must answer alike on every rank and in the cache.
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):
         raise ValueError(
@@ -196,6 +199,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     # Two documents of six tokens in one row, against the second one alone.
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
     alone = model(input_ids=ids[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits
+    # Looser than rounding, because attention kernels differ with the length of a row.
     return torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * alone.abs().max().item())
 
 
@@ -216,6 +220,7 @@ class DistillationTrainer(MaskedLossTrainer):
         self.distillation_args = distillation_args
         # Output heads may be padded past the tokenizer, to different widths.
         self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
+        # Not a submodule of the student: it must not be saved, sharded or counted with it.
         self.teacher: PreTrainedModel | None = teacher.to(self.args.device)
         # For each evaluated batch, the sum of w * KL and the sum of w.
         self._eval_divergences: list[torch.Tensor] = []
@@ -230,6 +235,7 @@ class DistillationTrainer(MaskedLossTrainer):
     def _ask_once(self, top_k: int):
         """Take the teacher's log-probabilities from a cache, and free the teacher."""
         row_sets = [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
+        # Hash the teacher's values, not its path: a directory may hold other weights tomorrow.
         weights = hashlib.blake2b(digest_size=8)
         for parameter in self.teacher.parameters():
             weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -286,6 +292,7 @@ class DistillationTrainer(MaskedLossTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
+        # The student's forward accepts no teacher columns.
         self._targets = {name: inputs.pop(name) for name in ("teacher_log_probs", "teacher_indices") if name in inputs}
         if self.teacher is not None:
             self._targets["teacher_log_probs"] = self._ask(inputs)

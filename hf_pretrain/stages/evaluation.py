@@ -52,6 +52,8 @@ class EvaluationArguments(LMTrainingArguments):
     limit: float | None = field(default=None, metadata={"help": "Number of examples per task; below 1, their share."})
 
     def __post_init__(self):
+        # --output_dir of a training config names the run to evaluate; settle() sets it to the directory of the
+        # results.
         self.run_dir = self.output_dir
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             raise ValueError(f"--tasks {self.tasks} needs lm-eval: pip install 'hf_pretrain[eval]'.")
@@ -60,6 +62,7 @@ class EvaluationArguments(LMTrainingArguments):
             raise ValueError(
                 f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
             )
+        # The recipe evaluates once, by itself; a training config may ask for more.
         self.eval_strategy = "no"
 
     def settle(self, model_name_or_path: str | None) -> str:

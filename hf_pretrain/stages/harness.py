@@ -28,6 +28,7 @@ class BosHFLM(HFLM):
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, batch_size: int):
+        # The caller's tokenizer must not gain a bos of its own.
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokenizer.bos_token, "$A"], special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)]
@@ -102,6 +103,7 @@ def evaluate_tasks(
 def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
     """Return the results of one task, without lm-eval's bookkeeping."""
     config = output["configs"].get(name, {})
+    # lm-eval also uses this field for local builders such as "json" or a directory.
     path = config.get("dataset_path") or ""
     values = {key: value for key, value in output["results"][name].items() if isinstance(value, (int, float))}
     metrics = {}

@@ -99,6 +99,7 @@ class _WholeBatchesMixin(RunTrainer):
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         num_processes = self.accelerator.num_processes
         if not is_training:
+            # A small validation set would otherwise fill no batch and give no figures.
             batch_size = max(1, min(batch_size, len(dataset) // num_processes))
         multiple = batch_size * num_processes
         if is_training:
@@ -111,6 +112,7 @@ class _WholeBatchesMixin(RunTrainer):
                 f"{description}: {len(dataset)} rows do not fill one batch of {multiple} (devices x batch size"
                 f"{' x accumulation' if is_training else ''}). Lower the batch size or add data."
             )
+        # Other rows are left out in every epoch, and the same ones on every rank.
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
 
         def whole_batches(_):
@@ -201,6 +203,7 @@ class _ReferenceFreeTrainer(_WholeBatchesMixin, RouterLossMixin):
             ids = (prompt + feature[f"{name}_ids"])[: self.max_length]
             columns[f"{name}_input_ids"] = ids
             columns[f"{name}_attention_mask"] = [1] * len(ids)
+            # The loss counts the answer, not the prompt.
             columns[f"{name}_labels"] = [-100] * len(prompt) + ids[len(prompt) :]
         return columns
 

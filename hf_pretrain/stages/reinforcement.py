@@ -117,6 +117,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             )
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns would remove the columns that the rewards read; leave it out.")
+        # A copy of a sharded policy would have to be sharded in the same way, which TRL does not do.
         if self.fsdp_size > 1 and self.beta != 0.0:
             raise ValueError(
                 f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or "
@@ -194,6 +195,7 @@ def task_check(
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the model, whole on every rank, even if ZeRO-3 has sharded the weights of `model`."""
+    # copy.deepcopy(model) would copy empty parameters under ZeRO-3.
     twin = type(model)(copy.deepcopy(model.config))
     gathered: AbstractContextManager = nullcontext()
     if is_deepspeed_zero3_enabled():
@@ -226,6 +228,7 @@ def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
 def _is_deeper(value: Any, depth: int) -> bool:
     """Return whether lists and dictionaries are nested more than `depth` levels."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    # The depth limit also bounds this recursion.
     return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
@@ -241,6 +244,7 @@ class _EpochSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self.sampler.shuffle:
+            # Epoch 0 keeps TRL's own order.
             self.sampler.generator.manual_seed(self.sampler.seed + self.epoch)
         yield from self.sampler
 
@@ -287,6 +291,7 @@ class _OnlineTrainer(RouterLossMixin):
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
             # Our template writes reasoning and tool calls as Qwen3's does, but TRL recognises only its own templates.
             tokenizer.response_template = qwen3_template
+        # On the object: TRL calls the method of the tokenizer that it is given.
         tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response)
         # beta = 0 keeps TRL from loading a reference model in its constructor; ours is set below.
         beta, is_synced = args.beta, args.sync_ref_model
@@ -330,6 +335,7 @@ class _OnlineTrainer(RouterLossMixin):
 
     def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:
         """Return pairs of question and answer: the last prompts, and one completion of each."""
+        # The logs hold num_generations_eval completions of each prompt in a row.
         every = slice(None, None, self.num_generations_eval)
         prompts, completions = (list(self._logs[name])[every][-num_samples:] for name in ("prompt", "completion"))
         return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]

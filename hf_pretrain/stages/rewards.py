@@ -49,6 +49,7 @@ def answer_of(completion: Completion, *, with_thought: bool = False) -> str:
         text, thought = message.get("content") or "", message.get("reasoning_content") or ""
     if with_thought:
         return f"<think>\n{thought}\n</think>\n\n{text}".strip() if thought else text.strip()
+    # Completions that TRL did not parse still hold the reasoning in their text.
     return text.rpartition("</think>")[2].strip()
 
 
@@ -93,6 +94,7 @@ def arithmetic_reward(
     """Return 1 if the last number of the answer is the solution, 0.2 if there is another number, 0 without one."""
 
     def score(row: int, answer: str) -> float | None:
+        # Thousands separators: 1,234 is one number.
         values, numbers = _values(solution[row]), _NUMBER.findall(answer.replace(",", ""))
         if not values:
             return None
@@ -111,6 +113,7 @@ def idiom_reward(
     """
 
     def score(row: int, answer: str) -> float:
+        # Only the Chinese characters count, whatever punctuation surrounds them.
         characters = "".join(re.findall(r"[\u4e00-\u9fff]", answer))
         idioms = _values(solution[row])
         if characters in idioms or any(len(idiom) == 4 and idiom in answer for idiom in idioms):
@@ -131,6 +134,7 @@ def solution_reward(
     rewards: list[float | None] = []
     for completion, target in zip(completions, solution, strict=True):
         values = _values(target)
+        # A value that the model only passes to a tool is no answer yet.
         answer = _written_calls(answer_of(completion))[1].replace(",", "")
         numbers = [float(number) for number in _NUMBER.findall(answer)]
         found = [_holds(answer, numbers, value.strip().replace(",", "")) for value in values]
@@ -175,6 +179,7 @@ def tool_call_reward(
             rewards.append(0.0)
         elif not _fits(calls[0], _read_schemas(tools[row])):
             rewards.append(0.25)
+        # Tasks from users' files have no kind and may have several right calls: there the form is all that is checked.
         elif tasks[row] is not None and calls[0] != json.loads(solutions[row][0]):
             rewards.append(0.5)
         else:
@@ -192,6 +197,7 @@ def _written_calls(text: str) -> tuple[list[str], str]:
 def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
     """Return the tool calls of a completion, whether TRL has parsed them or not; an empty list if one is malformed."""
     message = {} if isinstance(completion, str) else next((m for m in completion if m.get("tool_calls")), {})
+    # TRL parses calls into the message if the tokenizer has a response template; otherwise they stand in the text.
     calls = [call.get("function", call) for call in message.get("tool_calls", [])]
     try:
         calls += [json.loads(text) for text in _written_calls(answer_of(completion))[0]]
@@ -247,6 +253,7 @@ def _fits(call: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> bool:
     if name not in schemas or not isinstance(arguments, dict):
         return False
     properties, required = schemas[name].get("properties") or {}, schemas[name].get("required") or []
+    # All required arguments, and no invented ones.
     if not set(required) <= arguments.keys() <= properties.keys():
         return False
     return all(any(_is_of_kind(value, kind) for kind in _kinds(properties[key])) for key, value in arguments.items())
@@ -374,6 +381,7 @@ def _load_reward(name: str) -> Callable[..., list[float | None]] | str:
     """Return one reward function, or the name of a reward model."""
     if name in REWARDS:
         return REWARDS[name]
+    # TRL loads a reward model itself, by its Hub id or directory.
     if ":" not in name and "/" in name:
         return name
     return load_function(name, flag="--rewards", known=REWARDS)
@@ -394,6 +402,7 @@ def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..
     module_name, colon, function_name = name.partition(":")
     if not colon:
         raise ValueError(f"{flag} {name} is unknown. Pass one of {', '.join(known)}, or module.path:function.")
+    # Python adds the directory of the script, recipes/, but not the current directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -403,6 +412,7 @@ def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..
             f"{flag} {name}: the module {module_name} cannot be imported from the current directory or the "
             f"environment ({error})."
         ) from error
+    # vars, not getattr: a module may define __getattr__ with an import behind every name.
     function = vars(module).get(function_name)
     if not callable(function):
         raise ValueError(f"{flag} {name}: {module.__file__} has no function {function_name!r}.")

@@ -60,6 +60,7 @@ def adapt_server(name: str) -> None:
     server.build_server = partial(_build_guarded, server.build_server, name)
     for manager in (GenerateManager, CBGenerateManager):
         for method in ("generate_streaming", "generate_non_streaming"):
+            # Both managers, and both ways to answer: continuous batching or not, streaming or not.
             setattr(manager, method, _bounded(getattr(manager, method)))
 
 
@@ -68,6 +69,7 @@ def _build_guarded(
 ) -> FastAPI:
     """Return transformers' app behind a [`RequestGuard`]. The model must be loaded already."""
     (loaded,) = manager.loaded_models.values()
+    # No prompt that fits into the positions can have more bytes than this.
     longest = max(len(token.encode()) for token in loaded.processor.get_vocab())
     # JSON usually writes a byte of text as at most two bytes.
     max_bytes = 2 * longest * loaded.model.config.max_position_embeddings + _MAX_OTHER_BYTES
@@ -137,6 +139,7 @@ class RequestGuard:
         self.max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # GET requests change nothing and have no body.
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self.app(scope, receive, send)
             return
@@ -151,6 +154,7 @@ class RequestGuard:
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
+            # Later calls wait for the client to disconnect, as the application expects.
             return messages.pop() if messages else await receive()
 
         await self.app(scope, replay, send)
@@ -176,6 +180,7 @@ class RequestGuard:
     def _check_headers(self, headers: Headers) -> None:
         """Refuse requests that a web page of another origin may have sent."""
         origin = headers.get("origin")
+        # Browsers send Origin with requests of pages; other clients send none.
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             raise HTTPException(403, f"A web page of {origin} may not use this server.")
         # A browser sends JSON to another origin only if the server allows it, which this one does not.

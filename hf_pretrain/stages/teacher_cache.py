@@ -45,6 +45,7 @@ def keep_top(log_probs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         `torch.FloatTensor` of shape `(..., top_k + 1)`, or `(..., top_k)` if `indices` holds all classes.
     """
     top = log_probs.gather(-1, indices)
+    # Without this the rest would be log(0), and its term of the KL NaN.
     if indices.shape[-1] == log_probs.shape[-1]:
         return top
     rest = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1, keepdim=True)
@@ -72,6 +73,7 @@ class TeacherCache:
         padding.
         """
         log_probs = np.zeros((len(rows), seq_len, self.log_probs.shape[1]), dtype=np.float32)
+        # int64, because gather takes no uint16.
         indices = np.zeros((len(rows), seq_len, self.indices.shape[1]), dtype=np.int64)
         for number, row in enumerate(rows):
             start, end = self.starts[row], self.starts[row + 1]
@@ -137,6 +139,7 @@ def open_cache(
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of {vocab_size}.")
     rows = datasets.concatenate_datasets(row_sets)
+    # The cache stores tokens without padding, one row after the other.
     lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
     starts = np.append(0, np.cumsum(lengths, dtype=np.int64))
     meta = {"rows": _digest(row_sets), "top_k": top_k, "vocab_size": vocab_size, **described_by}
@@ -147,6 +150,7 @@ def open_cache(
         if is_main:
             _allocate(directory, int(starts[-1]), top_k=top_k, vocab_size=vocab_size)
         args.distributed_state.wait_for_everyone()
+        # Ranks may get shares of different sizes: the teacher is whole on each of them, so none waits for another.
         share = np.array_split(np.arange(len(rows)), args.world_size)[args.process_index]
         _fill(
             _open(directory, starts, mode="r+"), rows, share, ask, collator, batch_size=args.per_device_eval_batch_size
@@ -184,6 +188,7 @@ def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
     # Without meta.json the cache counts as incomplete until every rank has written its part.
     (directory / "meta.json").unlink(missing_ok=True)
     classes = top_k + (top_k < vocab_size)
+    # Half the size for the usual small vocabularies.
     index_type = np.uint16 if vocab_size <= 2**16 else np.int32
     files = (("log_probs", np.float32, classes), ("indices", index_type, top_k))
     size = sum(num_tokens * width * np.dtype(dtype).itemsize for _, dtype, width in files)
@@ -207,6 +212,7 @@ def _fill(cache: TeacherCache, rows, share: np.ndarray, ask, collator, *, batch_
         numbers = share[first : first + batch_size].tolist()
         log_probs = ask(collator([rows[number] for number in numbers]))
         indices = log_probs.topk(top_k, dim=-1).indices
+        # (batch_size, seq_len, vocab_size) -> (batch_size, seq_len, top_k + 1)
         kept = keep_top(log_probs, indices).cpu().numpy()
         for place, number in enumerate(numbers):
             start, end = cache.starts[number], cache.starts[number + 1]

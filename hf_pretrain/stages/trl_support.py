@@ -35,6 +35,7 @@ class RouterLossMixin(RunTrainer):
         self._captured: list[torch.Tensor] | None = None
         if self._adds_router_loss:
             decoder = self.model.get_decoder()
+            # Hooks on the decoder itself stay in place when DDP, DeepSpeed or peft wrap the model.
             decoder.register_forward_pre_hook(self._ask_for_router_logits, with_kwargs=True)
             decoder.register_forward_hook(self._keep_router_loss, with_kwargs=True)
 
@@ -84,6 +85,7 @@ class RouterLossMixin(RunTrainer):
         if not captured or not self._adds_router_loss:
             return result
         aux_loss = torch.stack(captured).mean()
+        # TRL logs the mean of everything in this table.
         self._metrics["train"]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
         # If TRL has already divided its loss by the number of micro-batches, Trainer does not divide again.
         num_micro_batches = self.current_gradient_accumulation_steps if self.loss_is_scaled_for_ga else 1

@@ -124,10 +124,12 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
             "--use_peft needs --model_name_or_path, because a saved adapter names its base model. Convert weights of "
             "another program first, with recipes/convert.py."
         )
+    # FSDP2 has sharded the model already, and peft would add whole matrices to shards.
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             "--use_peft does not work with --fsdp_size; use DDP or ZeRO (--deepspeed ds_configs/zero2.json)."
         )
+    # Check the targets before the quantization, which takes a while.
     modules, parameters = _find_targets(model, args)
     if args.load_in_4bit:
         model = _quantize(model)
@@ -178,6 +180,7 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
     Return the modules and stacked parameters to adapt, as peft expects them. Raise `ValueError` as [`add_adapter`]
     does.
     """
+    # Only names that this model has: a model with experts has no dense gate_proj, for example.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     has_experts = any(isinstance(module, MiniMindExperts) for module in model.modules())
     known = [name for name in MODULES if name in linear]
@@ -186,6 +189,7 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
     unknown = [name for name in asked if name not in known]
     if unknown:
         raise ValueError(f"--lora_target_modules {' '.join(unknown)}: this model has {', '.join(known)} to adapt.")
+    # peft adapts plain parameters, such as stacked experts, through `target_parameters`.
     parameters = [f"experts.{name}" for name in EXPERT_PARAMETERS if has_experts and name in asked]
     if parameters:
         dense = [name for name in known if name not in EXPERT_PARAMETERS]
@@ -233,7 +237,9 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
             bnb_4bit_compute_dtype=torch.bfloat16 if has_bf16 else torch.float16,
         ),
     )
+    # `from_pretrained(None, ...)` forgets the name, which the saved adapter needs to find its base model.
     quantized.name_or_path = quantized.config._name_or_path = model.name_or_path
+    # Trainer enables activation checkpointing itself, if asked to.
     return prepare_model_for_kbit_training(quantized, use_gradient_checkpointing=False)
 
 
@@ -285,6 +291,7 @@ def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> Mini
             f"The adapter {path} needs its base model {base} (base_model_name_or_path in adapter_config.json, "
             f"relative to the current directory): {error}"
         ) from error
+    # safe_merge raises if the merged weights are not finite.
     merged = load_adapter(model, path, is_trainable=False).merge_and_unload(safe_merge=True)
     return merged.eval()
 

@@ -58,6 +58,7 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
         "several shared experts": layout == "v1" and config.num_experts and config.num_shared_experts > 1,
     }
     if layout in ("v1", "v2"):
+        # v1 and v2 never normalise at top-1, where normalising would make every weight 1.
         is_top1 = config.num_experts > 0 and config.num_experts_per_tok == 1
         parts |= {
             "an output head apart from the embedding": not config.tie_word_embeddings,
@@ -114,6 +115,7 @@ def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Te
         for name, part in LAYOUTS[layout].split(ours, tensor.detach().cpu(), model.config):
             state_dict[name] = part.contiguous()
     if model.config.tie_word_embeddings:
+        # The same tensor under both names: torch.save stores it once.
         state_dict[LAYOUTS[layout].name("lm_head.weight")] = state_dict[
             LAYOUTS[layout].name("model.embed_tokens.weight")
         ]
@@ -140,6 +142,7 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
         zeros = torch.zeros(1, model.config.num_experts, dtype=model.dtype)
         for layer in range(model.config.num_hidden_layers):
             state_dict[f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias"] = zeros
+    # strict: a renamed tensor in a new version of transformers must not stay at its random values.
     stock.load_state_dict(state_dict, strict=True)
     stock.generation_config = model.generation_config
     return stock.to(model.dtype).eval()
@@ -199,7 +202,7 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
         "rope_theta": config.rope_parameters["rope_theta"],
         "use_moe": config.num_experts > 0,
         "num_experts_per_tok": config.num_experts_per_tok,
-        # MiniMind's code never normalises at top-1, whatever this field says; True is what it writes.
+        # v1 and v2 never normalise at top-1, whatever this field says; True is their default.
         "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
     }
     if generation == "v3":
@@ -340,10 +343,12 @@ def export(
             f"{format} is written with output_router_logits=False, so transformers would train it without router "
             "loss. Set it to True in the config to train the model there, and back to False to generate."
         )
+    # The comparison runs in float32 on both sides, so that it shows the rounding of the weights alone.
     reference = copy.deepcopy(model).float().eval()
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
     converted = _cast(copy.deepcopy(model), torch.float32 if format == "gguf" else DTYPES[dtype])
     if tokenizer is not None:
+        # The special tokens of the config must be the tokenizer's: other programs read them from the config.
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(converted.config, name, getattr(tokenizer, name))
@@ -365,6 +370,7 @@ def export(
             else:
                 to_stock_model(converted, format).save_pretrained(aside)
                 _add_older_names(aside / "config.json")
+            # Read back as a user would, by the Auto class.
             written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
             report = _compare(reference, written, target, dtype)
         difference = report.decisive_difference
@@ -399,6 +405,7 @@ def _add_older_names(config_file: Path) -> None:
     Without them transformers 4, and programs that follow it, would silently rotate by the default base of the
     architecture.
     """
+    # transformers 5 has already written the fields under its own names.
     fields = json.loads(config_file.read_text(encoding="utf-8"))
     scaling = dict(fields["rope_parameters"])
     fields["rope_theta"] = scaling.pop("rope_theta")
@@ -421,6 +428,7 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
 @torch.no_grad()
 def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, dtype: str) -> ExportReport:
     """Compare the logits of two models on the same random ids, in float32."""
+    # Random ids need no tokenizer, and reach rows of the embedding that text rarely does.
     generator = torch.Generator().manual_seed(0)
     length = min(ROW_TOKENS, reference.config.max_position_embeddings)
     input_ids = torch.randint(reference.config.vocab_size, (ROWS, length), generator=generator)
@@ -428,6 +436,7 @@ def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, 
     difference = written.eval()(input_ids).logits - expected
     rows = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     relative_difference = (difference.norm() / expected.norm()).item()
+    # A NaN in a single row would hide behind a finite second-worst row, so NaN keeps the overall figure.
     is_tie_possible = reference.config.num_experts and math.isfinite(relative_difference)
     return ExportReport(
         format,

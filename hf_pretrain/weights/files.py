@@ -67,6 +67,7 @@ def _needed(repo_id: str, file: str | None) -> list[str]:
     if file is not None:
         return [file, (Path(file).parent / "config.json").as_posix()]
     try:
+        # The file list first: downloading every file of a repository could fetch many models.
         names = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings or []]
     except Exception:
         # HTTP clients differ in their errors. The download will say what is wrong, or find what is in the cache.
@@ -92,6 +93,7 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
     """
     found = [name for name in _STANDARD_NAMES if name in names]
     # Trainer's checkpoints keep the state of the random number generators beside the weights.
+    # The standard names win over each other in this order, but a .pth may be any model of the directory.
     found_pth = sorted(name for name in names if name.endswith(".pth") and not name.startswith("rng_state"))
     if not found and not found_pth:
         raise ValueError(f"{prefix[:-1]} should hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
@@ -128,6 +130,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
     tensors: dict[str, torch.Tensor] = {}
     for full_name, tensor in _read_all(path).items():
+        # Both prefixes may occur, in either order.
         name = re.sub(r"^(_orig_mod\.|module\.)+", "", full_name)
         if _BUFFERS.search(name):
             continue
@@ -135,13 +138,16 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{path}: {name} has the dtype {tensor.dtype}; only floating-point weights can be converted."
             )
+        # A NaN in a weight would show only in the first loss, hours later on a cluster.
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
+        # "module.x" and "x" in one file become the same name; which one is right is unknown.
         if name in tensors:
             raise ValueError(
                 f"{path} holds {name} twice, with and without a prefix such as module. Delete one of them."
             )
         tensors[name] = tensor
+    # MiniMind's own adapters have this in their names, and peft's have "lora_A".
     adapters = [name for name in tensors if ".lora." in name]
     if adapters:
         raise ValueError(
@@ -171,6 +177,7 @@ def check_shards(name_or_path: str | Path) -> None:
 def _shard_names(index: Path) -> list[str]:
     """Return the shards that an index names; raise `ValueError` unless they all lie beside it."""
     weight_map = read_json(index).get("weight_map")
+    # An index is a file from the network: "../../x" in it would read files outside of the directory.
     shards = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     if not shards or any(Path(shard).name != shard for shard in shards):
         raise ValueError(f"{index} must name files beside it, and names {shards or 'none'}.")
@@ -232,6 +239,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # For a file that is no pickle at all, torch raises whatever error its bytes happen to cause.
+        # These words begin the messages of torch's restricted unpickler.
         refused = re.search(r"(?:Unsupported|Trying to|Can only)[^\n]*", str(error))
         if refused is None or not isinstance(error, pickle.UnpicklingError):
             reason = str(error).partition("\n")[0].partition("(1)")[0].strip()
@@ -243,6 +251,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     # MiniMind's own resume files keep the model's state dict beside the optimizer's.
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
+    # An optimizer's state or a whole pickled module is a dictionary, too.
     is_tensor = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     )

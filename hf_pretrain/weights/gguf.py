@@ -80,6 +80,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
     split = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
     model = backend["model"]
     names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    # Options of a BPE model that llama.cpp ignores.
     beyond = {name: model[name] for name in names if model.get(name)}
     is_gpt2 = (
         backend["normalizer"] is None
@@ -112,6 +113,7 @@ def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor
     config = model.config
     gguf = _gguf()
     layout = gguf_layout(config)
+    # The package numbers its architectures; the table maps their names back.
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[layout]], config.num_hidden_layers)
     for ours, tensor in model.state_dict().items():
@@ -122,6 +124,7 @@ def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor
             tensor = to_half_split(tensor, config.head_dim)
         parts = {ours: tensor}
         if ours.endswith("gate_up_proj"):
+            # (num_experts, 2 * width, hidden_size) -> twice (num_experts, width, hidden_size)
             gate, up = tensor.chunk(2, dim=1)
             parts = {ours.replace("gate_up_proj", "gate_proj"): gate, ours.replace("gate_up_proj", "up_proj"): up}
         for name, part in parts.items():
@@ -159,6 +162,7 @@ def write_gguf(
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
     else:
+        # llama.cpp loads such a file and takes ids only.
         writer.add_tokenizer_model("no_vocab")
     for name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
@@ -225,9 +229,11 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_add_bos_token(_adds_bos(tokenizer))
+    # A prompt must not end with eos, even if the training rows do.
     writer.add_add_eos_token(False)
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
+        # The package reads merges from a tokenizer's files only, not from its object.
         merges = gguf.SpecialVocab(directory, load_merges=True).merges
     writer.add_token_merges(merges)
     for kind in ("bos", "eos", "pad", "unk"):
@@ -295,6 +301,7 @@ def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
             "interleave_moe_layer_step": 1,
             "leading_dense_block_count": 0,
         }
+    # GGUF prefixes the fields with the architecture's name.
     expected = {f"{architecture}.{name}": value for name, value in expected.items()}
     fields = _gguf().GGUFReader(path).fields
     written = {name: field.contents() for name, field in fields.items() if name.startswith(f"{architecture}.")}

@@ -89,6 +89,7 @@ def load_upstream(
     tensors = read_tensors(path)
 
     try:
+        # The config classes check types, but their errors do not name the file.
         raw = _merge(_read_config(path), config or {})
         layout = _recognise(tensors, raw, path)
         given = _read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
@@ -105,6 +106,7 @@ def load_upstream(
     dtypes = {tensor.dtype for tensor in state_dict.values()}
     file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
+    # _join has compared names and shapes already; strict guards against a mistake in it.
     model.load_state_dict(state_dict, strict=True)
     _check_finite(model, path)
     model.config.dtype = model.dtype
@@ -132,7 +134,12 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
         check_content(file)
     try:
         model, info = MiniMindForCausalLM.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **loading
+            # Without ignore_mismatched_sizes transformers raises on the first wrong shape; all of them are reported
+            # here.
+            path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **loading,
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} has no readable weights: {error}") from error
@@ -326,6 +333,7 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
         )
     if not LAYOUTS[layout].is_generation:
         return rope
+    # 1e6 is the default of MiniMind's code from v2 on.
     theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
     if not raw.get("inference_rope_scaling"):
         return theta
@@ -369,6 +377,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     if gap < len(layers):
         raise ValueError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
+    # Rows are heads times head width, so one of the two has to come from elsewhere.
     q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
     if f"{attention}q_norm.weight" in tensors:
         head_dim = tensors[f"{attention}q_norm.weight"].numel()
@@ -397,6 +406,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
         int(match[1]) for match in (re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name) for name in tensors) if match
     }
     if experts:
+        # A file may list shared experts one by one or hold one MLP of their summed width; the sum of rows is the same.
         width = shape(f"{mlp}experts.0.gate_proj.weight")[0]
         shared = [
             len(t)

@@ -52,6 +52,7 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         `ValueError`: if the text has another form, a name is unknown, or a value has the wrong type.
     """
     try:
+        # `a=1, b={c: 2}` becomes `{a: 1, b: {c: 2}}`, a mapping in YAML's flow style.
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
     except yaml.YAMLError:
         fields = {text: None}
@@ -134,6 +135,7 @@ class ModelArguments:
         """
         base = adapter_base(self.model_name_or_path)
         if base is not None:
+            # The base model may itself be an adapter's or another program's checkpoint.
             model = dataclasses.replace(self, model_name_or_path=base).load_model(tokenizer, distributed=distributed)
             return load_adapter(model, self.model_name_or_path)
         upstream = None
@@ -161,6 +163,7 @@ class ModelArguments:
             if distributed.ep_size > 1 and not config.num_experts:
                 raise ValueError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
             loading["distributed_config"] = distributed
+        # from_pretrained shards the converted weights, which are in memory already.
         if upstream is not None:
             return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
         if self.model_name_or_path:
