@@ -23,12 +23,13 @@ from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_l
 from hf_pretrain.stages.chatting import Chat
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 
 
 def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
     tokenizer = load_tokenizer(name)
-    model = ModelArguments(model_name_or_path=name).load_model(tokenizer).eval()
+    model = load_model(ModelArguments(model_name_or_path=name), tokenizer).eval()
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
     set_seed(args.seed)

@@ -25,6 +25,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import begin_run, load_conversations, train_on_conversations
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 
 
 def main(
@@ -50,7 +51,7 @@ def main(
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_conversations(data_args, training_args, tokenizer)
 
-    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
+    model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = DistillationTrainer(
         model=model,
         teacher=teacher,

@@ -23,6 +23,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 
 
 def main(
@@ -48,12 +49,12 @@ def main(
         training_args.evaluate_never()
 
     _, trainer_class = ALGORITHMS[training_args.algorithm]
-    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
+    model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     # With an adapter, the model without its adapter is the reference.
     needs_reference = training_args.needs_reference and not is_adapted(model)
     trainer = trainer_class(
         model=model,
-        ref_model=model_args.load_model(tokenizer) if needs_reference else None,
+        ref_model=load_model(model_args, tokenizer) if needs_reference else None,
         args=training_args,
         train_dataset=train_pairs,
         eval_dataset=eval_pairs if len(eval_pairs) else None,

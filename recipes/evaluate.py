@@ -26,6 +26,7 @@ from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 
 
 def main(model_args: ModelArguments, data_args: ValidationArguments, training_args: EvaluationArguments):
@@ -43,7 +44,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
             eval_rows, eval_report = data_args.prepare_rows(documents, tokenizer)
 
     trainer = MaskedLossTrainer(
-        model=model_args.load_model(tokenizer, distributed=training_args.distributed_config),
+        model=load_model(model_args, tokenizer, distributed=training_args.distributed_config),
         args=training_args,
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
         processing_class=tokenizer,

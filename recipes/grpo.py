@@ -24,6 +24,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 
 
 def main(
@@ -38,7 +39,7 @@ def main(
     is_main = training_args.process_index == 0
 
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
-    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
+    model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
 
     train_tasks, eval_tasks = load_tasks(
         task_args.dataset_name,

@@ -23,6 +23,7 @@ from hf_pretrain.training.reporting import sample_continuations, unigram_loss
 from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 
 
 def main(
@@ -49,7 +50,7 @@ def main(
     if eval_rows is None:
         training_args.evaluate_never()
 
-    model = add_adapter(model_args.load_model(tokenizer, distributed=training_args.distributed_config), adapter_args)
+    model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = MaskedLossTrainer(
         model=model,
         args=training_args,

@@ -25,6 +25,7 @@ from hf_pretrain.training.reporting import format_preview
 from hf_pretrain.training.running import begin_run, load_conversations, train_on_conversations
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 
 
 def main(
@@ -44,7 +45,7 @@ def main(
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return
 
-    model = model_args.load_model(tokenizer, distributed=training_args.distributed_config)
+    model = load_model(model_args, tokenizer, distributed=training_args.distributed_config)
     # Defaults of chat clients. Servers respect the temperature of a request only if sampling is on.
     model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     trainer = MaskedLossTrainer(

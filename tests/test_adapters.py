@@ -16,6 +16,7 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
 from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, run_probe, start
@@ -181,11 +182,11 @@ def test_an_adapter_is_trained_on(named, tmp_path, input_ids):
     tokenizer = train_tokenizer(["a few words of text"] * 5, vocab_size=300)
     model_args = ModelArguments(model_name_or_path=str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match="vocab_size is 160"):
-        model_args.load_model(tokenizer)
+        load_model(model_args, tokenizer)
     base = named("v1-moe", vocab_size=300)
     adapted = adapt(base)
     adapted.save_pretrained(tmp_path / "adapter")
-    model = model_args.load_model(tokenizer)
+    model = load_model(model_args, tokenizer)
     assert add_adapter(model, AdapterArguments(use_peft=True, lora_r=64)) is model
     torch.testing.assert_close(model(input_ids).logits, adapted(input_ids).logits, rtol=0, atol=1e-6)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {

@@ -11,6 +11,7 @@ from hf_pretrain.training import arguments as training_args
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_config, load_model
 
 
 def parse(tmp_path, *words: str, config: dict | None = None):
@@ -182,7 +183,7 @@ def tokenizer():
 
 def test_load_model_takes_preset_overrides_and_special_tokens(tokenizer):
     arguments = ModelArguments(model_preset="tiny", config_overrides="num_hidden_layers=1,dim=96,vocab_size=320")
-    model = arguments.load_model(tokenizer)
+    model = load_model(arguments, tokenizer)
     assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (1, 96, 320)
     assert (model.config.pad_token_id, model.config.bos_token_id, model.config.eos_token_id) == (0, 1, 2)
     assert model.config._attn_implementation == "packed"
@@ -193,19 +194,19 @@ def test_experts_are_a_loop_on_a_cpu(tokenizer):
     arguments = ModelArguments(
         model_preset="tiny", config_overrides="num_hidden_layers=1,num_experts=4,vocab_size=320"
     )
-    model = arguments.load_model(tokenizer)
+    model = load_model(arguments, tokenizer)
     assert torch.accelerator.is_available() or model.config._experts_implementation == "eager"
 
 
 def test_vocab_size_of_a_tokenizer_trained_here_is_the_models(tokenizer):
-    assert ModelArguments(model_preset="tiny", vocab_size=8000).load_config(tokenizer).vocab_size == 8000
+    assert load_config(ModelArguments(model_preset="tiny", vocab_size=8000), tokenizer).vocab_size == 8000
     kept = ModelArguments(model_preset="tiny", vocab_size=8000, tokenizer_name_or_path="somewhere")
-    assert kept.load_config(tokenizer).vocab_size == 6400
+    assert load_config(kept, tokenizer).vocab_size == 6400
 
 
 def test_overrides_may_be_nested(tokenizer):
     overrides = "num_hidden_layers=2, rope_parameters={rope_type: yarn, factor: 2.0, rope_theta: 1e4}"
-    config = ModelArguments(model_preset="tiny", config_overrides=overrides).load_config(tokenizer)
+    config = load_config(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer)
     assert config.num_hidden_layers == 2
     expected = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
     assert config.rope_parameters.items() >= expected.items()
@@ -226,4 +227,4 @@ def test_overrides_may_be_nested(tokenizer):
 )
 def test_load_model_refuses(tokenizer, overrides, message):
     with pytest.raises(ValueError, match=message):
-        ModelArguments(model_preset="tiny", config_overrides=overrides).load_model(tokenizer)
+        load_model(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer)

@@ -2,7 +2,7 @@
 Adapters through peft: LoRA (https://huggingface.co/papers/2106.09685), DoRA (https://huggingface.co/papers/2402.09353)
 and QLoRA (https://huggingface.co/papers/2305.14314) on attention, MLP and stacked experts.
 
-    model = add_adapter(model_args.load_model(tokenizer), adapter_args)
+    model = add_adapter(load_model(model_args, tokenizer), adapter_args)
 
 An adapter directory holds `adapter_model.safetensors` in float32, and `adapter_config.json`, which names the base
 model. The directory is a `--model_name_or_path` for further training, and peft's `AutoPeftModelForCausalLM` loads it.

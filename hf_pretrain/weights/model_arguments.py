@@ -1,4 +1,4 @@
-"""Command-line arguments that name the model, and the functions that build or load it."""
+"""Command-line arguments that name the model. `weights/models.py` builds it."""
 
 import dataclasses
 import re
@@ -8,18 +8,11 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedTokenizerBase
-from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
-from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
-from ..tokenizer.loading import check_tokenizer
-from .adapters import adapter_base, load_adapter
-from .loading import is_native_checkpoint, load_native_checkpoint, load_upstream
 
 
 logger = logging.get_logger(__name__)
@@ -106,75 +99,6 @@ class ModelArguments:
     def overrides(self) -> dict[str, Any]:
         """Return `config_overrides` as a dictionary. Raise `ValueError` as [`parse_fields`] does."""
         return parse_fields(self.config_overrides or "", flag="--config_overrides")
-
-    def load_config(self, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
-        """Return the config that these arguments describe, with the special tokens of `tokenizer`."""
-        try:
-            if self.model_name_or_path:
-                return MiniMindConfig.from_pretrained(self.model_name_or_path, **self.overrides)
-            fields = dict(PRESETS[self.model_preset or default_preset()])
-            fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-            if self.tokenizer_name_or_path is None:
-                fields["vocab_size"] = self.vocab_size
-            return MiniMindConfig(**fields | self.overrides)
-        except StrictDataclassError as error:
-            raise ValueError(f"--config_overrides {self.config_overrides}: {error}") from error
-
-    def load_model(
-        self, tokenizer: PreTrainedTokenizerBase, *, distributed: DistributedConfig | None = None
-    ) -> MiniMindForCausalLM:
-        """
-        Return the model that these arguments describe, in float32, sharded as `distributed` says.
-
-        Weights that MiniMind itself wrote are converted first ([`~weights.loading.load_upstream`]); an adapter is
-        loaded onto its base model.
-
-        Raises:
-            `ValueError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
-                vocabulary, or a checkpoint that cannot be converted.
-        """
-        base = adapter_base(self.model_name_or_path)
-        if base is not None:
-            # The base model may itself be an adapter's or another program's checkpoint.
-            model = dataclasses.replace(self, model_name_or_path=base).load_model(tokenizer, distributed=distributed)
-            return load_adapter(model, self.model_name_or_path)
-        upstream = None
-        if self.model_name_or_path and not is_native_checkpoint(self.model_name_or_path):
-            logger.warning(f"{self.model_name_or_path} was not written by hf_pretrain: converting it.")
-            upstream = load_upstream(self.model_name_or_path, config=self.overrides)
-            try:
-                config = MiniMindConfig.from_dict(upstream.config.to_dict() | self.overrides)
-            except StrictDataclassError as error:
-                raise ValueError(f"--config_overrides {self.config_overrides}: {error}") from error
-        else:
-            config = self.load_config(tokenizer)
-        check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=self.tokenizer_name_or_path or "the trained one")
-
-        attn_implementation = "packed" if self.attn_implementation == "auto" else self.attn_implementation
-        loading: dict[str, Any] = {
-            "config": config,
-            "attn_implementation": attn_implementation,
-            "dtype": torch.float32,
-        }
-        if config.num_experts and not torch.accelerator.is_available():
-            # NOTE: on a CPU, torch's grouped matrix product takes 1.5 times as long as a loop over the experts.
-            loading["experts_implementation"] = config._experts_implementation = "eager"
-        if distributed is not None:
-            if distributed.ep_size > 1 and not config.num_experts:
-                raise ValueError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
-            loading["distributed_config"] = distributed
-        # from_pretrained shards the converted weights, which are in memory already.
-        if upstream is not None:
-            return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
-        if self.model_name_or_path:
-            return load_native_checkpoint(self.model_name_or_path, **loading)
-        # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under
-        # every launcher.
-        config._attn_implementation = attn_implementation
-        model = MiniMindForCausalLM(config)
-        if distributed is not None:
-            return MiniMindForCausalLM.from_pretrained(None, state_dict=model.state_dict(), **loading)
-        return model
 
 
 __all__ = ["ModelArguments", "default_preset", "parse_fields"]
