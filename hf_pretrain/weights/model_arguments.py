@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 import yaml
-from transformers.utils import logging
 
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
-
-
-logger = logging.get_logger(__name__)
 
 
 def default_preset() -> str:
