@@ -143,7 +143,7 @@ def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
     assert entry["data"]["train"]["digest"] != entry["data"]["held_out"]["digest"]
     assert entry["metrics"]["eval_loss"] == final["eval_loss"] and "\n".join(entry["report"]) in output
     # The command that continues, as printed.
-    command = next(line.split(maxsplit=3)[3] for line in output.splitlines() if line.startswith("To train on"))
+    command = next(line.split(maxsplit=2)[2] for line in output.splitlines() if line.startswith("Continue with"))
     assert "Validation loss" in start(command.split()).stdout
 
 
@@ -414,7 +414,7 @@ def test_sft_runs_and_says_what_changed(workspace, chats, options):
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
     assert losses[-1] < losses[0]
     assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
-    assert result.stdout.count("Sample ") == (0 if "text" in options else 3) and "To train on" in result.stdout
+    assert result.stdout.count("Sample ") == (0 if "text" in options else 3) and "Continue with" in result.stdout
 
 
 STAGES = {

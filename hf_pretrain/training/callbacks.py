@@ -1,4 +1,4 @@
-"""What a run shows while it trains, and traces of it."""
+"""Callbacks of a run: progress bar, plain log lines, evaluation interval and profiler."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ def _validation_figures(logs: dict[str, float]) -> str:
 
 
 class TrainingProgressCallback(ProgressCallback):
-    """A progress bar with loss and tokens/s beside the time left; held-out results stay on lines of their own."""
+    """A progress bar with loss, tokens/s and MFU beside the time left. Validation results get lines of their own."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or self.training_bar is None:
@@ -32,7 +32,7 @@ class TrainingProgressCallback(ProgressCallback):
 
 
 class TrainingLinesCallback(PrinterCallback):
-    """The same as plain lines, one for each log, where no terminal shows a bar."""
+    """One plain line per log with the figures of the progress bar, for output that is not a terminal."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
@@ -49,7 +49,7 @@ class TrainingLinesCallback(PrinterCallback):
 
 
 class EvaluationIntervalCallback(TrainerCallback):
-    """Evaluates at most every `min_steps` steps, and at the end."""
+    """Evaluate at most every `min_steps` steps. In short runs, a tenth of all steps would be too few."""
 
     def __init__(self, min_steps: int):
         self.min_steps = min_steps
@@ -60,8 +60,12 @@ class EvaluationIntervalCallback(TrainerCallback):
 
 class ProfilerCallback(TrainerCallback):
     """
-    Traces one step in `interval`, with memory and shapes, into `<output_dir>/profile/step-<step>-rank-<rank>.json` (for
-    https://ui.perfetto.dev), and prints the ten heaviest operators of rank 0.
+    Trace one step per `interval` steps, with memory and shapes, into
+    `<output_dir>/profile/step-<step>-rank-<rank>.json`, and print the ten most expensive operators of rank 0.
+    https://ui.perfetto.dev shows the files.
+
+    Args:
+        interval (`int`): steps per trace, at least 2: one for the profiler's warm-up and one that is traced.
     """
 
     def __init__(self, interval: int):
@@ -76,7 +80,7 @@ class ProfilerCallback(TrainerCallback):
 
         def write(profiler: Any) -> None:
             if self._is_over:
-                # The step that would have been next.
+                # Stopping the profiler also reports the unfinished step after the last one.
                 return
             profiler.export_chrome_trace(str(directory / f"step-{state.global_step}-rank-{args.process_index}.json"))
             if args.process_index == 0:

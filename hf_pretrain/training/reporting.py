@@ -1,4 +1,4 @@
-"""What a run says at its end: the held-out figures beside a baseline, samples, the loss curve, the next command."""
+"""The report at the end of a run: validation metrics beside a baseline, samples, loss curve and the next command."""
 
 import importlib.metadata
 import importlib.util
@@ -30,8 +30,14 @@ logger = logging.get_logger(__name__)
 
 def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, vocab_size: int) -> float:
     """
-    Held-out loss, in nats per token, of a model that knows only how often each token occurs in the training rows
-    (plus one): what a language model has to beat. The first token of a document is not predicted.
+    Return the validation loss in nats per token of a unigram model, the baseline that a language model has to beat.
+
+    The unigram model predicts each token by its frequency in the training rows, with add-one smoothing. As in
+    training, the first token of a document is not predicted.
+
+    Args:
+        train_rows, eval_rows ([`~datasets.Dataset`]): packed rows with `input_ids` and `seq_lengths`.
+        vocab_size (`int`): number of tokens in the vocabulary.
     """
     train_tokens, eval_tokens = (np.delete(*_tokens_and_starts(rows)) for rows in (train_rows, eval_rows))
     counts = 1 + np.bincount(train_tokens, minlength=vocab_size)
@@ -39,7 +45,7 @@ def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, v
 
 
 def _tokens_and_starts(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """All tokens of packed rows, and where among them each document starts."""
+    """Return all tokens of packed rows, shape `(num_tokens,)`, and the index of each document's first token."""
     table = rows.with_format("arrow")[:]
     tokens, lengths = (table[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "seq_lengths"))
     return tokens, np.cumsum(lengths, dtype=np.int64) - lengths
@@ -56,13 +62,20 @@ def sample_continuations(
     seed: int = 0,
 ) -> list[tuple[str, str]]:
     """
-    Continuations of the beginnings of held-out documents, as pairs of prompt and continuation. Every rank of a sharded
-    model must call this alike.
+    Return pairs of prompt and continuation for documents of the validation set. All ranks of a sharded model call it
+    with the same arguments.
+
+    Args:
+        eval_rows ([`~datasets.Dataset`]): packed rows of the validation set.
+        num_samples (`int`): number of documents.
+        prompt_tokens (`int`): tokens of a prompt, or half the document if that is shorter.
+        max_new_tokens (`int`): tokens of a continuation at most.
+        seed (`int`): seed of each continuation.
     """
     tokens, starts = _tokens_and_starts(eval_rows)
     ends = np.append(starts[1:], len(tokens))
     samples = []
-    # From the first, the middle and the last of the set, which follows the order of its sources.
+    # Evenly spaced documents come from different sources: the set follows the order of `--dataset_name`.
     for number in np.linspace(0, len(starts) - 1, num_samples).astype(int):
         length = max(2, min(prompt_tokens, (ends[number] - starts[number]) // 2))
         prompt = tokens[starts[number] : starts[number] + length]
@@ -72,10 +85,18 @@ def sample_continuations(
 
 
 def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> str:
-    """Rows as text for a terminal: what is trained on in green, with another weight than 1 in yellow."""
+    """
+    Return rows as text for a terminal: tokens of weight 1 in green, of another positive weight in yellow, and tokens
+    without loss uncoloured.
+
+    Args:
+        rows (`Iterable[dict]`): rows with `input_ids`, `seq_lengths` and optionally `loss_mask`.
+        num_rows (`int`): number of rows to show.
+    """
     lines = []
     for row in itertools.islice(rows, num_rows):
         lines.append(f"--- a row of {len(row['input_ids'])} tokens, {len(row['seq_lengths'])} documents\n")
+        # An entry of `loss_mask` weighs the prediction of the token at the same index.
         weights = row.get("loss_mask", [1] * len(row["input_ids"]))
         runs = itertools.groupby(zip(weights, row["input_ids"], strict=True), key=lambda pair: pair[0])
         for weight, run in runs:
@@ -95,8 +116,14 @@ def sample_answers(
     seed: int = 0,
 ) -> list[tuple[str, str]]:
     """
-    Answers to the first questions of held-out conversations, stop token included, as pairs of question and answer.
-    Every rank of a sharded model must call this alike.
+    Return pairs of question and answer for the first questions of validation conversations. Answers include their stop
+    token, which shows whether the model learnt to stop. All ranks of a sharded model call it with the same arguments.
+
+    Args:
+        conversations ([`~datasets.Dataset`]): the validation conversations, as JSON in the column `text`.
+        num_samples (`int`): number of conversations.
+        max_new_tokens (`int`): tokens of an answer at most.
+        seed (`int`): seed of each answer.
     """
     samples = []
     for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
@@ -116,7 +143,7 @@ def _generate(
     max_new_tokens: int,
     seed: int,
 ) -> list[int]:
-    """Ids sampled after a prompt, always the same."""
+    """Return token ids sampled after a prompt. The seed makes them reproducible."""
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
     set_seed(seed)
@@ -142,18 +169,23 @@ def plot_loss_curve(
     loss_unit: str = "nats per token",
 ):
     """
-    Writes training and held-out loss over tokens as a PNG, if matplotlib is there (`hf_pretrain[plots]`); of a run with
-    rewards, the rewards.
+    Write a PNG of training and validation loss (or reward) over tokens, if matplotlib is installed.
+
+    Args:
+        log_history (`list[dict]`): the log history of [`~transformers.TrainerState`].
+        path (`Path`): file to write.
+        unigram (`float`, *optional*): the result of [`unigram_loss`], drawn as a line.
+        loss_unit (`str`): unit on the axis of the loss.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("No loss curve: matplotlib is missing (pip install 'hf_pretrain[plots]').")
+        logger.warning("The loss curve needs matplotlib: pip install 'hf_pretrain[plots]'.")
         return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     measure = "reward" if any("reward" in entry for entry in log_history) else "loss"
-    for key, label, style in ((measure, "training", "-"), (f"eval_{measure}", "held out", "o-")):
+    for key, label, style in ((measure, "training", "-"), (f"eval_{measure}", "validation", "o-")):
         points = [
             (entry["num_input_tokens_seen"] / 1e6, entry[key])
             for entry in log_history
@@ -178,7 +210,18 @@ def format_report(
     loss_unit: str = "nats per token",
     push_report: str | None = None,
 ) -> str:
-    """The lines that a training recipe prints at its end; `start` holds the metrics from before the first step."""
+    """
+    Return the report that a training recipe prints at its end.
+
+    Args:
+        args ([`LMTrainingArguments`]): the run's training arguments.
+        metrics (`dict[str, float]`): validation metrics.
+        unigram (`float`, *optional*): the result of [`unigram_loss`], shown beside the loss.
+        samples (`list[tuple[str, str]]`): prompts and generated texts.
+        start (`dict[str, float]`, *optional*): validation metrics from before the first step, shown beside the others.
+        loss_unit (`str`): unit of the loss.
+        push_report (`str`, *optional*): one line about the push.
+    """
     rows = [("Checkpoint", str(args.output_dir))]
     for metric in HEADLINES:
         if metric.key in metrics:
@@ -188,7 +231,7 @@ def format_report(
             figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()
             rows.append((metric.label[0].upper() + metric.label[1:], figure + beside))
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
-    rows.append(("To train on", continue_command(args)))
+    rows.append(("Continue with", continue_command(args)))
     if push_report is not None:
         rows.append(("Hub", push_report))
     width = max(18, *(len(label) for label, _ in rows))
@@ -196,7 +239,7 @@ def format_report(
 
 
 def continue_command(args: LMTrainingArguments) -> str:
-    """The command that trains on from a run's end, with its other arguments, into a directory beside it."""
+    """Return the command that trains further from this run's weights, in a directory beside its own."""
     replaced = (
         *("--output_dir", "--model_name_or_path", "--local_rank", "--config"),
         *("--resume_from_checkpoint", "--resume_from_hub", "--hub_token"),
@@ -207,7 +250,7 @@ def continue_command(args: LMTrainingArguments) -> str:
         if not skip and name not in replaced:
             words.append(word)
         skip = name in replaced and "=" not in word
-    # As short as it can be typed: an environment below this directory by its relative path.
+    # Keep the command short: an environment below the working directory gets its relative path.
     interpreter = Path(sys.executable)
     if interpreter.is_relative_to(Path.cwd()):
         interpreter = interpreter.relative_to(Path.cwd())

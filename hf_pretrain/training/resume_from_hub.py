@@ -14,15 +14,15 @@ logger = logging.get_logger(__name__)
 
 def pull_checkpoint(args: LMTrainingArguments) -> None:
     """
-    Makes `--resume_from_hub ID` a local checkpoint: downloads the newest one that was pushed into `output_dir`, and
-    points `resume_from_checkpoint` at it. A local checkpoint that is as new is taken instead.
+    Download the newest checkpoint of `--resume_from_hub ID` into `output_dir`, and set `resume_from_checkpoint` to it.
+    If a local checkpoint is as new, use that one and download nothing.
 
-    Without `--trust_checkpoint`, no file of it is unpickled: Trainer reads its own with `weights_only=True`, which
-    neither DeepSpeed's shards nor those of torch.distributed.checkpoint are.
+    Without `--trust_checkpoint`, download only files that Trainer loads with `weights_only=True`. Shards of DeepSpeed
+    and of torch.distributed.checkpoint are pickles without restrictions.
 
     Raises:
-        `ValueError`: if the repository cannot be read, holds no checkpoint or one without the state of the optimizer,
-            or if going on would unpickle it.
+        `ValueError`: if the repository cannot be read, holds no checkpoint, holds one without optimizer state, or
+            would have to be unpickled without `--trust_checkpoint`.
     """
     repo_id = args.resume_from_hub
     if repo_id is None:
@@ -30,12 +30,12 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
     if args.resume_from_checkpoint not in (None, "auto"):
         raise ValueError(
             f"--resume_from_hub {repo_id} and --resume_from_checkpoint {args.resume_from_checkpoint} name two "
-            "checkpoints: leave one out."
+            "checkpoints: leave one out. Use --resume_from_checkpoint for a directory on this machine."
         )
     if args.deepspeed_plugin is not None and not args.trust_checkpoint:
         raise ValueError(
-            f"--resume_from_hub {repo_id}: DeepSpeed unpickles its shards (global_step*/*.pt), which runs whatever code "
-            "was put into them. Add --trust_checkpoint if you trust everybody who can write to that repository."
+            f"--resume_from_hub {repo_id}: DeepSpeed unpickles its shards (global_step*/*.pt), which runs whatever "
+            "code they contain. Add --trust_checkpoint if you trust everybody who can write to that repository."
         )
     output_dir = Path(args.output_dir)
     with args.main_process_first(desc="downloading the checkpoint"):
@@ -45,13 +45,14 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
             if local is None or int(local.rpartition("-")[2]) < step:
                 local = str(output_dir / f"checkpoint-{step}")
                 if not args.trust_checkpoint:
+                    # Shards lie in subdirectories of the checkpoint.
                     files = [path for path in files if path.count("/") == 1]
                 state = "global_step" if args.deepspeed_plugin is not None else "optimizer"
                 if not any(path.startswith(f"{folder}/{state}") for path in files):
                     raise ValueError(
-                        f"--resume_from_hub {repo_id}: {folder}/ has no optimizer state that this run can read, and "
-                        "would go on with a fresh one. It was saved with --save_only_model, or under "
-                        f"another launcher. Start a new run from its weights: --model_name_or_path {repo_id}."
+                        f"--resume_from_hub {repo_id}: {folder}/ has no optimizer state that this run can read. It "
+                        "was saved with --save_only_model, or under another launcher. Start a new run from its "
+                        f"weights: --model_name_or_path {repo_id}."
                     )
                 download_checkpoint(repo_id, folder, files, Path(local), args.hub_revision)
         except OSError as error:

@@ -1,6 +1,4 @@
-"""
-Which checkpoint a run goes on from, decided by one process for all of them, and what is cleared away before.
-"""
+"""Choose the checkpoint that a run resumes from, and lock its `output_dir`. The main process decides for all ranks."""
 
 import os
 import sys
@@ -20,21 +18,23 @@ from .run_record import RECORD_NAME
 
 logger = logging.get_logger(__name__)
 
-# A run that goes on waits so long for the one before it: its ranks may still be saving when their launcher is gone.
+# How long a resumed run waits for the earlier one, whose ranks may still be saving although their launcher is gone.
 _PATIENCE_SECONDS = 30.0
-# Files of a run that came to nothing, and may be tried again.
+# Files of a run that ended before its first checkpoint. Their directory counts as empty.
 _NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     """
-    The checkpoint directory that `--resume_from_checkpoint` means, or `None` to start afresh. `auto` is the newest one
-    in `output_dir` that verifies, if any, and the default after a restart by torchrun's elastic agent or SLURM;
-    damaged ones that are newer get a name that says so. All ranks get the same.
+    Return the checkpoint directory that `--resume_from_checkpoint` names, or `None` to start a new run.
+
+    `auto` stands for the newest checkpoint in `output_dir` that verifies, if there is one. It is the default after a
+    restart by torchrun's elastic agent or SLURM. Newer checkpoints that are damaged are renamed to
+    `damaged-checkpoint-*`. All ranks return the same directory.
 
     Raises:
-        `ValueError`: if the checkpoint named does not exist or verify, or would have to be unpickled, or if a run would start in an `output_dir` that
-            holds files already.
+        `ValueError`: if the named checkpoint does not exist, does not verify, or would have to be unpickled although
+            nobody vouches for it; or if a new run would start in an `output_dir` that holds files.
     """
     resume = args.resume_from_checkpoint
     restarts = _num_restarts()
@@ -49,16 +49,17 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     if is_unpickled and not is_own and not args.trust_checkpoint:
         raise ValueError(
             f"--resume_from_checkpoint {resume} lies outside --output_dir {args.output_dir}, and its shards "
-            "(DeepSpeed's global_step*/*.pt, torch's .metadata) are unpickled, which runs whatever code was put into "
-            "them. Add --trust_checkpoint if you know who wrote it."
+            "(DeepSpeed's global_step*/*.pt, torch's .metadata) are pickles: loading them runs whatever code they "
+            "contain. Add --trust_checkpoint if you know who wrote them."
         )
 
     def decide() -> str:
-        # After a restart the run may have come further than the checkpoint that it was started with.
+        # Before the restart, the run may have saved newer checkpoints than the one on its command line.
         if restarts and (further := newest()):
             return further
         verified = verify_checkpoint(path, unverified=args.allow_inexact_resume)
         if is_own:
+            # Otherwise `auto` would later resume from a checkpoint of the abandoned continuation.
             abandon_later_checkpoints(path)
         return verified
 
@@ -72,23 +73,26 @@ def _num_restarts() -> int:
 def _refuse_used(output_dir: Path) -> None:
     if output_dir.is_dir() and any(path.name not in _NO_RUN for path in output_dir.iterdir()):
         raise ValueError(
-            f"--output_dir {output_dir} is not empty. Go on with `--resume_from_checkpoint auto`, choose another "
-            "directory, or delete this one."
+            f"--output_dir {output_dir} is not empty. Resume its run with `--resume_from_checkpoint auto`, choose "
+            "another directory, or delete this one."
         )
 
 
 def occupy_output_dir(args: LMTrainingArguments) -> None:
     """
-    Makes `output_dir` and locks it; ends the process with `EXIT_NOT_SAVED` where nothing can be written into it.
+    Create and lock `output_dir`.
 
     Raises:
-        `ValueError`: if another run holds it. A run that goes on waits some time for the end of that one.
+        `ValueError`: if another run holds the lock. A resumed run waits up to 30 seconds for the end of the other one.
+        `SystemExit`: with the status `EXIT_NOT_SAVED`, if `output_dir` cannot be written to.
     """
-    goes_on = args.resume_from_checkpoint is not None or _num_restarts() > 0
+    is_resumed = args.resume_from_checkpoint is not None or _num_restarts() > 0
     try:
-        hold_output_dir(args.output_dir, patience_seconds=_PATIENCE_SECONDS if goes_on else 0)
+        hold_output_dir(args.output_dir, patience_seconds=_PATIENCE_SECONDS if is_resumed else 0)
     except OSError as error:
-        print(f"--output_dir {args.output_dir} cannot be written to: {error}. Choose another one.", file=sys.stderr)
+        print(
+            f"--output_dir {args.output_dir} cannot be written to: {error}. Choose another directory.", file=sys.stderr
+        )
         raise SystemExit(EXIT_NOT_SAVED) from error
 
 

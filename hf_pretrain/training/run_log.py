@@ -1,6 +1,8 @@
 """
-What a run prints, kept in `train.log` of its `output_dir`. Neither a reader that goes away (`| head`) nor a terminal that
-closes nor a full disk below a redirected output ends the run.
+The log file of a run: `train.log` in its `output_dir` keeps what the main process prints.
+
+Output that cannot be written does not end the run, whether the reader of a pipe exits (`| head`), the terminal closes,
+or the disk below a redirected output is full.
 """
 
 import errno
@@ -15,12 +17,15 @@ from typing import Any, TextIO
 
 LOG_NAME = "train.log"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# By their names in `sys`.
+# The replaced streams by their names in `sys`.
 _streams: dict[str, "_LoggedStream"] = {}
 
 
 class _LoggedStream:
-    """A text stream whose lines go into a log too, in the last state of each, as a progress bar left it."""
+    """
+    A text stream that copies its lines to a log. A progress bar redraws its line after a carriage return; the log gets
+    the last state.
+    """
 
     def __init__(self, stream: TextIO, log: TextIO | None):
         self.stream, self.log, self._line = stream, log, ""
@@ -43,7 +48,7 @@ class _LoggedStream:
             try:
                 self.log.write(f"{kept}\n")
             except OSError:
-                # A full disk. Saving tells of it.
+                # The disk is full. The next save reports it, with the space that it needs.
                 self.log = None
 
     def _survive(self, action: Any) -> None:
@@ -51,7 +56,8 @@ class _LoggedStream:
             action()
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO):
-                # Also for those who write to the descriptor, and for what is still in the buffer.
+                # Nobody reads the stream any more. Point its descriptor at /dev/null, because native code writes to
+                # the descriptor, and Python flushes its buffer at exit.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())
                 os.close(nowhere)
@@ -64,7 +70,12 @@ class _LoggedStream:
 
 
 def begin_log(path: Path | None) -> None:
-    """Adds what this process prints from here on to a file, if one is given."""
+    """
+    Copy what this process prints from now on to a file, and survive errors of its own streams.
+
+    Args:
+        path (`Path`, *optional*): file to append to. Ranks without one survive errors only.
+    """
     end_log()
     log = None
     if path is not None:
@@ -72,13 +83,14 @@ def begin_log(path: Path | None) -> None:
         log.write(f"--- {datetime.now().isoformat(sep=' ', timespec='seconds')} ---\n")
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # A daemon may have none.
+        # Daemons and Windows programs without a console have no streams.
         if stream is not None:
             _streams[name] = _LoggedStream(stream, log)
             _replace(name, stream, _streams[name])
 
 
 def end_log() -> None:
+    """Restore the streams that [`begin_log`] replaced."""
     for name, stream in _streams.items():
         stream.log = None
         _replace(name, stream, stream.stream)
@@ -86,7 +98,7 @@ def end_log() -> None:
 
 
 def _replace(name: str, old: Any, new: Any) -> None:
-    """Puts one stream in the place of another, also for loggers that hold it."""
+    """Replace a stream of `sys`, also in logging handlers, which keep a reference to it."""
     if getattr(sys, name) is old:
         setattr(sys, name, new)
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):

@@ -1,9 +1,9 @@
 """
-What a run was: `run.json` in its `output_dir`, for whoever finds the model later.
+The record of a run: `run.json` in its `output_dir` says how the model came about.
 
-The file holds a list, an entry for each time that the run was started or went on: command, arguments, versions, commit
-and data when it starts, figures and report when it ends. An entry without `ended` did not come to its end. Tokens are
-left out, and the file is never pushed.
+The file holds a list with one entry per launch, whether it started or resumed the run. An entry gets the command,
+arguments, versions, commit and data when the launch starts, and figures and report when it ends. A launch that was cut
+off has no `ended`. The file holds no access tokens and is never pushed.
 """
 
 import json
@@ -31,11 +31,12 @@ _PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "
 
 def begin_record(training_args: LMTrainingArguments, arguments: tuple[Any, ...], *, checkpoint: str | None) -> None:
     """
-    Adds the entry of a run that starts. The main process calls it.
+    Add the entry of a launch. Only the main process calls it.
 
     Args:
-        arguments (`tuple` of dataclasses): what else the run was told.
-        checkpoint (`str`, *optional*): what it goes on from.
+        training_args ([`LMTrainingArguments`]): the run's training arguments.
+        arguments (`tuple` of dataclasses): its other arguments.
+        checkpoint (`str`, *optional*): the checkpoint that it resumes from.
     """
     given = {key: value for part in arguments for key, value in vars(part).items()}
     entry = {
@@ -55,14 +56,14 @@ def begin_record(training_args: LMTrainingArguments, arguments: tuple[Any, ...],
 
 
 def add_to_record(training_args: LMTrainingArguments, **fields: Any) -> None:
-    """Adds fields to the entry of the run under way. The main process calls it."""
+    """Add fields to the entry of the current launch. Only the main process calls it."""
     path = Path(training_args.output_dir, RECORD_NAME)
     *earlier, entry = _read(path) or [{}]
     _write(path, [*earlier, entry | fields])
 
 
 def end_record(training_args: LMTrainingArguments, **fields: Any) -> None:
-    """The same, at the end of the run."""
+    """Add fields and the time of the end to the entry of the current launch. Only the main process calls it."""
     add_to_record(training_args, ended=_now(), **fields)
 
 
@@ -76,13 +77,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
         return entries
     aside = path.with_name(f"unreadable-{path.name}")
-    logger.warning(f"{path} cannot be read and is now called {aside.name}.")
+    logger.warning(f"{path} is not valid JSON. It is now called {aside.name}, and a new record begins.")
     path.replace(aside)
     return []
 
 
 def _write(path: Path, entries: list[dict[str, Any]]) -> None:
     text = json.dumps(entries, indent=1, ensure_ascii=False, default=str)
+    # The command line may hold a token.
     token = get_token()
     if token:
         text = text.replace(token, "<token>")
@@ -92,7 +94,7 @@ def _write(path: Path, entries: list[dict[str, Any]]) -> None:
         scratch.replace(path)
     except OSError as error:
         # The run matters more than its record.
-        logger.warning(f"{path} could not be written: {error}.")
+        logger.warning(f"{path} could not be written: {error}. The run continues without it.")
 
 
 def _now() -> str:
@@ -107,7 +109,7 @@ def _find(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package is run from, with a mark where files were changed since."""
+    """Return the commit of the checkout that holds this package, with `-dirty` after it if files were changed."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""What every training recipe does before and after its own part."""
+"""The steps that all training recipes share: begin a run, load conversations, train, evaluate, and report."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -31,16 +31,24 @@ from .run_trainer import RunTrainer
 
 def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
     """
-    The checkpoint that a run goes on from, if any, fetched from the Hub where that is asked for. Seeds everything,
-    says on what the run trains, and records it with all arguments, those of the `others` included (`run_record.py`).
+    Lock `output_dir`, choose the checkpoint to resume from, seed all random numbers, print the devices, and record the
+    run with all its arguments (`run_record.py`).
+
+    Args:
+        training_args ([`LMTrainingArguments`]): the run's training arguments.
+        others (dataclasses): its other arguments, for the record.
+        streaming (`bool`): whether the training data are streamed.
+
+    Returns:
+        `str`: the checkpoint directory to resume from, downloaded first with `--resume_from_hub`; `None` for new runs.
 
     Raises:
-        `ValueError`: for a run on a stream without an end, if another run writes into `output_dir`, and as
-            [`~hub.repository.pull_checkpoint`] and [`~training.resuming.checkpoint_to_resume`] do.
+        `ValueError`: for a stream without `--max_steps`, if another run writes into `output_dir`, and in the cases of
+            [`~training.resume_from_hub.pull_checkpoint`] and [`~training.resuming.checkpoint_to_resume`].
     """
     if streaming and training_args.max_steps < 1:
         raise ValueError(
-            "--streaming needs --max_steps: nobody knows how many rows a stream holds. Add --max_steps N, or leave "
+            "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )
     watch_launcher(training_args.launcher)
@@ -64,13 +72,15 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
 @dataclass
 class ConversationRows:
     """
-    Conversations that are ready to train on.
+    Conversations as packed sequences.
 
     Args:
-        train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): rows of [`~data.packing.prepare_rows`].
-        eval ([`~datasets.Dataset`], *optional*): held-out rows, if there are any.
-        conversations ([`~datasets.Dataset`], *optional*): what these rows were made of, unless that is text.
-        report (`list[str]`): what was counted, for people.
+        train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): training rows of
+            [`~data.packing.prepare_rows`].
+        eval ([`~datasets.Dataset`], *optional*): validation rows; `None` without a validation set.
+        conversations ([`~datasets.Dataset`], *optional*): the conversations of the validation rows; `None` for text.
+        report (`list[str]`): lines with the numbers of documents, tokens and rows, for the terminal and the model
+            card.
     """
 
     train: Dataset | IterableDataset
@@ -83,12 +93,13 @@ def load_conversations(
     data_args: ChatArguments, training_args: LMTrainingArguments, tokenizer: PreTrainedTokenizerFast
 ) -> ConversationRows:
     """
-    Conversations (or text) as rows with weights. The main process does the work, the others read its cache. Marks the chat
-    template of the tokenizer if need be, and turns evaluation off where nothing is held out.
+    Return conversations (or text) as packed sequences with loss weights. The main process prepares them, and the other
+    ranks read its cache. Add the marks of assistant tokens to the tokenizer's chat template if they are missing. Turn
+    evaluation off if there is no validation set.
 
     Raises:
-        `ValueError`: as [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
-            [`~tokenizer.chat_template.mark_template`] do.
+        `ValueError`: in the cases of [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
+            [`~tokenizer.chat_template.mark_template`].
     """
     if data_args.encoder is not None:
         mark_template(tokenizer, data_args.chat_template)
@@ -107,8 +118,14 @@ def load_conversations(
 
 def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[str, float]:
     """
-    Trains, saves, evaluates where there are held-out rows and the last step was not evaluated, and writes the log.
-    Returns the held-out metrics.
+    Train, save the model and the log, and evaluate if the last step was not evaluated. All ranks call it.
+
+    Args:
+        trainer ([`RunTrainer`]): the trainer of any stage.
+        checkpoint (`str`, *optional*): the checkpoint directory to resume from.
+
+    Returns:
+        `dict[str, float]`: the validation metrics of the saved model; empty without a validation set.
     """
     for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
         if trainer.pop_callback(theirs) is not None:
@@ -118,8 +135,9 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
     if trainer.args.spaces_evaluations:
         trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
     if trainer.args.process_index == 0:
-        facts, held_out = trainer.run_facts, trainer.eval_dataset
-        data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(held_out)}
+        facts = trainer.run_facts
+        # The key `held_out` stays: records of earlier launches in the same file have it.
+        data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(trainer.eval_dataset)}
         add_to_record(trainer.args, data={"names": facts.datasets, "counts": facts.data, **data})
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
@@ -131,7 +149,7 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
 
 
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
-    """What was measured of the model as it is at the end; nothing if it was measured at other steps alone."""
+    """Return the validation metrics of the model as it is now; an empty `dict` if its step was not evaluated."""
     state = trainer.state
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
         return {}
@@ -141,7 +159,14 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
 
 
 def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
-    """Plots the loss curve, pushes where that is asked for, and prints the report."""
+    """
+    Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks call it.
+
+    Args:
+        trainer ([`RunTrainer`]): the trainer after [`train_and_evaluate`].
+        metrics (`dict[str, float]`): the result of [`train_and_evaluate`].
+        samples (`list[tuple[str, str]]`, *optional*): prompts and generated texts.
+    """
     training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
     evaluations = find_evaluations(history)
     is_main = training_args.process_index == 0
@@ -167,7 +192,7 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
 
 
 def train_on_conversations(trainer: RunTrainer, rows: ConversationRows, *, checkpoint: str | None) -> None:
-    """A run from its first step to its report, with answers to questions that were held out."""
+    """Train, evaluate, answer questions of the validation set, and report."""
     metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
     samples = None
     if rows.conversations is not None:

@@ -1,12 +1,18 @@
 """
 `MaskedLossTrainer`: a `Trainer` whose loss means the same at any batch size, accumulation and world size.
 
-A step's loss is `sum of w * CE / sum of w + router_aux_loss_coef * sum of aux_d / number of documents`, the sums over
-all micro-batches of all ranks (`loss.py`). Each micro-batch is divided by the totals of the whole step, and multiplied
-by the number of data-parallel ranks, over which DDP, FSDP and DeepSpeed average the gradients.
+The loss of a step is
 
-An epoch ends with rows of weight zero where the rows do not fill the last global batch, never with repeated ones.
-Evaluation is one ratio of sums over the whole set.
+    sum(w * CE) / sum(w)  +  router_aux_loss_coef * sum(aux_d) / number of documents
+
+where `w` is the weight of predicting a token, `CE` its cross-entropy in nats and `aux_d` the router loss of a
+document. All sums run over all micro-batches of all ranks (`model/loss.py`). DDP, FSDP and DeepSpeed average gradients
+over the data-parallel ranks. The trainer therefore divides each micro-batch's sums by the totals of the whole step,
+and multiplies its loss by the number of data-parallel ranks. The gradient is then the gradient of one process with one
+big batch.
+
+If the rows do not fill the last global batch of an epoch, padding rows of weight zero fill it, never repeated rows.
+The validation loss is one ratio of sums over the whole set.
 """
 
 import math
@@ -39,12 +45,24 @@ logger = logging.get_logger(__name__)
 
 class MaskedLossTrainer(RunTrainer):
     """
-    A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above, for `labels` with
-    -100 and for a float `loss_mask` beside them. Without a `data_collator`, rows are those of
-    [`~data.collators.DataCollatorForPackedRows`]: `input_ids` of any lengths are enough. It logs `ce_loss`, `aux_loss`, `tokens_per_second`,
-    `model_flops_per_second`, `mfu` (that over the peak of all devices) and `peak_memory_gib` besides, and evaluates
-    `eval_loss`, `eval_perplexity` and, given a byte-level tokenizer as `processing_class`, `eval_bits_per_byte`. Everything
-    else is Trainer's.
+    A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above.
+
+    It logs `ce_loss`, `aux_loss`, `tokens_per_second`, `model_flops_per_second`, `mfu` (the share of the peak of all
+    devices) and `peak_memory_gib`. It evaluates `eval_loss` in nats per token, `eval_perplexity` and, if the tokenizer
+    is a byte-level one, `eval_bits_per_byte`.
+
+    Args:
+        data_collator (`Callable`, *optional*): [`~data.collators.DataCollatorForPackedRows`] by default, which takes
+            rows with `input_ids` of any lengths.
+        train_dataset, eval_dataset: rows whose batches hold `input_ids` and `labels` of shape
+            `(batch_size, seq_len)`, -100 for tokens that are not predicted, and optionally a float `loss_mask` of
+            the same shape with the weights.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): the tokenizer. It is saved with the
+            model.
+        model, args, kwargs: as for [`~transformers.Trainer`].
+
+    Raises:
+        `ValueError`: for arguments that the masked loss does not support.
     """
 
     def __init__(
@@ -66,41 +84,45 @@ class MaskedLossTrainer(RunTrainer):
         self._tracker = PositionTracker()
         self.add_callback(self._tracker)
         self._is_evaluating = self._wants_loss_alone = False
-        # Of each batch that was evaluated: the sum of w * CE, of w, and of the bytes.
+        # One tensor (3,) per evaluated batch: the sum of w * CE, the sum of w, and the number of bytes.
         self._eval_sums: list[torch.Tensor] = []
         self._meter: Meter | None = None
-        # The rows of each micro-batch of the current step, and whether its loss is finite.
+        # Per micro-batch of the current step: row numbers and input_ids, and whether the loss is finite.
         self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._step_is_finite: list[torch.Tensor] = []
 
     def _check_arguments(self):
-        """Refuses what would train something else than it says."""
+        """Raise `ValueError` for arguments that would silently change what the loss means."""
         if self.args.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
-                "--train_sampling_strategy batch_rebalance makes batches of uneven size, which cannot be filled up with "
-                "rows of weight zero. Use random, sequential or group_by_length; packed rows are even anyway."
+                "--train_sampling_strategy batch_rebalance makes batches of different sizes, which padding rows "
+                "cannot fill. Use random, sequential or group_by_length; packed sequences have equal lengths anyway."
             )
         if self.args.label_smoothing_factor:
-            # NOTE: Trainer shifts the labels for it only in models of its own list, and trains others to copy.
-            raise ValueError("--label_smoothing_factor is not supported by the masked loss; leave it at 0.")
+            # NOTE: Trainer's label smoother shifts the labels only for classes in transformers' own list of causal
+            # language models. It would train MiniMind to copy its input.
+            raise ValueError(
+                f"--label_smoothing_factor {self.args.label_smoothing_factor:g} is not supported by the masked loss. "
+                "Leave it at 0."
+            )
         if self.get_cp_size() * self.get_sp_size() > 1:
             raise ValueError(
-                "Context and sequence parallelism cut rows apart, and the masked loss shifts labels inside a row: not "
-                "supported. Use data parallelism, ZeRO or --fsdp_size."
+                "Context and sequence parallelism are not supported: they cut rows apart, and the masked loss shifts "
+                "labels within a row. Use data parallelism, ZeRO or --fsdp_size."
             )
 
     def create_accelerator_and_postprocess(self):
         if self.args.accelerator_config.dispatch_batches:
             raise ValueError(
-                "dispatch_batches would cut the batches of one process into pieces, and their lists of documents with "
-                "them. Leave it out of --accelerator_config: each process reads the data itself."
+                "dispatch_batches would cut the batches of the main process into pieces, and their lists of documents "
+                "with them. Leave it out of --accelerator_config: each process reads the data itself."
             )
         self.args.accelerator_config.dispatch_batches = False
         super().create_accelerator_and_postprocess()
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different rows."""
+        """Number of ranks that see different rows. Tensor-parallel ranks share theirs."""
         return self.accelerator.num_processes // self.get_tp_size()
 
     # Rows
@@ -113,7 +135,8 @@ class MaskedLossTrainer(RunTrainer):
         if not (is_training and self.args.dataloader_drop_last):
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             multiple = batch_size * num_ranks * accumulation
-            # One process evaluates a stream as it is: nothing would take the padding rows from its predictions.
+            # With several ranks accelerate needs full batches of a stream. One process does not, and nothing would
+            # remove the padding rows from its predictions.
             pads_streams = is_training or num_ranks > 1
             dataset, sampler_fn = pad_rows(
                 dataset, sampler_fn, multiple, seed=seed, is_training=is_training, pads_streams=pads_streams
@@ -123,6 +146,7 @@ class MaskedLossTrainer(RunTrainer):
         return RowSource(dataset, batch_size, sampler_fn, collator)
 
     def _set_signature_columns_if_needed(self):
+        # Trainer drops the columns that `forward` does not name. The collator consumes these.
         super()._set_signature_columns_if_needed()
         self._signature_columns = list(
             {*self._signature_columns, "seq_lengths", PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN}
@@ -135,7 +159,10 @@ class MaskedLossTrainer(RunTrainer):
         return DataPosition(self._tracker.epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
 
     def _read_data_position(self, checkpoint: str, epoch: int, num_batches: int) -> tuple[int, int]:
-        """Return the pass, and how many of its micro-batches each rank has had; the given ones for old checkpoints."""
+        """
+        Return the pass over the data, and the number of its micro-batches that each rank has taken, from a checkpoint.
+        Checkpoints without a position keep `epoch` and `num_batches`, which Trainer derived from the steps.
+        """
         position = DataPosition.load(checkpoint)
         self.args.eval_on_start = position is not None and position.evaluation_is_due
         if position is not None:
@@ -173,32 +200,35 @@ class MaskedLossTrainer(RunTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """
-        Sums over the micro-batches of a step, and over all ranks, of the weights (returned), the documents and the
-        tokens. In evaluation, over this rank's batch alone.
+        Return the sum of the weights over all micro-batches of a step and all ranks, and keep the number of documents
+        and tokens. In evaluation, return the sum over this rank's batch only.
         """
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
         columns = zip(*map(self._count, batch_samples), strict=True)
         weights, counts = (torch.stack(column).sum(0).to(device) for column in columns)
         if self._is_evaluating:
+            # Evaluation sums over batches and ranks at its end, in `_add_up`.
             self._eval_weight = weights
             return weights
         if self.accelerator.num_processes > 1:
             weights, counts = self.accelerator.reduce((weights, counts), "sum")
+            # Tensor-parallel ranks see the same rows, so that the sum counts each row that many times.
             weights, counts = weights / self.get_tp_size(), counts // self.get_tp_size()
         num_documents, num_tokens = counts.unbind()
         self._meter.count_step(num_tokens)
-        # A step without any weight has a sum of zero, and something must divide it.
+        # A step of padding rows has weight zero. Dividing its zero loss by 1 instead of 0 gives zero, not NaN.
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
 
     @staticmethod
     def _count(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        The sum of the weights of one batch in float32, and its documents and tokens, `torch.LongTensor` of shape `(2,)`.
+        Return the sum of the weights of one batch, a float32 scalar, and its number of documents and tokens, a
+        `torch.LongTensor` of shape `(2,)`.
 
-        NOTE: not in float64, which MPS and some GPUs lack. Sums of a step's weights of 0 and 1 are exact up to 2**24
-        tokens, and divide a loss in float32. Tokens are added up over a whole run, so they are integers.
+        NOTE: MPS and some GPUs have no float64. In float32, sums of weights 0 and 1 are exact up to 2**24 tokens per
+        step. Tokens are summed over a whole run and are therefore integers.
         """
         labels, loss_mask = batch["labels"], batch.get("loss_mask")
         documents = find_documents(
@@ -213,7 +243,8 @@ class MaskedLossTrainer(RunTrainer):
         return prediction_weights(labels, loss_mask).sum(), counts
 
     def _prepare_input(self, data):
-        # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. These are the loss's and keep theirs.
+        # NOTE: under DeepSpeed, Trainer casts float inputs to the model's dtype. Weights and log-probabilities of the
+        # loss must stay float32.
         prepared = super()._prepare_input(data)
         if isinstance(data, Mapping):
             for name in ("loss_mask", "teacher_log_probs"):
@@ -240,14 +271,15 @@ class MaskedLossTrainer(RunTrainer):
         self._check_outputs(outputs)
         loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
         self._meter.add_losses(parts)
-        # Gradients are averaged over the ranks, so that each brings in its share this many times.
+        # DDP, FSDP and DeepSpeed average the gradients over the ranks. The loss is a share of a sum, so undo the mean.
         loss = self._mark_if_not_finite(loss * self.data_parallel_size)
         return (loss, outputs) if return_outputs else loss
 
     def _mark_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
         """
-        Sees to it that a loss that is not finite shows in the gradients, and so on every rank, before the update.
-        Under DeepSpeed, whose backward pass updates, the ranks have to ask each other before.
+        Turn a non-finite loss into NaN gradients, so that every rank sees it before the update.
+
+        DeepSpeed updates the weights within the backward pass. Under it, the ranks compare their losses before.
         """
         is_finite = loss.detach().isfinite()
         self._step_is_finite.append(is_finite)
@@ -255,6 +287,7 @@ class MaskedLossTrainer(RunTrainer):
             if self.accelerator.sync_gradients and self.ranks.largest(int(not self._is_loss_finite())):
                 self._meet_nonfinite("The loss is not finite")
             return loss
+        # An infinite loss may have finite or zero gradients. Times NaN, all of them become NaN.
         return loss * torch.where(is_finite, 1.0, torch.nan)
 
     def _is_loss_finite(self) -> bool:
@@ -262,7 +295,7 @@ class MaskedLossTrainer(RunTrainer):
 
     @property
     def _skips_logits(self) -> bool:
-        """Whether nobody reads the logits, which are then never in memory all at once."""
+        """Whether nobody reads the logits. The model then computes the loss in chunks and never holds all logits."""
         return not self._is_evaluating or self._wants_loss_alone
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -272,7 +305,10 @@ class MaskedLossTrainer(RunTrainer):
     def _combine_losses(
         self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """This micro-batch's share of the loss that is trained, and those of its parts that are logged."""
+        """
+        Return this micro-batch's share of the training loss, and the parts of it to log, all scalars. Subclasses such
+        as distillation add their own losses here.
+        """
         parts = {"ce_loss": outputs.ce_loss}
         if outputs.aux_loss is not None:
             parts["aux_loss"] = outputs.aux_loss
@@ -282,8 +318,8 @@ class MaskedLossTrainer(RunTrainer):
     def _check_outputs(outputs: Any):
         if "ce_loss" not in outputs:
             raise ValueError(
-                f"{type(outputs).__name__} has no `ce_loss`: MaskedLossTrainer trains MiniMindForCausalLM (adapters "
-                "around it too). Use transformers' Trainer for other models, or pass compute_loss_func."
+                f"{type(outputs).__name__} has no `ce_loss`: MaskedLossTrainer trains MiniMindForCausalLM, with or "
+                "without adapters. Use transformers' Trainer for other models, or pass compute_loss_func."
             )
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
@@ -302,11 +338,11 @@ class MaskedLossTrainer(RunTrainer):
         )
         if checkpoint is not None:
             epoch, num_batches = self._read_data_position(checkpoint, *progress)
-            # At the end of a pass, Trainer restores random numbers for the next one alone.
+            # At the end of a pass, Trainer restores random numbers only if it begins with the next pass.
             steps_left = num_update_steps_per_epoch - num_batches // self.args.gradient_accumulation_steps
             progress = (epoch, num_batches) if steps_left > 0 else (epoch + 1, 0)
             if self.state.global_step >= max_steps:
-                # NOTE: Trainer would train one step more.
+                # NOTE: with a finished run, Trainer would train one more step. A pass after the last ends it at once.
                 progress = (num_train_epochs, 0)
         self._tracker.start(*progress)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
@@ -319,11 +355,11 @@ class MaskedLossTrainer(RunTrainer):
         return progress
 
     def _extra_flops_per_token(self) -> float:
-        """Of other models than the one that is trained."""
+        """Return the FLOPs per token of models beside the trained one, such as a teacher."""
         return 0.0
 
     def _track_num_input_tokens(self, inputs):
-        """Tokens are counted with the weights, once a step; reading them back waits for the next log or save."""
+        """Do nothing: the meter counts tokens once per step on the device, and logs and checkpoints read them back."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
         if self._meter is not None:
@@ -333,7 +369,7 @@ class MaskedLossTrainer(RunTrainer):
             if self.accelerator.num_processes > 1:
                 losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
             logs |= self._meter.measure(losses, self.state.num_input_tokens_seen, self.args.device)
-        # Without a start time: Trainer's own throughput counts evaluation and saving as training.
+        # Without `start_time`, Trainer logs no throughput of its own, which would count evaluation and saving.
         super().log(logs)
 
     def _clock_stopped(self) -> AbstractContextManager:
@@ -347,7 +383,7 @@ class MaskedLossTrainer(RunTrainer):
             super()._save_checkpoint(*args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
-        # Random numbers of training do not depend on whether there was an evaluation.
+        # Restore the random state afterwards: training must not depend on how often it is evaluated.
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with self._clock_stopped(), torch.random.fork_rng(devices):
             return super().evaluate(*args, **kwargs)
@@ -355,7 +391,7 @@ class MaskedLossTrainer(RunTrainer):
     # Saving
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None):
-        """Saves float32 weights, also where DeepSpeed trains in bf16 and keeps the float32 ones in its optimizer."""
+        """Save float32 weights. Where DeepSpeed trains in bf16, take them from its optimizer."""
         half_precision_model = self.model
         base_model = base_model_of(self.model)
         is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
@@ -376,6 +412,7 @@ class MaskedLossTrainer(RunTrainer):
     # Evaluation
 
     def _add_to_evaluation(self, outputs: Any, inputs: dict[str, torch.Tensor]):
+        """Keep the sums of one evaluated batch: weighted loss, weights, and bytes of the predicted tokens."""
         labels = inputs["labels"]
         num_bytes = torch.zeros((), device=labels.device)
         if self._token_bytes is not None:
@@ -384,15 +421,21 @@ class MaskedLossTrainer(RunTrainer):
         self._eval_sums.append(torch.stack([outputs.ce_loss.detach(), self._eval_weight, num_bytes]))
 
     def _add_up(self, sums: list[torch.Tensor]) -> list[float]:
-        """The sums of batches over all of them and all ranks, on the host and without rounding."""
+        """Return the sums over all batches of all ranks. `math.fsum` adds them on the host without rounding."""
         return [math.fsum(column) for column in zip(*self.accelerator.gather(torch.stack(sums)).tolist(), strict=True)]
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """
-        Trainer's loop; the loss is replaced by `sum of w * CE / sum of w` over the whole set, without router loss.
+        Evaluate with Trainer's loop, and replace its loss by `sum(w * CE) / sum(w)` over the whole set, without router
+        loss.
+
+        Returns:
+            [`~transformers.trainer_utils.EvalLoopOutput`]: with the metrics `eval_loss` in nats per token,
+            `eval_perplexity` and, for byte-level tokenizers, `eval_bits_per_byte`.
 
         Raises:
-            `FloatingPointError`: if that is not finite; `ValueError`: if the set has nothing to predict.
+            `FloatingPointError`: if the loss is not finite.
+            `ValueError`: if no token of the set is to be predicted.
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
@@ -404,18 +447,23 @@ class MaskedLossTrainer(RunTrainer):
             )
         finally:
             self._is_evaluating = False
-        if not self._eval_sums:  # No labels, or a loss of the caller's own.
+        if not self._eval_sums:
+            # The batches have no labels, or the caller passed its own `compute_loss_func`.
             return output
         ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
         if weight == 0:
-            raise ValueError(f"{description}: no token of the set is to be predicted (all labels are -100).")
+            raise ValueError(
+                f"{description}: no token of the set is to be predicted, because all labels are -100. Check the "
+                "validation data."
+            )
         loss = ce_sum / weight
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"{description}: {metric_key_prefix}_loss is {loss} at step {self.state.global_step}. The weights or "
-                "the numerics are broken; go back to an earlier checkpoint, and lower --learning_rate."
+                f"{description}: {metric_key_prefix}_loss is {loss} at step {self.state.global_step}. The weights are "
+                "broken. Resume from an earlier checkpoint with a lower --learning_rate."
             )
         output.metrics[f"{metric_key_prefix}_loss"] = loss
+        # exp overflows float64 above 709.
         output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(min(loss, 700.0))
         if num_bytes:
             output.metrics[f"{metric_key_prefix}_bits_per_byte"] = ce_sum / math.log(2) / num_bytes
