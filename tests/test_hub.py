@@ -281,7 +281,7 @@ def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment
             process.send_signal(signal.SIGTERM)
         output = process.stdout.read()
     assert process.returncode == 128 + signal.SIGHUP, output[-3000:]
-    assert "Stopped by SIGHUP" in output and "was given up" in output
+    assert "Stopped by SIGHUP" in output and "was cancelled" in output
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 

@@ -1,8 +1,8 @@
 """
 Checkpoints of models that transformers shards while it loads them (`--fsdp_size`, FSDP2).
 
-Trainer saves their weights and refuses the rest. These functions gather the optimizer state by parameter name, whole on one
-rank, so that any number of processes can resume from it. All ranks call them.
+Trainer saves their weights and refuses to save the optimizer. These functions gather the optimizer state by parameter
+name, whole on one rank, so that any number of processes can resume from it. All ranks must call them.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ def save_optimizer(
     *,
     is_writer: bool,
 ) -> None:
-    """Gather the state of `optimizer`, and write it and the scheduler's on the rank that `is_writer`."""
+    """Gather the state of `optimizer`, and write it and the scheduler's state on the rank with `is_writer`."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     if is_writer:
@@ -59,13 +59,16 @@ def load_weights(directory: str | Path, model: nn.Module) -> None:
         `ValueError`: if tensors are missing or unexpected. A tied head is not in the files.
     """
     weights: dict[str, Any] = {}
+    # Every rank reads the whole checkpoint; set_model_state_dict keeps this rank's shards.
     for path in sorted(Path(directory).glob("*.safetensors")):
         weights |= load_file(path)
     options = StateDictOptions(full_state_dict=True, strict=False)
     result = set_model_state_dict(model, weights, options=options)
     missing = set(result.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or {})
     if missing or result.unexpected_keys:
-        raise ValueError(f"{directory} lacks {sorted(missing)}, and has too many: {result.unexpected_keys}.")
+        raise ValueError(
+            f"{directory} does not fit the model: missing {sorted(missing)}, unexpected {result.unexpected_keys}."
+        )
 
 
 __all__ = ["load_optimizer", "load_weights", "save_optimizer"]

@@ -1,8 +1,8 @@
 """
-Write checkpoints and models so that they are whole or not there.
+Write checkpoints and models completely or not at all.
 
-Everything is written into `.saving/` inside the output directory, flushed to the disk and only then renamed. A checkpoint
-has a manifest (`manifest.py`), and is read back and compared after the rename.
+All files are written into `.saving/` inside the output directory, flushed to the disk and only then renamed. A
+checkpoint has a manifest (`manifest.py`), and is read back and compared after the rename.
 """
 
 import errno
@@ -66,16 +66,18 @@ class CheckpointWriter:
                 os.rename(target, source.with_name("replaced"))
             os.rename(source, target)
             flush(target.parent)
+            # Some file systems report a successful write of data that they then lose.
             damage = find_damage(target)
             if damage:
                 aside = set_aside(target)
-                raise OSError(errno.EIO, f"what was written to {aside} reads back otherwise: {summarize(damage)}")
+                raise OSError(errno.EIO, f"the files written to {aside} read back differently: {summarize(damage)}")
             shutil.rmtree(source.parent)
 
     def publish_model(self, source: Path, target: Path) -> None:
         """
-        Move the files of a model from `source` into the directory `target`, `config.json` last: a directory without it is
-        not taken for a model.
+        Move the files of a model from `source` into the directory `target`.
+
+        `config.json` comes last, because a directory without it does not count as a model.
         """
         with self.reporting_full_disks(target / CONFIG_NAME):
             for path in (*source.rglob("*"), source):
@@ -88,6 +90,7 @@ class CheckpointWriter:
                         path.unlink()
             for name in sorted(written, key=lambda name: (name == CONFIG_NAME, name)):
                 if (target / name).is_dir():
+                    # os.replace cannot replace a directory by a file.
                     shutil.rmtree(target / name)
                 os.replace(source / name, target / name)
             flush(target)
@@ -120,11 +123,12 @@ class CheckpointWriter:
             self._end_unsaved(target, error, free)
 
     def _end_unsaved(self, target: Path, error: Exception, free: int) -> NoReturn:
+        """Print what was not saved and what to do, and end the process."""
         kept = sort_checkpoints(str(target.parent)) if target.parent.is_dir() else []
         advice = (
-            f"{kept[-1]} is whole: make room and go on with `--resume_from_checkpoint auto`."
+            f"{kept[-1]} is intact: make room and resume with `--resume_from_checkpoint auto`."
             if kept
-            else "Nothing was lost that had been saved. Make room, or choose another --output_dir."
+            else "All earlier files are intact. Make room, or choose another --output_dir."
         )
         print(
             f"{target} could not be saved: {error}. A checkpoint takes about {_mib(self.checkpoint_bytes())}, "

@@ -5,11 +5,12 @@ Push what a run saves, without delaying the run and without losing anything when
 |---|---|
 | `end` | the model at the end |
 | `every_save` (default) | the model at each checkpoint, and at the end |
-| `checkpoint` | the same, and the newest whole checkpoint as `last-checkpoint/` |
-| `all_checkpoints` | the same, and every whole checkpoint as `checkpoint-N/` |
+| `checkpoint` | the same, and the newest complete checkpoint as `last-checkpoint/` |
+| `all_checkpoints` | the same, and every complete checkpoint as `checkpoint-N/` |
 
-Each push is one commit. It uploads hard links, so rotation cannot remove the files meanwhile. While a push is under way, the
-next checkpoints wait, and the newest of them is pushed afterwards (`all_checkpoints` pushes all of them).
+Each push is one commit. It uploads hard links, so checkpoint rotation cannot remove the files meanwhile. While a push
+is in progress, the next checkpoints wait, and the newest of them is pushed afterwards (`all_checkpoints` pushes all of
+them).
 """
 
 import shutil
@@ -45,7 +46,7 @@ class HubPusher:
         strategy (`str`): a value of [`~transformers.trainer_utils.HubStrategy`].
         token (`str`, *optional*): the token to push with; by default the one of the login.
         revision (`str`, *optional*): the branch to push to.
-        pushes_always (`bool`): push a checkpoint although the push before it is still under way.
+        pushes_always (`bool`): push a checkpoint although the previous push is still in progress.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class HubPusher:
         self.repo_id: str | None = None
         self.use_token(token)
         self._pushes: list[Future] = []
-        # The newest checkpoint that was saved while a push was under way.
+        # The newest checkpoint that was saved while a push was in progress.
         self._waiting: Path | None = None
         self._errors: list[str] = []
         self._final_error: str | None = None
@@ -82,9 +83,10 @@ class HubPusher:
         """
         try:
             self.repo_id = self._hub.create_repo(name, private=private, token=token, exist_ok=True).repo_id
-        except Exception as error:  # Clients of HTTP have many exceptions.
+        # HTTP clients raise many types of errors; any of them means that there is no repository to push to.
+        except Exception as error:
             raise ValueError(
-                f"--push_to_hub: the Hub at {self._hub.endpoint} does not give the repository {name}: "
+                f"--push_to_hub: the repository {name} cannot be created or opened at {self._hub.endpoint}: "
                 f"{describe_error(error)}. Nothing was trained yet. Log in with `hf auth login` or set HF_TOKEN (with "
                 "write permission), or leave --push_to_hub out."
             ) from error
@@ -106,7 +108,7 @@ class HubPusher:
             return False
         must_push = self.pushes_always or self.strategy == HubStrategy.ALL_CHECKPOINTS
         if not must_push and any(not push.done() for push in self._pushes):
-            logger.warning(f"{checkpoint} waits: the push before it is still under way.")
+            logger.warning(f"{checkpoint} waits: the previous push is still in progress.")
             self._waiting = checkpoint
             return False
         self._waiting = None
@@ -125,7 +127,9 @@ class HubPusher:
         self._pushes.append(self._hub.run_as_future(self._upload, staging, message, whole))
 
     def _stage(self, checkpoint: Path) -> tuple[Path, str | None]:
-        """Return a directory of links that is laid out like the repository, and the name of the whole checkpoint in it."""
+        """
+        Return a directory of links with the layout of the repository, and the name of the complete checkpoint in it.
+        """
         staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=self.output_dir))
         for name in published_files(checkpoint):
             link_or_copy(checkpoint / name, staging / name)
@@ -152,7 +156,7 @@ class HubPusher:
             shutil.rmtree(staging, ignore_errors=True)
 
     def finish(self, *, write_card: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the pushes under way and for the checkpoint that waits, until `gives_up` returns `True`."""
+        """Wait for the pushes in progress and for the checkpoint that waits, until `gives_up` returns `True`."""
         if self._waiting is not None and not gives_up():
             self.push_checkpoint(self._waiting, write_card=write_card)
             self._waiting = None
@@ -161,7 +165,7 @@ class HubPusher:
                 wait([push], timeout=0.2)
             if not push.done():
                 push.cancel()
-                logger.warning(f"A push to {self.repo_id} was given up. The checkpoints are in {self.output_dir}.")
+                logger.warning(f"A push to {self.repo_id} was cancelled. The checkpoints are in {self.output_dir}.")
                 continue
             error = push.exception()
             if error is not None:

@@ -1,6 +1,6 @@
 """
-The common ground of all layers: parsing with one-line errors, devices, the lock of an
-output directory, waiting for other ranks, complete writes, names of models and datasets, and the table of metrics.
+The common ground of all layers: parsing with one-line errors, devices, signals, collectives between ranks, the lock of
+an output directory, complete writes, names of models and datasets, and the table of metrics.
 
 Nothing here knows about models. The package re-exports nothing, because each layer needs another part.
 """

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 
+# Ranks that fail together do so within this time.
 _ROLL_CALL_SECONDS = 5.0
 
 
@@ -31,7 +32,7 @@ class Ranks:
 
     @cached_property
     def _cpu_group(self) -> dist.ProcessGroup | None:
-        """A gloo group; `None` where the default group is one."""
+        """A gloo group; `None` if the default group is one. NCCL collectives would wait for the GPU's queue."""
         if dist.get_backend() == "gloo":
             return None
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
@@ -54,7 +55,9 @@ class Ranks:
 
     @contextmanager
     def naming_missing(self) -> Iterator[None]:
-        """Turn an error of communication within the block into a `RuntimeError` that names the ranks that are missing."""
+        """
+        Turn a communication error within the block into a `RuntimeError` that names the ranks that do not answer.
+        """
         try:
             yield
         except (RuntimeError, ConnectionError) as error:
@@ -69,7 +72,7 @@ class Ranks:
             ) from error
 
     def _find_missing(self) -> list[int]:
-        """Return the ranks that do not report within `_ROLL_CALL_SECONDS` that they stopped, too."""
+        """Return the ranks that do not report within `_ROLL_CALL_SECONDS` that they have stopped, too."""
         store = dist.distributed_c10d._get_default_store()
         try:
             store.set(f"stopped/{self.rank}", "")
@@ -79,7 +82,7 @@ class Ranks:
                 time.sleep(0.1)
             return [rank for rank, name in enumerate(names) if not store.check([name])]
         except (RuntimeError, ConnectionError):
-            # Without a launcher that keeps the store, rank 0 keeps it, and has gone with it.
+            # Without a launcher, rank 0 keeps the store, and it has ended.
             return [0]
 
 

@@ -22,8 +22,8 @@ class SignalListener:
     Attributes:
         number (`int`): the first signal that arrived, or 0.
         is_impatient (`bool`): a second signal arrived more than two seconds later. Waiting for a push should end.
-        is_ending (`bool`): set by the caller when the process is about to exit. Signals are then ignored for good, since
-            the launchers of other ranks still send some.
+        is_ending (`bool`): set by the caller when the process is about to exit. From then on signals are ignored,
+            because the launchers of other ranks still send some.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,11 @@ class SignalListener:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # `nohup` ignores SIGHUP, and so does a run that it started.
+        # `nohup` starts a run with SIGHUP ignored, and the run must keep it so.
         handled = [
             number for number in SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
         ]
+        # The handlers of before return with the block: a notebook or a server has its own.
         previous = {number: signal.signal(number, self._note) for number in handled}
         try:
             yield
@@ -63,8 +64,8 @@ def survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: int
     """
     Initialize a worker of a data loader, and let it ignore the first SIGTERM.
 
-    NOTE: a signal to the whole process group would end the workers, and torch raises an error in the main process when it
-    misses one. The second SIGTERM ends a worker, because torch itself ends workers with SIGTERM.
+    NOTE: a signal to the whole process group would end the workers, and torch raises an error in the main process when
+    it misses one. The second SIGTERM ends a worker, because torch itself ends workers with SIGTERM.
     """
     if initialize is not None:
         initialize(worker_id)

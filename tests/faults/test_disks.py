@@ -69,7 +69,7 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     survived = status and bool(kept) and not any(find_damage(path) for path in kept)
     record(f"disk: fills up, {launcher}", survived)
     assert survived, (process.returncode, kept, output[-3000:])
-    assert "could not be saved" in output and "is whole: make room and go on" in output
+    assert "could not be saved" in output and "is intact: make room and resume" in output
     # What another rank was still writing may stay, until the next start removes it.
     assert launcher != "python" or not (disk / "run/.saving").exists()
 
