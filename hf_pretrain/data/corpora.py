@@ -116,7 +116,8 @@ def _idioms(path: Path) -> Iterator[dict[str, str]]:
     """Yield the entries of the dictionary without their empty fields."""
     with path.open(encoding="utf-8", newline="") as file:
         for entry in csv.DictReader(file):
-            yield {column: text for column, text in entry.items() if text != "无"}  # "none"
+            # The dictionary writes 无 ("none") into empty fields.
+            yield {column: text for column, text in entry.items() if text != "无"}
 
 
 def _read_chatterbot(path: Path) -> Iterator[EmbeddedDocument]:
@@ -162,7 +163,7 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
             continue
         conversations = _unique(_conversations(name), tuple)
         if schema == "preference":
-            # Random replies come from all corpora, so that a part does not answer itself in its own style alone.
+            # The random replies come from all corpora, whichever part was named.
             everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
             yield from _prefer(conversations, everything)
         else:

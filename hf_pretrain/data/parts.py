@@ -47,6 +47,7 @@ def describe_code(package: Path) -> str:
     return digest([file.read_bytes() for file in files], versions)
 
 
+# Computed at import, so that an edit of these files during a run does not change its cache keys.
 CODE = describe_code(Path(__file__).parent.parent)
 
 

@@ -17,7 +17,8 @@ from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
 logger = logging.get_logger(__name__)
 
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
-SHARD_BYTES = 64 << 20  # approximate size of the data behind one file of the cache
+# Approximate size of the data behind one file of the cache.
+SHARD_BYTES = 64 << 20
 
 
 def file_state(source: str) -> tuple[int, int]:
@@ -78,7 +79,10 @@ def find_sources(name: str) -> list[str] | None:
         raise ValueError(f"{wanted} {', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)}).")
     for file in paths:
         if file_format(file) is None:
-            raise ValueError(f"{file} has an unknown ending; known are {', '.join(EXTENSIONS)} and {COMPRESSIONS}.")
+            raise ValueError(
+                f"{file} has an unknown ending; known are {', '.join(EXTENSIONS)}, "
+                f"also with {' or '.join(COMPRESSIONS)}."
+            )
         if file.stat().st_size == 0:
             raise ValueError(f"{file} is empty. Remove it or write it again.")
     return [str(file) for file in paths]

@@ -123,6 +123,7 @@ def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
     for document in _documents("chatterbot", "chitchat"):
         for line in document["text"].split("\n"):
             for match in ENGLISH_QUESTION.finditer(line):
+                # A task is in the validation set only if every document that holds its question is there.
                 origins[match[1]].append(document["origin"])
                 # Without the speaker's mark, such as "A: ".
                 if line[3:] == match[1]:
@@ -212,6 +213,7 @@ def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any],
     rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
     # `zip` ends the generators that have no end.
     for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
+        # Tasks that are not made of documents are split by a hash of their prompt.
         origins = row.pop("origins", None) or [json.dumps(row["prompt"])]
         yield TASK_COLUMNS | row | {"task": task}, origins
 
