@@ -264,6 +264,7 @@ def _split_thought(content: str) -> tuple[str, str]:
 
 
 def _message(role: str, content: str, **extra: Any) -> dict[str, Any]:
+    """Build a message with `role` and `content` first, so that equal messages give equal JSON."""
     return {"role": role, "content": content, **extra}
 
 

@@ -141,7 +141,7 @@ COPY = BadRecord("an exact copy of an earlier document")
 
 def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[dict[str, Any] | BadRecord]:
     """
-    Yield the records of one embedded corpus, or of all in turn, with `COPY` in place of each repeated one.
+    Yield the records of one embedded corpus, or of all one after the other, with `COPY` in place of each repeated one.
 
     Args:
         part (`str`, *optional*): a key of `EMBEDDED_CORPORA`; all of them by default.
@@ -190,7 +190,7 @@ def _unique(values: Iterable[T], key: Callable[[T], Any]) -> Iterator[T | None]:
 
 
 def _alternate(turns: list[str]) -> list[dict[str, str]]:
-    """Return turns as messages of user and assistant in turn."""
+    """Return turns as messages, the first one from the user, the second from the assistant, and so on."""
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 

@@ -70,10 +70,12 @@ class ConversationEncoder:
         weights = np.ones(len(ids), np.float32)
         for name, weight in self.span_weights:
             mark = name.strip("<>")
+            # The marks are single tokens, so ids tell where they are.
             opening, closing = (ids == self._mark_id(tokenizer, f"<{slash}{mark}>") for slash in ("", "/"))
             # True from an opening mark, which it includes, to the token before the closing mark.
             inside = np.cumsum(opening) - np.cumsum(closing) > 0
             weights[(opening | closing) if name.startswith("<") else (inside & ~opening)] = weight
+        # Tokens that the assistant does not generate get weight 0, whatever their span.
         return weights if self.train_on_inputs else weights * is_generated
 
     @staticmethod
@@ -111,6 +113,7 @@ def encode_conversation(
     """
     rendered, spans = render_guarded(tokenizer, messages, tools, chat_template_kwargs)
     ids, offsets = encode_rendered(tokenizer, rendered)
+    # (num_spans, 2): start and end of each text that the assistant generates, in characters
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
     # A token belongs to the span that contains its first character.
     span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1

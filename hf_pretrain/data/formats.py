@@ -224,6 +224,7 @@ def _lines(chunks: Iterable[bytes], number: int = 0, offset: int = 0) -> Iterato
         for other in others:
             number, line = number + 1, b"".join(pieces)
             yield number, offset, _strip_line(number, line)
+            # The line break counts, and so does a carriage return, which `line` still holds.
             offset, pieces = offset + len(line) + 1, [other]
     if any(pieces):
         yield number + 1, offset, _strip_line(number + 1, b"".join(pieces))
@@ -243,6 +244,7 @@ def _read_json_lines(lines: Iterable[tuple[int, int, bytes]]) -> Iterator[tuple[
 
 def _read_paragraphs(lines: Iterable[tuple[int, int, bytes]], text_column: str) -> Iterator[tuple[int, int, Any]]:
     """Yield the paragraphs between blank lines, each with the position of its first line."""
+    # Number and offset of the first line of the paragraph.
     start = (0, 0)
     paragraph: list[bytes] = []
 

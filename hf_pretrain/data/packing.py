@@ -287,6 +287,7 @@ def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tup
     place = np.arange(num_pieces.sum()) - first
     piece_starts = np.repeat(starts, num_pieces) + place * max_length
     ends = np.repeat(starts + lengths, num_pieces)
+    # The rest moves its start back by one; the piece before it ends there, as `piece_ends` below shows.
     is_lone = (ends - piece_starts == 1) & (place > 0)
     piece_starts[is_lone] -= 1
     is_last = place == np.repeat(num_pieces, num_pieces) - 1
@@ -353,6 +354,7 @@ def _lay_out(values: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndar
     row_begins = np.flatnonzero(np.diff(row_of, prepend=-1))
     piece_offsets = np.append(row_begins, len(starts)).astype(np.int32)
     token_offsets = np.append(0, ends)[piece_offsets].astype(np.int32)
+    # Arrow stores lists as offsets into one flat array, so no Python list is built per row.
     columns = {name: pa.ListArray.from_arrays(token_offsets, column[taken]) for name, column in values.items()}
     columns["seq_lengths"] = pa.ListArray.from_arrays(piece_offsets, lengths.astype(np.int32))
     # In the order of the features, which `datasets` expects.

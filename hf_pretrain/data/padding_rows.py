@@ -57,6 +57,7 @@ class PaddedDataset(Dataset):
         return [self._mark(row, index) for row, index in zip(rows, indices, strict=True)]
 
     def _mark(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        """Mark a padding row, or number a row of the data."""
         if index >= len(self.dataset):
             return {**row, PADDING_ROW_COLUMN: True}
         return {**row, ROW_NUMBER_COLUMN: index} if self.is_numbered else row
@@ -87,6 +88,7 @@ class PaddedSampler(Sampler[int]):
             # Each epoch has its own order, which depends on nothing but seed and epoch.
             self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         yield from self.sampler
+        # Indices past the end, for which `PaddedDataset` returns padding rows.
         yield from range(len(self.sampler), len(self))
 
     def set_epoch(self, epoch: int):

@@ -91,6 +91,7 @@ def _common_length(one: list[int], other: list[int]) -> int:
 
 def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:
     """Return the range `[start, end)` of the answer that follows `num_turns` earlier ones."""
+    # The first token is bos, never generated, so index -1 at i = 0 cannot hide a start.
     starts = [i for i, flag in enumerate(is_generated) if flag and not is_generated[i - 1]]
     start = starts[num_turns]
     end = next((i for i in range(start, len(is_generated)) if not is_generated[i]), len(is_generated))

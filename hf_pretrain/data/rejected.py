@@ -36,8 +36,10 @@ class RejectedLines:
             self.path.unlink(missing_ok=True)
         self.num_lines = 0
         self.num_rejected = self.num_copies = 0
+        # Positions that are already logged and listed.
         self.listed: set[tuple[str, int]] = set()
         self.reasons: Counter[str] = Counter()
+        # First position of each reason.
         self.examples: dict[str, str] = {}
 
     def keep(self, row: dict[str, Any]) -> bool:

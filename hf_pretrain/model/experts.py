@@ -23,6 +23,7 @@ class MiniMindMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `(..., hidden_size)` to `(..., hidden_size)`."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
@@ -161,6 +162,7 @@ class MiniMindSparseMoeBlock(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `(batch_size, seq_len, hidden_size)` to the same shape; the router logits leave through a hook."""
         # (batch_size, seq_len, hidden_size) -> (batch_size * seq_len, hidden_size)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(tokens)

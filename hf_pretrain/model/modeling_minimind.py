@@ -49,6 +49,7 @@ class MiniMindRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; the result has the dtype that the next matrix product uses."""
         # The dtype of the weight decides; under autocast it is float32.
         normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
         # Autocast would cast once for each projection that reads the result.
@@ -154,6 +155,7 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
+        """Map `(batch_size, seq_len, hidden_size)` to the same shape; the arguments are those of the attention."""
         attention_output, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings=position_embeddings,

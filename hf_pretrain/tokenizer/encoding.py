@@ -35,6 +35,7 @@ def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> li
     Returns:
         `list[list[int]]`: token ids of each document.
     """
+    # The fast variant computes no offsets, which documents do not need.
     encodings = _plain_backend(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return [[bos, *encoding.ids, eos] for encoding in encodings]
@@ -86,6 +87,7 @@ def guard_control_tokens(tokenizer: PreTrainedTokenizerFast, value: Any) -> Any:
         _, beginning = _control_patterns(tokenizer)
         return beginning.sub(rf"\g<0>{_GUARD}", value.replace(_GUARD, 2 * _GUARD))
     if isinstance(value, dict):
+        # Keys as well: a template may write the names of arguments.
         return {guard_control_tokens(tokenizer, k): guard_control_tokens(tokenizer, v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [guard_control_tokens(tokenizer, item) for item in value]
@@ -124,6 +126,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
             ids += encoding.ids
             offsets += [(kept[first], kept[last - 1] + 1) for first, last in encoding.offsets]
         if match:
+            # A control token is one id and stands for its whole spelling.
             ids.append(tokenizer.convert_tokens_to_ids(match[0]))
             offsets.append(match.span())
             position = match.end()
