@@ -30,6 +30,7 @@ def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
     tokenizer = load_tokenizer(name)
     model = load_model(ModelArguments(model_name_or_path=name), tokenizer).eval()
+    # The loader leaves the model on the CPU, because a trainer would move it.
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
     set_seed(args.seed)
@@ -69,6 +70,7 @@ def main(args: argparse.Namespace) -> None:
                 print(chat.run_command(line))
             elif line:
                 chat.say(line)
+                # After the last result of a tool the model answers; before, it waits for the other results.
                 if not chat.pending_calls:
                     chat.answer(write)
                     print()

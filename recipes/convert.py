@@ -31,8 +31,10 @@ from hf_pretrain.weights.model_arguments import parse_fields
 
 
 def main(args: argparse.Namespace) -> None:
+    # Fail before a large model is downloaded.
     check_writable(Path(args.to), overwrite=args.overwrite)
     config = args.config
+    # A file name holds no "=", so the flag takes both.
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
     is_adapter = adapter_base(args.source) is not None

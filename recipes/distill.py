@@ -48,6 +48,7 @@ def main(
         is_packed=data_args.packing_strategy != "none",
         trust_remote_code=trust,
     )
+    # The output heads must have the same width, even if the teacher's is padded past its tokenizer.
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_conversations(data_args, training_args, tokenizer)
 

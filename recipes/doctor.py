@@ -49,6 +49,7 @@ def main(args: DoctorArguments):
     preset = args.model_preset or default_preset()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() or args.memory_gib else "cpu"))
     config = MiniMindConfig(**PRESETS[preset])
+    # The meta device gives sizes without memory, for a preset of any size.
     with torch.device("meta"):
         model = MiniMindForCausalLM(config)
     estimate = estimate_memory(
@@ -62,14 +63,15 @@ def main(args: DoctorArguments):
     )
     memory = 2**30 * args.memory_gib if args.memory_gib else available_memory_bytes(device)
     if device.type == "cpu" and not args.memory_gib:
+        # Processes on a CPU share its memory.
         memory /= args.world_size
 
     processes = f"{args.world_size} process(es) on {device.type}"
-    print(f"{preset}, {args.strategy}, {processes}, rows of {args.max_length}, a process:")
-    print(f"  parameters that a token meets  {num_active_parameters(model) / 1e6:10.2f} M")
+    print(f"{preset}, {args.strategy}, {processes}, sequences of {args.max_length} tokens, per process:")
+    print(f"  {'parameters active per token':30} {num_active_parameters(model) / 1e6:10.2f} M")
     for name in ("parameters", "optimizer", "gradients", "workspace"):
         print(f"  {name:30} {getattr(estimate, name) / 2**20:10,.0f} MiB")
-    print(f"  {'activations, a row':30} {estimate.activations_per_row / 2**20:10,.0f} MiB")
+    print(f"  {'activations per sequence':30} {estimate.activations_per_row / 2**20:10,.0f} MiB")
     batch_size = estimate.largest_batch(memory)
     print(
         f"  the largest batch in {memory / 2**30:.1f} GiB: {batch_size} rows ({batch_size * args.max_length:,} tokens)"

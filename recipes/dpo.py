@@ -34,6 +34,7 @@ def main(
 ):
     checkpoint = begin_run(training_args, model_args, adapter_args, data_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    # The template must mark the assistant's text, which is what the loss compares.
     mark_template(tokenizer)
 
     with training_args.main_process_first(desc="preparing the data"):

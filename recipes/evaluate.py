@@ -33,6 +33,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
+    # Conversations: the template must mark the assistant's text, on which the loss is computed.
     if data_args.encoder is not None:
         mark_template(tokenizer, data_args.chat_template)
 

@@ -35,6 +35,7 @@ def main(
 ):
     rewards = load_reward_functions(task_args.rewards)
     tools, environment = load_tools(task_args.tools), task_args.load_environment()
+    # A misspelt reward or tool was refused above, before the run touches its directory.
     checkpoint = begin_run(training_args, model_args, adapter_args, task_args)
     is_main = training_args.process_index == 0
 

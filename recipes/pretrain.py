@@ -70,6 +70,7 @@ def main(
     if eval_rows is not None:
         samples = sample_continuations(trainer.model, tokenizer, eval_rows)
         if not data_args.streaming:
+            # A stream has no counts over the whole training set.
             trainer.run_facts.unigram_loss = unigram_loss(train_rows, eval_rows, vocab_size=len(tokenizer))
     end_run(trainer, metrics, samples=samples)
 

@@ -34,6 +34,7 @@ def main(
     data_args: ChatArguments,
     training_args: SFTTrainingArguments,
 ):
+    # A preview trains nothing, so it must not touch the output directory.
     checkpoint = (
         None
         if data_args.preview

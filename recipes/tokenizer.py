@@ -50,6 +50,7 @@ def main(args: TokenizerArguments) -> None:
     if output_dir.is_dir() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty. Name another one, or remove it.")
     if args.push_to_hub:
+        # Fail before the training rather than after it.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
 
     train, validation = load_documents(

@@ -137,8 +137,12 @@ def test_without_use_peft_nothing_happens(named):
 @pytest.mark.parametrize(
     ("generation", "arguments", "message"),
     [
-        ("v1", {"lora_target_modules": ["q_proj", "lm_head"]}, "--lora_target_modules lm_head: this model has q_proj"),
-        ("v1", {"lora_target_modules": ["gate_up_proj"]}, "gate_up_proj: this model has"),
+        (
+            "v1",
+            {"lora_target_modules": ["q_proj", "lm_head"]},
+            "--lora_target_modules lm_head: this model lacks it. Use one or more of q_proj",
+        ),
+        ("v1", {"lora_target_modules": ["gate_up_proj"]}, "gate_up_proj: this model lacks it"),
         ("v1-moe", {"use_dora": True}, "--use_dora does not work on stacked experts"),
         ("v3-moe", {"lora_dropout": 0.1}, "adapt the rest with --lora_target_modules q_proj k_proj v_proj o_proj"),
         ("v1", {"load_in_4bit": True}, "--load_in_4bit needs CUDA"),

@@ -450,7 +450,7 @@ def test_a_layer_far_away_is_refused_at_once(tmp_path):
         ("C_dense", {"inference_rope_scaling": True, "rope_scaling": {"factor": "x"}}, "factor='x'; it must be a num"),
         ("C_moe", {"num_experts_per_tok": "4"}, "num_experts_per_tok='4'; it must be a whole number"),
         ("C_moe", {"router_aux_loss_coef": {}}, "router_aux_loss_coef={}; it must be a number"),
-        ("C_dense", {"model_type": "qwen3", "layer_types": 3}, "The config is not one of qwen3"),
+        ("C_dense", {"model_type": "qwen3", "layer_types": 3}, "The config is not valid for qwen3"),
         ("A_dense", {"rope_theta": None}, "The base of v1.s rotary table is unknown"),
     ],
 )

@@ -290,7 +290,7 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
     load_teacher(str(tmp_path / "llama"), tokenizer, is_packed=False)
 
     other = train_tokenizer(["quite different letters, so other pairs"] * 5, vocab_size=300)
-    with pytest.raises(ValueError, match=r"another vocabulary than the student: id \d+ is '.+' there and '.+' here"):
+    with pytest.raises(ValueError, match=r"vocabulary differs from the student.s: id \d+ is '.+' there and '.+' here"):
         load_teacher(str(tmp_path / "llama"), other)
     longer = train_tokenizer(texts, vocab_size=300)
     longer.add_tokens(["<more>"])

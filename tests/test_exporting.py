@@ -219,18 +219,18 @@ def test_the_router_loss_means_the_same_in_their_formula(format, num_layers, top
             "qwen3_moe",
             "shared experts. .*: minimind\\.$",
         ),
-        ({"tie_word_embeddings": False}, "v2", "output head apart from the embedding. .*: minimind, llama\\.$"),
+        ({"tie_word_embeddings": False}, "v2", "an untied output head. .*: minimind, llama\\.$"),
         (
             {"num_experts": 4, "num_experts_per_tok": 1},
             "v2",
             "normalised top-1 routing. .*: minimind, ernie4_5_moe\\.$",
         ),
-        ({"head_dim": 16}, "v1", "heads of another width .*: minimind, llama\\.$"),
+        ({"head_dim": 16}, "v1", "a head_dim other than .*: minimind, llama\\.$"),
         ({"hidden_act": "gelu"}, "v1", "activation gelu. .*: minimind, llama, upstream .v2.\\.$"),
         (
             {"max_position_embeddings": 40000},
             "v1",
-            "more positions than the 32,768 .*: minimind, llama, upstream .v2.\\.$",
+            "more than the 32,768 positions .*: minimind, llama, upstream .v2.\\.$",
         ),
     ],
 )
@@ -352,7 +352,7 @@ def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
     with pytest.raises(ValueError, match="q8_0 is not possible for llama"):
         export(model, tmp_path / "out", "llama", dtype="q8_0")
     model.model.norm.weight.data[0] = 1e5
-    with pytest.raises(ValueError, match="model.norm.weight holds values too large for torch.float16"):
+    with pytest.raises(ValueError, match="model.norm.weight holds values that overflow torch.float16"):
         export(model, tmp_path / "out", "llama", dtype="float16")
     assert not (tmp_path / "out").exists()
 
@@ -380,7 +380,7 @@ def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_
 
 
 def test_what_cannot_be_written_leaves_nothing(build_model, tmp_path):
-    with pytest.raises(ValueError, match="too large for float16"):
+    with pytest.raises(ValueError, match="overflow float16"):
         export(build_model(intermediate_size=72, initializer_range=1e5), tmp_path / "a", "gguf", dtype="q8_0")
     model = build_model()
     model.model.norm.weight.data.fill_(1e38)

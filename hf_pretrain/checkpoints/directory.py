@@ -70,7 +70,7 @@ def verify_checkpoint(path: Path, *, unverified: bool) -> str:
     if not (path / MANIFEST_NAME).exists():
         if not unverified:
             raise ValueError(_no_manifest(path))
-        logger.warning(f"{path} has no {MANIFEST_NAME}: nothing in it was verified.")
+        logger.warning(f"{path} has no {MANIFEST_NAME}: its files were not verified.")
         return str(path)
     damage = find_damage(path)
     if damage:

@@ -76,7 +76,7 @@ def _wait(store: dist.Store, key: str, first: int, desc: str) -> None:
             told = time.monotonic()
             logger.warning(f"Waiting for rank {first}, which has been {desc} for {(told - begin) / 60:.0f} minutes.")
     if outcome == _FAILED:
-        raise ValueError(f"Rank {first} failed while it was {desc}. Its own message says why.")
+        raise ValueError(f"Rank {first} failed while it was {desc}. See the message of that rank.")
 
 
 def _read(store: dist.Store, key: str, first: int, desc: str) -> bytes | None:

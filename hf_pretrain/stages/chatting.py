@@ -56,8 +56,8 @@ class Chat:
     ):
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"The tokenizer {tokenizer.name_or_path} has no chat template. Use one of recipes/tokenizer.py, or "
-                "put a chat_template.jinja beside it."
+                f"The tokenizer {tokenizer.name_or_path} has no chat template. Use a tokenizer of "
+                "recipes/tokenizer.py, or put a chat_template.jinja beside it."
             )
         # The system message comes from the command line, which may hold any bytes.
         _check_text(system or "")

@@ -184,7 +184,7 @@ def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer:
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
             raise ValueError(
-                f"The teacher has another vocabulary than the student: id {index} is {theirs.get(index)!r} there and "
+                f"The teacher's vocabulary differs from the student's: id {index} is {theirs.get(index)!r} there and "
                 f"{ours.get(index)!r} here ({len(theirs)} and {len(ours)} entries). Train the student with the "
                 "teacher's tokenizer: --tokenizer_name_or_path."
             )

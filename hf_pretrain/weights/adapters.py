@@ -71,7 +71,7 @@ class AdapterArguments:
         if self.lora_r < 1:
             raise ValueError(f"--lora_r {self.lora_r}: the rank of an adapter must be at least 1.")
         if self.load_in_4bit and not self.use_peft:
-            raise ValueError("--load_in_4bit freezes the model, so that nothing would be trained: add --use_peft.")
+            raise ValueError("--load_in_4bit freezes the model, so nothing would be trained: add --use_peft.")
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -188,7 +188,9 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
     asked = args.lora_target_modules or known
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise ValueError(f"--lora_target_modules {' '.join(unknown)}: this model has {', '.join(known)} to adapt.")
+        raise ValueError(
+            f"--lora_target_modules {' '.join(unknown)}: this model lacks it. Use one or more of {', '.join(known)}."
+        )
     # peft adapts plain parameters, such as stacked experts, through `target_parameters`.
     parameters = [f"experts.{name}" for name in EXPERT_PARAMETERS if has_experts and name in asked]
     if parameters:

@@ -61,14 +61,14 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
         # v1 and v2 never normalise at top-1, where normalising would make every weight 1.
         is_top1 = config.num_experts > 0 and config.num_experts_per_tok == 1
         parts |= {
-            "an output head apart from the embedding": not config.tie_word_embeddings,
-            "heads of another width than hidden_size / num_attention_heads": (
+            "an untied output head": not config.tie_word_embeddings,
+            "a head_dim other than hidden_size / num_attention_heads": (
                 config.head_dim * config.num_attention_heads != config.hidden_size
             ),
             "normalised top-1 routing": is_top1 and config.norm_topk_prob,
             "scaled rotary positions": config.rope_parameters["rope_type"] != "default",
             f"the activation {config.hidden_act}": layout == "v1" and config.hidden_act != "silu",
-            "more positions than the 32,768 of its table": layout == "v1" and config.max_position_embeddings > 32768,
+            "more than the 32,768 positions of its table": layout == "v1" and config.max_position_embeddings > 32768,
         }
     elif layout == "v3":
         rope = config.rope_parameters
@@ -421,7 +421,7 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
     model = model.to(dtype)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"{name} holds values too large for {dtype}; use bfloat16 or float32.")
+            raise ValueError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")
     return model
 
 

@@ -36,7 +36,7 @@ _NO_WEIGHTS = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file itself. Run `git lfs pull`, or download the file.",
     b"<!doctype": "is a web page, not the file itself. Download the file by its `resolve` link.",
     b"<html": "is a web page, not the file itself. Download the file by its `resolve` link.",
-    b"gguf": "is a GGUF file, which is not read here. Convert the .pth or safetensors that it was made of.",
+    b"gguf": "is a GGUF file, which cannot be read. Convert the .pth or safetensors file that it was made from.",
 }
 
 
@@ -96,7 +96,7 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
     # The standard names win over each other in this order, but a .pth may be any model of the directory.
     found_pth = sorted(name for name in names if name.endswith(".pth") and not name.startswith("rng_state"))
     if not found and not found_pth:
-        raise ValueError(f"{prefix[:-1]} should hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
+        raise ValueError(f"{prefix[:-1]} must hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
     if len(found_pth) > 1 or (found and found_pth):
         several = ", ".join(found + found_pth)
         raise ValueError(

@@ -173,7 +173,7 @@ def write_gguf(
             quantized = gguf.GGMLQuantizationType.F16
         values = gguf.quantize(tensor.numpy(), quantized)
         if quantized == gguf.GGMLQuantizationType.F16 and not np.isfinite(values).all():
-            raise ValueError(f"{name} holds values too large for float16; use bfloat16 or float32.")
+            raise ValueError(f"{name} holds values that overflow float16; use bfloat16 or float32.")
         writer.add_tensor(name, values, raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

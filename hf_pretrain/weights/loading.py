@@ -203,7 +203,7 @@ def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
             fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
         except Exception as error:
             # transformers checks some fields and computes with the others, so a wrong value raises anything.
-            raise ValueError(f"The config is not one of {model_type}: {error}") from error
+            raise ValueError(f"The config is not valid for {model_type}: {error}") from error
     return {name: value for name, value in fields.items() if value is not None}
 
 
