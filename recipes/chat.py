@@ -29,6 +29,7 @@ from hf_pretrain.weights.models import load_model
 def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
     tokenizer = load_tokenizer(name)
+    # load_model also converts MiniMind's own checkpoints and applies adapters.
     model = load_model(ModelArguments(model_name_or_path=name), tokenizer).eval()
     # The loader leaves the model on the CPU, because a trainer would move it.
     if torch.accelerator.is_available() and not args.use_cpu:

@@ -39,6 +39,7 @@ def main(args: argparse.Namespace) -> None:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
     is_adapter = adapter_base(args.source) is not None
     model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
+    # A file of weights may have no tokenizer beside it; the export then warns.
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.source)
     repo_id = args.hub_model_id or Path(args.to).name
     if args.push:
@@ -52,6 +53,7 @@ def main(args: argparse.Namespace) -> None:
         generation=args.generation,
         model_name=Path(args.hub_model_id or args.source).name.removesuffix(".pth"),
         stage=args.stage or upstream_stage(args.source),
+        # The card states the measured difference, so the export writes it.
         card=partial(
             format_conversion_card,
             model,

@@ -58,6 +58,7 @@ def main(
         ref_model=load_model(model_args, tokenizer) if needs_reference else None,
         args=training_args,
         train_dataset=train_pairs,
+        # An empty dataset is not None, and Trainer would try to evaluate it.
         eval_dataset=eval_pairs if len(eval_pairs) else None,
         processing_class=tokenizer,
         run_facts=RunFacts(
@@ -67,6 +68,7 @@ def main(
             data=report,
             base_model=model_args.model_name_or_path,
             data_kind="preferences",
+            # A preference loss is not comparable with a cross-entropy in nats per token.
             loss_unit=training_args.algorithm.upper(),
         ),
     )

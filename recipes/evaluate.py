@@ -37,10 +37,11 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     if data_args.encoder is not None:
         mark_template(tokenizer, data_args.chat_template)
 
-    # The same documents are held out as in training, because a hash of their text chooses them.
+    # A hash of the text chooses the validation set, so these are the documents that training has left out.
     with training_args.main_process_first(desc="preparing the data"):
         eval_rows, eval_report = None, None
         if data_args.validation_fraction > 0:
+            # rejected.jsonl belongs to the training run, so an evaluation writes none.
             _, documents = data_args.load_documents(training_args, keep_rejected=False)
             eval_rows, eval_report = data_args.prepare_rows(documents, tokenizer)
 
@@ -53,6 +54,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     metrics = trainer.evaluate(eval_rows) if eval_rows is not None else {}
     facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)
     results = {
+        # This key keeps its older name for programs that read the file.
         "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
         "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {eval_report}",
         "tasks": {},
@@ -72,6 +74,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
             limit=training_args.limit,
             batch_size=training_args.per_device_eval_batch_size,
         )
+    # All ranks hold the same figures; one writes them.
     if is_main:
         path = write_results(results, facts, directory=training_args.output_dir)
         print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")

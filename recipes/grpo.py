@@ -49,6 +49,7 @@ def main(
         # The chat template describes tools that the model can call, so the prompt need not.
         describe_tools=tools is None and environment is None,
         max_rejected_ratio=task_args.max_rejected_ratio,
+        # Every rank reads the tasks, but one file of rejected lines is enough.
         rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
         check=task_check(
             rewards,
@@ -66,6 +67,7 @@ def main(
         args=training_args,
         reward_funcs=rewards,
         train_dataset=train_tasks,
+        # An empty dataset is not None, and Trainer would try to evaluate it.
         eval_dataset=eval_tasks if len(eval_tasks) else None,
         processing_class=tokenizer,
         tools=tools,

@@ -32,12 +32,14 @@ def main(
     data_args: DataArguments,
     training_args: LMTrainingArguments,
 ):
+    # Lock the output directory, seed, and find the checkpoint to resume from, if any.
     checkpoint = begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
 
-    # Text to rows. The main process does the work, the others read its cache.
+    # Documents to packed sequences. The main process does the work, and the other ranks read its cache.
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_documents = data_args.load_documents(training_args)
         tokenizer = load_or_train_tokenizer(
+            # A resumed run must keep its tokenizer, which lies in the checkpoint.
             model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path,
             train_documents,
             vocab_size=model_args.vocab_size,
@@ -54,6 +56,7 @@ def main(
     trainer = MaskedLossTrainer(
         model=model,
         args=training_args,
+        # Sequences of one fixed length, or torch.compile would compile again for each new length.
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
@@ -68,6 +71,7 @@ def main(
     metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
     samples = []
     if eval_rows is not None:
+        # Every rank of a sharded model has to take part in generating.
         samples = sample_continuations(trainer.model, tokenizer, eval_rows)
         if not data_args.streaming:
             # A stream has no counts over the whole training set.

@@ -31,6 +31,7 @@ def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
     # Load the tokenizer to report a wrong name here, in one line; the server would print a traceback.
     load_tokenizer(name)
+    # Restrict the server to this model before it starts.
     adapt_server(name)
     print(f"Serving {name} at http://{args.host}:{args.port}/v1", flush=True)
     Serve(

@@ -66,6 +66,7 @@ def main(args: TokenizerArguments) -> None:
     save_tokenizer(tokenizer, output_dir)
     print(f"The tokenizer of {len(tokenizer)} entries is in {output_dir}")
 
+    # Documents that the tokenizer was not trained on.
     texts = list(validation["text"])
     if texts:
         # bos and eos are tokens without text.

@@ -31,6 +31,7 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
     """
     output_dir = Path(output_dir)
     found = sort_checkpoints(str(output_dir)) if output_dir.is_dir() else []
+    # Newest first; sort_checkpoints sorts by the number in the name.
     for path in map(Path, reversed(found)):
         damage = find_damage(path)
         if not damage or (unverified and not (path / MANIFEST_NAME).exists()):
@@ -49,6 +50,7 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
 
 def abandon_later_checkpoints(path: Path) -> None:
     """Rename the checkpoints beside `path` that came after it, so that `auto` does not return to them."""
+    # Resolve links: the user may have named the checkpoint by another path.
     found = [Path(other).resolve() for other in sort_checkpoints(str(path.parent))]
     for other in found[found.index(path.resolve()) + 1 :] if path.resolve() in found else []:
         logger.warning(f"Resuming from {path}: {other} was renamed to {set_aside(other, 'abandoned').name}.")
@@ -141,6 +143,7 @@ def find_newest_run(directory: str = "out") -> str:
         # The weights' time, not the directory's: logs and evaluations are added to old runs.
         weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
         try:
+            # Other models may lie in out/, such as exports to llama.
             is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
         except (ValueError, AttributeError, OSError) as error:
             logger.warning(f"{config} cannot be read and is skipped: {error}.")

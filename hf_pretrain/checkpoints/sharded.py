@@ -29,6 +29,7 @@ def save_optimizer(
     is_writer: bool,
 ) -> None:
     """Gather the state of `optimizer`, and write it and the scheduler's state on the rank with `is_writer`."""
+    # On the CPU: the whole state may not fit into the memory of one GPU.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     if is_writer:
@@ -64,6 +65,7 @@ def load_weights(directory: str | Path, model: nn.Module) -> None:
         weights |= load_file(path)
     options = StateDictOptions(full_state_dict=True, strict=False)
     result = set_model_state_dict(model, weights, options=options)
+    # A tied output head shares the embedding's tensor, which safetensors stores once.
     missing = set(result.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or {})
     if missing or result.unexpected_keys:
         raise ValueError(

@@ -83,6 +83,7 @@ class CheckpointWriter:
             for path in (*source.rglob("*"), source):
                 flush(path)
             written = {path.name for path in source.iterdir()}
+            # An adapter's files leave the weights of the directory alone.
             if any(map(_WEIGHTS.fullmatch, written)):
                 for path in target.iterdir():
                     # Shards of an earlier model that had another number of them.
@@ -114,6 +115,8 @@ class CheckpointWriter:
         except (OSError, SafetensorError, RuntimeError) as error:
             # NOTE: the writers of safetensors and torch raise errors without an errno.
             free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
+            # A RuntimeError may mean anything, so it counts as a full disk only if a writer raised it and the disk is
+            # full.
             is_writers = isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error)
             is_full = free < self.checkpoint_bytes() and is_writers
             if getattr(error, "errno", None) not in _DISK_ERRORS and not is_full:

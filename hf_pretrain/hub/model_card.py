@@ -71,6 +71,7 @@ class RunFacts:
 
 def _is_local(name: str) -> bool:
     """Return whether a dataset or model name is a path or a glob on this machine."""
+    # A relative path that does not exist may be a Hub id, so only its existence makes it a path.
     return Path(name).exists() or any(mark in name for mark in "*?[") or Path(name).is_absolute()
 
 
@@ -106,12 +107,14 @@ def format_run_card(
         has_curve (`bool`): whether the loss curve lies beside the card.
     """
     evaluations = find_evaluations(state.log_history)
+    # The last evaluation: the card describes the final model, not the best value of the run.
     results = validation_results(evaluations[-1] if evaluations else {}, facts)
     rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if facts.unigram_loss is not None:
         rows.append(("validation loss of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
     data_name = ", ".join(facts.public_datasets) or "unnamed"
     adapter = model.active_peft_config if is_adapted(model) else None
+    # peft reads the base model from adapter_config.json, so the card names the same one.
     base_name = facts.base_model if adapter is None else adapter.base_model_name_or_path
     start = "" if facts.base_model is None else f", from the weights of `{_public(facts.base_model)}`,"
     metadata = ModelCardData(
@@ -162,6 +165,7 @@ def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalR
 def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
     """Add results to the `model-index` of a card. They replace older ones of the same metric and data."""
     kept = [old for old in card.data.eval_results or [] if not any(_replaces(new, old) for new in results)]
+    # The Hub shows `model-index` only together with a name.
     card.data.model_name = card.data.model_name or model_name
     card.data.eval_results = kept + results
 
@@ -200,6 +204,7 @@ def format_conversion_card(
         library_name="gguf" if format == "gguf" else "transformers",
         pipeline_tag="text-generation",
         tags=TAGS,
+        # A file in a repository (owner/name:file) and a local path are no valid `base_model`.
         base_model=source if source.count("/") == 1 and not _is_local(source) else None,
     )
     sections = [
@@ -238,6 +243,7 @@ def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
         parameters -= get_model_param_count(model, trainable_only=True)
     rows = [("parameters", f"{parameters:,}")]
     if config.num_experts:
+        # gate_proj, up_proj and down_proj
         expert = 3 * config.hidden_size * config.moe_intermediate_size
         # The parameters of the experts that a token does not visit; 3 matrices per expert.
         idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert

@@ -106,6 +106,7 @@ class HubPusher:
         """Return whether `push_checkpoint` should be called now. A checkpoint that has to wait is remembered."""
         if self.strategy == HubStrategy.END:
             return False
+        # With all_checkpoints every one is pushed, so none may be skipped for a newer one.
         must_push = self.pushes_always or self.strategy == HubStrategy.ALL_CHECKPOINTS
         if not must_push and any(not push.done() for push in self._pushes):
             logger.warning(f"{checkpoint} waits: the previous push is still in progress.")
@@ -138,6 +139,7 @@ class HubPusher:
         names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         whole = names.get(self.strategy)
         if whole is not None:
+            # Hard links cost no space, even for a checkpoint of many gigabytes.
             ignore = shutil.ignore_patterns(PICKLED_ARGUMENTS)
             shutil.copytree(checkpoint, staging / whole, copy_function=link_or_copy, ignore=ignore)
         return staging, whole
@@ -150,9 +152,11 @@ class HubPusher:
                 folder_path=staging,
                 commit_message=message,
                 revision=self.revision,
+                # Delete and add in one commit: the repository never lacks a checkpoint.
                 delete_patterns=f"{whole}/*" if whole else None,
             )
         finally:
+            # After a failure, too: the checkpoint itself is still in the output directory.
             shutil.rmtree(staging, ignore_errors=True)
 
     def finish(self, *, write_card: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> None:
@@ -161,6 +165,7 @@ class HubPusher:
             self.push_checkpoint(self._waiting, write_card=write_card)
             self._waiting = None
         for push in self._pushes:
+            # A short timeout, so that a second signal of the user is noticed.
             while not push.done() and not gives_up():
                 wait([push], timeout=0.2)
             if not push.done():

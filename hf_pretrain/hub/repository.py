@@ -61,6 +61,7 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
         `ValueError`: if the Hub refuses or cannot be reached, with the reason.
     """
     try:
+        # `create_repo` returns the full id, which adds the user's namespace to a bare name.
         return HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id
     # The network and the server raise many types of errors; any of them means that there is no repository to push to.
     except Exception as error:
@@ -153,6 +154,7 @@ def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Pat
     checkpoint.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, because a rename works within one file system only.
     with tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=target.parent) as scratch:
         snapshot_download(repo_id, allow_patterns=files, revision=revision, local_dir=scratch)
         try:

@@ -140,6 +140,7 @@ def _task_results(tasks: dict[str, Any]) -> list[EvalResult]:
             dataset_type=result["dataset"] or "custom",
             dataset_config=task,
             dataset_name=task,
+            # Without the filter of the answers: the Hub knows metrics by their plain names.
             metric_type=metric.split(" (")[0],
             metric_name=f"{metric}, {result['num_fewshot']}-shot" if result["num_fewshot"] else metric,
             metric_value=round(entry["value"], 6),

@@ -68,6 +68,7 @@ def _build_guarded(
     build: Callable[..., FastAPI], name: str, manager: ModelManager, *args: Any, **kwargs: Any
 ) -> FastAPI:
     """Return transformers' app behind a [`RequestGuard`]. The model must be loaded already."""
+    # The recipe preloads the model, and the server never holds a second one.
     (loaded,) = manager.loaded_models.values()
     # No prompt that fits into the positions can have more bytes than this.
     longest = max(len(token.encode()) for token in loaded.processor.get_vocab())
@@ -104,6 +105,7 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
                 "positions for prompt and answer. Shorten the prompt.",
             )
         _check_stop_strings(config.stop_strings)
+        # Without a limit, transformers' default or a request's number could run past the rotary table, which raises.
         config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
         return generate(self, model, processor, inputs, config, *args, **kwargs)
 
@@ -169,6 +171,7 @@ class RequestGuard:
             message = await receive()
             part, more = message.get("body", b""), message.get("more_body", False)
             size += len(part)
+            # A client that is refused while it sends would see a broken connection instead of the reason.
             if size <= self.max_bytes:
                 parts.append(part)
         if size > self.max_bytes:
