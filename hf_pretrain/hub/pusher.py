@@ -94,7 +94,7 @@ class HubPusher:
 
     @property
     def report(self) -> str:
-        """How the last push ended, for the end of a run."""
+        """The outcome of the last push, for the end of a run."""
         if self._final_error is not None:
             command = upload_command(self.output_dir, self.repo_id, published_files(self.output_dir))
             return f"FAILED: {self._final_error}. The run is complete in {self.output_dir}; push it with `{command}`."

@@ -90,6 +90,7 @@ class _Lock:
         self._thread.start()
 
     def _beat(self, count: int) -> None:
+        """Write the holder and its counter into the file."""
         # A full disk does not matter: the kernel's lock still holds.
         with suppress(OSError):
             text = json.dumps({**self._holder, "beat": count}).encode()
@@ -100,11 +101,13 @@ class _Lock:
             os.fsync(self.descriptor)
 
     def _keep_beating(self) -> None:
+        """Raise the counter every few seconds until the lock is released."""
         count = 0
         while not self._released.wait(_BEAT_SECONDS):
             self._beat(count := count + 1)
 
     def release(self) -> None:
+        """Stop the thread and free the lock, deleting the file if it still has its name."""
         self._released.set()
         # The thread writes to the descriptor, which is closed below.
         self._thread.join()

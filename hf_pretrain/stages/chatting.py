@@ -109,6 +109,7 @@ class Chat:
         """
         # The whole conversation is encoded again: /system, /tools and /think change its beginning.
         ids = encode_prompt(self.tokenizer, self.messages, self.tools, self.enable_thinking)
+        # The rotary table ends there: one more position would raise within generate.
         room = self.model.config.max_position_embeddings - len(ids)
         if room <= 0:
             raise ValueError(

@@ -126,6 +126,7 @@ def masked_divergence(
 
 @contextmanager
 def _whole_weights() -> Iterator[None]:
+    """Let `from_pretrained` load whole weights within the block, under ZeRO-3 too."""
     # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. Only the student has an engine
     # that could gather the shards, so the teacher must be loaded without that config.
     reference = deepspeed_integration._hf_deepspeed_config_weak_ref
@@ -180,6 +181,7 @@ def load_teacher(
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `ValueError` if the ids of two tokenizers differ in meaning, naming the first difference."""
+    # Compare by id: the same tokens in another order would still mix up the two distributions.
     ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (tokenizer, teacher_tokenizer))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
@@ -193,6 +195,7 @@ def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer:
 @torch.no_grad()
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
     """Return whether a model confines attention to a document when only `position_ids` restart."""
+    # Random ids suffice: the question is which positions a model attends to, not what it predicts.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, 12), generator=generator).to(model.device)
     positions = torch.arange(12, device=model.device)[None] % 6
@@ -230,6 +233,7 @@ class DistillationTrainer(MaskedLossTrainer):
 
     def _extra_flops_per_token(self) -> float:
         """Return the teacher's FLOPs per token: 2 per parameter, for a forward pass."""
+        # With a cache the teacher does not run in training.
         return 0.0 if self.teacher is None else 2 * num_active_parameters(self.teacher)
 
     def _ask_once(self, top_k: int):
@@ -291,6 +295,7 @@ class DistillationTrainer(MaskedLossTrainer):
         return (logits / self.distillation_args.temperature).log_softmax(dim=-1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Add the teacher's log-probabilities to a micro-batch, and return its loss."""
         inputs = dict(inputs)
         # The student's forward accepts no teacher columns.
         self._targets = {name: inputs.pop(name) for name in ("teacher_log_probs", "teacher_indices") if name in inputs}
@@ -320,12 +325,15 @@ class DistillationTrainer(MaskedLossTrainer):
         return loss, parts | {"kl_loss": kl_loss}
 
     def _add_to_evaluation(self, outputs, inputs):
+        """Keep the KL and the weight of one batch of the validation set."""
         super()._add_to_evaluation(outputs, inputs)
         self._eval_divergences.append(
+            # A sum, divided by the total weight at the end: the mean must not depend on the batch size.
             torch.stack([self._divergence(outputs, inputs, 1.0).detach(), self._eval_weight])
         )
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+        """Evaluate, and add `eval_kl`: the KL over the whole validation set, in nats per token."""
         self._eval_divergences = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._eval_divergences:

@@ -95,6 +95,7 @@ def evaluate_tasks(
         task_manager=manager,
         num_fewshot=num_fewshot,
         limit=limit,
+        # Samples would hold every question and answer in memory.
         log_samples=False,
     )
     return {name: _summary(name, output) for name in output["results"]}

@@ -97,6 +97,7 @@ class _WholeBatchesMixin(RunTrainer):
     """
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
+        """Return a source of rows whose sampler leaves out what fills no global batch."""
         num_processes = self.accelerator.num_processes
         if not is_training:
             # A small validation set would otherwise fill no batch and give no figures.
@@ -107,6 +108,7 @@ class _WholeBatchesMixin(RunTrainer):
         elif len(dataset) % multiple:
             left_out = len(dataset) % multiple
             logger.warning_once(f"{description}: {left_out} of {len(dataset)} rows fill no batch and are left out.")
+        # Padding rows, as in pretraining, are not possible here: a preference loss has no weights per row.
         if len(dataset) < multiple:
             raise ValueError(
                 f"{description}: {len(dataset)} rows do not fill one batch of {multiple} (devices x batch size"

@@ -280,6 +280,7 @@ class _OnlineTrainer(RouterLossMixin):
     def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
         rewards, tasks = kwargs.get("reward_funcs") or [], kwargs.get("train_dataset")
         if isinstance(tasks, Dataset) and rewards and not kwargs.get("environment_factory"):
+            # Environments compute their own rewards, so their tasks need no column for one.
             run_facts = kwargs.get("run_facts") or RunFacts()
             check_rewards(rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets)
         # NOTE: TRL loads the reference model again from the path in the config, which a converted or new model lacks.
@@ -307,11 +308,13 @@ class _OnlineTrainer(RouterLossMixin):
     # later epoch would repeat the order of the first.
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
+        """Return a source of tasks whose dataset tells the sampler which epoch it is."""
         if is_training and isinstance(dataset, Dataset):
             dataset = _EpochTasks(dataset)
         return super()._row_source(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, dataset=None):
+        """Return TRL's sampler with an order that depends on seed and epoch alone."""
         sampler = _EpochSampler(super()._get_train_sampler(dataset))
         if isinstance(dataset, _EpochTasks):
             dataset.sampler = sampler
@@ -321,6 +324,7 @@ class _OnlineTrainer(RouterLossMixin):
         """Prepare our reference model as TRL prepares its own."""
         if self.args.disable_dropout:
             disable_dropout_in_model(reference)
+        # TRL replaces the head of the policy in the same way; both must compute log-probabilities alike.
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
         if self.is_deepspeed_enabled:
             prepared = prepare_deepspeed(reference, self.accelerator)

@@ -298,6 +298,7 @@ def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[s
         return
     if _concern(functions, tasks):
         return
+    # Suggest the rewards that do apply to these tasks.
     fitting = ", ".join(name for name, function in REWARDS.items() if _concern([function], tasks))
     raise ValueError(
         f"--rewards {' '.join(names[function] for function in functions)} concerns no task of --dataset_name "
@@ -319,6 +320,7 @@ def check_task(functions: list[Any], task: dict[str, Any]) -> None:
         ("tool_call", "tool-call", "tools", _are_tools, "a JSON array of JSON schemas"),
         ("tool_call", "tool-call", "solution", _begins_with_json, "a list with the JSON of a call"),
     ):
+        # A missing column is no mistake: the reward does not apply to this task.
         value = task.get(column)
         is_absent = value is None or (column == "solution" and value == [])
         # For a task without a kind, only the form of a call counts, not its solution.
@@ -373,6 +375,7 @@ def _concern(rewards: list[Callable[..., list[float | None]]], tasks: Dataset) -
 
 def _required_columns(reward: Callable[..., list[float | None]]) -> set[str]:
     """Return the columns that a reward function cannot do without."""
+    # A built-in reward names its required columns as keyword arguments without a default.
     parameters = inspect.signature(reward).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
 

@@ -58,6 +58,7 @@ def calculator(expression: str) -> str:
                 return _OPERATORS[type(op)](*numbers)
         raise ValueError(f"{expression!r} holds something else than numbers, + - * / % ** and parentheses.")
 
+    # ast and not eval: the expression comes from a model, and may be any Python code.
     return str(value(ast.parse(expression.translate(_SPELLINGS).strip(), mode="eval")))
 
 

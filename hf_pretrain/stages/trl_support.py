@@ -84,6 +84,7 @@ class RouterLossMixin(RunTrainer):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not captured or not self._adds_router_loss:
             return result
+        # A step may run the policy more than once, such as for chosen and rejected answers.
         aux_loss = torch.stack(captured).mean()
         # TRL logs the mean of everything in this table.
         self._metrics["train"]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())

@@ -155,6 +155,7 @@ def register_peft_defaults() -> None:
         return
     from peft.utils import constants
 
+    # peft has a mapping for each method; new methods are found by the ending of their name.
     for name, mapping in vars(constants).items():
         if name.endswith("_MODULES_MAPPING") and "llama" in mapping:
             mapping.setdefault("minimind", mapping["llama"])
@@ -164,6 +165,7 @@ def _finish(adapted: Any) -> Any:
     """
     Restore the DDP settings of `MiniMindPreTrainedModel` under the names that the buffers have in peft's wrapper.
     """
+    # DDP would broadcast the complex table, which some versions of NCCL refuse.
     tables = {name for name, _ in adapted.named_buffers() if name.endswith("rotary_emb.pos_cis")}
     adapted._ddp_params_and_buffers_to_ignore = tables
     return adapted
@@ -252,6 +254,7 @@ def adapter_base(path: str | Path | None) -> str | None:
     Raises:
         `ValueError`: if the adapter does not name its base model.
     """
+    # find_adapter_config_file asks the Hub, so ask it only about names that may be there.
     if path is None or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
         return None
     _check_peft(f"{path} is an adapter, which")

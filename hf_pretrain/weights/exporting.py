@@ -160,6 +160,7 @@ def _write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
         )
     }
     if layout != "ernie4_5_moe":
+        # Ernie's config has no such field.
         fields["attention_dropout"] = config.dropout
     if layout in ("llama", "qwen3"):
         return fields
@@ -223,6 +224,7 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
         "seq_aux": config.router_aux_loss_level == "sequence",
     }
     if generation == "v1":
+        # v1 has at most one shared expert, as a flag.
         fields["n_shared_experts"] = True if config.num_shared_experts else None
         # v1's code allocates a mask of this size squared in each layer. Its rotary table has 32,768 positions either
         # way.

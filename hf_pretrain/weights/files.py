@@ -196,6 +196,7 @@ def _read_all(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path.parent} lacks the shard(s) {', '.join(missing)} that {path.name} names.")
     tensors: dict[str, torch.Tensor] = {}
     for shard in shards:
+        # A tensor in two shards may be an older version of it; taking the last one would be a guess.
         part = _read_file(path.with_name(shard))
         twice = sorted(part.keys() & tensors.keys())
         if twice:

@@ -171,6 +171,7 @@ def write_gguf(
             quantized = gguf.GGMLQuantizationType.F32
         elif tensor_type == "Q8_0" and tensor.shape[-1] % 32 != 0:
             quantized = gguf.GGMLQuantizationType.F16
+        # The package casts to float16 silently, so check the result for infinities.
         values = gguf.quantize(tensor.numpy(), quantized)
         if quantized == gguf.GGMLQuantizationType.F16 and not np.isfinite(values).all():
             raise ValueError(f"{name} holds values that overflow float16; use bfloat16 or float32.")

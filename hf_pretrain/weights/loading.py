@@ -103,12 +103,14 @@ def load_upstream(
     )
     state_dict = _join(tensors, layout, minimind_config, path)
 
+    # A file with several dtypes is loaded in float32, so that no half-precision tensor is rounded.
     dtypes = {tensor.dtype for tensor in state_dict.values()}
     file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
     # _join has compared names and shapes already; strict guards against a mistake in it.
     model.load_state_dict(state_dict, strict=True)
     _check_finite(model, path)
+    # save_pretrained writes the config's dtype, and the config was made before the cast.
     model.config.dtype = model.dtype
     sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
     assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
@@ -219,7 +221,10 @@ def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
-    """The layout of the weights, by their names; which architecture of transformers, by its config."""
+    """
+    Return the layout of the weights: a generation by the names of its tensors, a transformers architecture by its
+    config.
+    """
     if "tok_embeddings.weight" in tensors:
         return "v1"
     if "model.embed_tokens.weight" not in tensors:
@@ -443,6 +448,7 @@ def _join(
     # On the meta device a model of any size costs no memory.
     with torch.device("meta"):
         empty = MiniMindForCausalLM(config).state_dict()
+    # Our own empty model, taken apart as the file should be: names and shapes then compare one to one.
     parts = {ours: dict(LAYOUTS[layout].split(ours, tensor, config)) for ours, tensor in empty.items()}
     expected = {name: tensor.shape for split in parts.values() for name, tensor in split.items()}
     if layout == "ernie4_5_moe":

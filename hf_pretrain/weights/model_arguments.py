@@ -57,7 +57,7 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
 
 @dataclass
 class ModelArguments:
-    """Which model to train."""
+    """The model to train: a preset or a checkpoint, its tokenizer, and its attention implementation."""
 
     model_preset: str | None = field(
         default=None,

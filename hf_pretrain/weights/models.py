@@ -27,6 +27,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Min
         if args.model_name_or_path:
             return MiniMindConfig.from_pretrained(args.model_name_or_path, **args.overrides)
         fields = dict(PRESETS[args.model_preset or default_preset()])
+        # The tokenizer decides the special tokens; a preset knows none.
         fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
         if args.tokenizer_name_or_path is None:
             fields["vocab_size"] = args.vocab_size
@@ -85,6 +86,7 @@ def load_model(
         return load_native_checkpoint(args.model_name_or_path, **loading)
     # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under
     # every launcher.
+    # The constructor takes the implementation from the config only.
     config._attn_implementation = attn_implementation
     model = MiniMindForCausalLM(config)
     if distributed is not None:
