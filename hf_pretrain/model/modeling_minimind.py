@@ -332,7 +332,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
         # NOTE: continuous batching passes a paged cache as `cache`. transformers then creates no masks, and the check
         # needs them.
         if is_computed and kwargs.get("cache") is None:
-            check_attention(self.layers[0].self_attn, inputs_embeds.device, compute_dtype(inputs_embeds))
+            # A rank of a pipeline has only some of the layers.
+            attention = next(module for module in self.modules() if isinstance(module, MiniMindAttention))
+            check_attention(attention, inputs_embeds.device, compute_dtype(inputs_embeds))
         causal_mask = None
         cu_seq_lens, max_length = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None)
         if kwargs.get("packed_documents") is None:
