@@ -1,12 +1,12 @@
 """
-What is fast, side by side: `make bench`, or
+Speed of training programs, measured side by side: `make bench`, or
 
     python -m benchmarks.bench --sizes 26M --rounds 3 --steps 3
     python -m benchmarks.bench --sizes 26M 104M 145M-moe --max_length 512 2048
 
-All programs train on the same documents with the same tokenizer and in the same precision, a few steps each in turn, over
-several rounds; medians are compared. The table goes to the terminal and, with versions and commit, to
-`benchmarks/results/<machine>.json`.
+All programs train on the same documents with the same tokenizer and in the same precision. They take turns: each runs
+a few steps, over several rounds, so that a busy machine slows all of them. The benchmark compares medians. It prints a
+table, and writes it with versions and commit to `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ NUM_DOCUMENTS = 6000
 
 
 def median_step(steps: Steps) -> tuple[float, float]:
-    """Seconds of the median step, and useful tokens a second of all."""
+    """Return the seconds of the median step, and the useful tokens per second of all steps."""
     return statistics.median(seconds for seconds, _ in steps), sum(n for _, n in steps) / sum(s for s, _ in steps)
 
 
@@ -54,6 +54,15 @@ def interleave(
     steps: int,
     before_each: Callable[[], object] = lambda: None,
 ) -> dict[str, Steps]:
+    """
+    Run all programs in turn, and return the steps of each.
+
+    Args:
+        runs (`dict[str, Callable]`): programs by name; each takes a number of steps and returns what it measured.
+        rounds (`int`): turns of each program.
+        steps (`int`): steps per turn.
+        before_each (`Callable`): called before each turn.
+    """
     found: dict[str, Steps] = {name: [] for name in runs}
     for number in range(rounds):
         for name, run in runs.items():
@@ -64,7 +73,7 @@ def interleave(
 
 
 def rows_of_documents(setting: Setting, *, num_documents: int) -> Dataset:
-    """Rows of as many documents of equal length."""
+    """Return rows of random tokens, each with `num_documents` documents of equal length."""
     length = setting.max_length // num_documents
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, setting.config.vocab_size, (400, setting.max_length), generator=generator)
@@ -72,7 +81,7 @@ def rows_of_documents(setting: Setting, *, num_documents: int) -> Dataset:
 
 
 def loader_seconds(program: programs.TrainerProgram, *, num_batches: int = 20) -> float:
-    """Seconds a batch that the loader takes when nothing else runs."""
+    """Return the seconds per batch that the data loader takes when nothing else runs."""
     batches = iter(program.trainer.get_train_dataloader())
     next(batches)
     start = time.perf_counter()
@@ -82,7 +91,7 @@ def loader_seconds(program: programs.TrainerProgram, *, num_batches: int = 20) -
 
 
 def seconds_to_first_step() -> float:
-    """From the start of the recipe to its first step, tiny, data cached by a run before."""
+    """Return the seconds from the start of the recipe to its first step, for the preset `tiny` with cached data."""
     with tempfile.TemporaryDirectory() as directory:
         for number in range(2):
             words = [
@@ -97,7 +106,7 @@ def seconds_to_first_step() -> float:
             start = time.perf_counter()
             process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
             output = b""
-            # A line shows the first step as soon as it is over.
+            # With --logging_steps 1, the run prints a line at the end of its first step.
             while not re.search(rb"\b[1-9]\d*/200", output) and process.poll() is None:
                 output += process.stdout.read(64)
             seconds = time.perf_counter() - start
@@ -109,6 +118,7 @@ def seconds_to_first_step() -> float:
 
 
 def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
+    """Return the speed of all programs for one model size, and its share of the limit that the GEMM rate sets."""
     ours = programs.ours(setting)
     runs: dict[str, Callable[[int], Steps]] = {
         "ours": ours,
@@ -120,7 +130,7 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
         runs["stock Trainer, compiled"] = programs.stock_trainer(setting, torch_compile=True)
         runs["TRL SFTTrainer"] = programs.trl_sft(setting)
     dtype = torch.bfloat16 if setting.bf16 else torch.float32
-    # One measurement alone may fall into a moment when other processes are busy.
+    # Measure often: a single measurement may fall into a moment when other processes are busy.
     rates: list[float] = []
     steps_of = interleave(
         runs,
@@ -151,7 +161,7 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def growth_with_documents(setting: Setting, *, rounds: int, steps: int) -> float:
-    """How much longer a step takes with 8 documents a row than with 1, at equal tokens."""
+    """Return by which share a step takes longer with 8 documents per row than with 1, at equal tokens."""
     runs: dict[str, Callable[[int], Steps]] = {
         str(number): programs.ours(setting, rows_of_documents(setting, num_documents=number)) for number in (1, 8)
     }
@@ -160,7 +170,7 @@ def growth_with_documents(setting: Setting, *, rounds: int, steps: int) -> float
 
 
 def cost_of_experts(setting: Setting, *, rounds: int, steps: int) -> float:
-    """A step of `minimind2-moe` in steps of a dense model with as many active parameters."""
+    """Return the time of a step of `minimind2-moe`, relative to a dense model with equal active parameters."""
     sparse = MiniMindConfig(**PRESETS["minimind2-moe"])
     width = (sparse.num_experts_per_tok + sparse.num_shared_experts) * sparse.moe_intermediate_size
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -173,6 +183,7 @@ def cost_of_experts(setting: Setting, *, rounds: int, steps: int) -> float:
 
 
 def machine() -> str:
+    """Return the name of the GPU, or the number of cores and the name of the CPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -181,6 +192,7 @@ def machine() -> str:
 
 
 def git_commit() -> str:
+    """Return the commit of the checkout, with `-dirty` after it if files were changed."""
     words = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
@@ -192,8 +204,8 @@ def fastest_precision() -> str:
 
 def print_table(results: dict[str, Any]) -> None:
     for name, result in results["sizes"].items():
-        print(f"\n{name} in {results['settings']['precision']} on {results['machine']}: useful tokens a second")
-        print(f"  {'program':26}{'tokens/s':>12}{'ms a step':>11}{'of limit':>10}{'ours is':>9}")
+        print(f"\n{name} in {results['settings']['precision']} on {results['machine']}: useful tokens per second")
+        print(f"  {'program':26}{'tokens/s':>12}{'ms/step':>11}{'of limit':>10}{'ours is':>9}")
         for program, row in result["programs"].items():
             print(
                 f"  {program:26}{row['tokens_per_second']:12,.0f}{1000 * row['step_seconds']:11,.0f}"
@@ -201,21 +213,29 @@ def print_table(results: dict[str, Any]) -> None:
             )
         print(f"  {'6N at the GEMM rate':26}{result['limit_tokens_per_second']:12,.0f}")
         print(
-            f"  over the bare loop {result['overhead_over_bare_loop']:.1%}, in the loader {result['loader_share']:.2%}"
+            f"  overhead over the bare loop {result['overhead_over_bare_loop']:.1%}, share of the loader "
+            f"{result['loader_share']:.2%}"
         )
-        print(f"  a step with 8 documents a row instead of 1: {result['growth_with_documents']:+.1%}")
-    print(f"\nA step with experts against a dense one of equal active parameters: {results['cost_of_experts']:.2f}x")
+        print(f"  step time with 8 documents per row instead of 1: {result['growth_with_documents']:+.1%}")
+    print(f"\nStep time with experts over a dense model of equal active parameters: {results['cost_of_experts']:.2f}x")
     if "seconds_to_first_step" in results:
-        print(f"Start to first step, tiny, data cached: {results['seconds_to_first_step']:.1f} s")
+        print(f"Start of the recipe to its first step (tiny, cached data): {results['seconds_to_first_step']:.1f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["26M"], choices=[*SIZES, "all"])
-    parser.add_argument("--max_length", nargs="+", type=int, default=[512], help="Tokens a row.")
-    parser.add_argument("--tokens_a_step", type=int, default=65536 if torch.cuda.is_available() else 4096)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100 if torch.cuda.is_available() else 4)
+    parser.add_argument("--sizes", nargs="+", default=["26M"], choices=[*SIZES, "all"], help="Model sizes.")
+    parser.add_argument("--max_length", nargs="+", type=int, default=[512], help="Tokens per row.")
+    parser.add_argument(
+        "--tokens_a_step",
+        type=int,
+        default=65536 if torch.cuda.is_available() else 4096,
+        help="Tokens per step. The batch size follows from it.",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="Turns of each program.")
+    parser.add_argument(
+        "--steps", type=int, default=100 if torch.cuda.is_available() else 4, help="Steps of a program per turn."
+    )
     parser.add_argument(
         "--precision",
         choices=["bf16", "float32"],
@@ -229,7 +249,7 @@ def main() -> None:
         sizes, lengths = list(SIZES), [512, 2048]
 
     documents, _ = load_documents(["embedded"], validation_fraction=0.01)
-    # Of all parts, as long and short as they are there.
+    # A sample of all corpora keeps their distribution of lengths.
     documents = documents.shuffle(seed=0).select(range(NUM_DOCUMENTS))
     tokenizer = train_tokenizer(documents["text"][:])
     results: dict[str, Any] = {

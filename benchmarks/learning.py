@@ -1,11 +1,13 @@
 """
-Which settings learn fast: runs of a preset on the embedded corpora, one for each learning rate and optimizer.
+Validation loss of a preset on the embedded corpora, for each combination of optimizer, schedule, steps and learning
+rate.
 
     python -m benchmarks.learning --learning_rates 2e-3 4e-3 8e-3 --optim_presets adamw muon
     python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_size 64 --max_length 512
 
-Prints the held-out loss that each run ends with and appends it to `benchmarks/results/learning-<preset>.json`. Muon against
-AdamW at fewer tokens is a run of fewer `--max_steps` with a schedule of its own, not a point on the way.
+The script prints the final validation loss of each run and appends it to `benchmarks/results/learning-<preset>.json`.
+To compare Muon with AdamW at fewer tokens, start a run with fewer `--max_steps`, whose schedule ends there; do not
+read the loss off a longer run, whose learning rate has not decayed yet.
 """
 
 import argparse
@@ -36,12 +38,12 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
-    # Before records change the tree.
+    # Ask git before the records change the work tree and make the commit `-dirty`.
     made_by = {"machine": machine(), "commit": git_commit()}
 
-    train, held_out = load_documents(["embedded"], validation_fraction=0.01)
+    train, validation = load_documents(["embedded"], validation_fraction=0.01)
     tokenizer = train_tokenizer(train["text"][:])
-    rows, eval_rows = (prepare_rows(part, tokenizer, max_length=args.max_length)[0] for part in (train, held_out))
+    rows, eval_rows = (prepare_rows(part, tokenizer, max_length=args.max_length)[0] for part in (train, validation))
     path = ROOT / f"benchmarks/results/learning-{args.model_preset}.json"
     records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
     for optim_preset in args.optim_presets:
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def run(preset: str, rows, eval_rows, tokenizer, settings: dict[str, Any]) -> dict[str, Any]:
-    """One run, and what it ended with."""
+    """Train once, and return the settings with the validation metrics, tokens and seconds."""
     torch.manual_seed(42)
     model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset]))
     model.set_attn_implementation("packed")

@@ -1,6 +1,9 @@
 """
-The programs that are compared. Each is built from the same documents and tokenizer, and gives for some steps the seconds
-and the useful tokens of each: tokens of documents that it trained on. Padding does not count, nor does what was cut off.
+The programs that `bench.py` compares.
+
+Each program is built from the same documents and tokenizer. A call runs some steps and returns the seconds and the
+useful tokens of each step. Useful tokens are the tokens of documents that the program trains on: neither padding nor
+truncated tokens count.
 """
 
 import time
@@ -33,13 +36,24 @@ from hf_pretrain.training.arguments import LMTrainingArguments
 
 
 Steps = list[tuple[float, int]]
-# A run's first steps are slower; they are not counted.
+# The first steps of a run are slower and do not count.
 NUM_WARMUP_STEPS = 2
 
 
 @dataclass
 class Setting:
-    """What all programs share."""
+    """
+    Settings that all programs share.
+
+    Args:
+        documents ([`~datasets.Dataset`]): documents with a column `text`.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer of all programs.
+        config ([`MiniMindConfig`]): shape of the model.
+        max_length (`int`): tokens per row.
+        batch_size (`int`): rows per step.
+        output_dir (`Path`): scratch directory.
+        bf16 (`bool`): train under bfloat16 autocast instead of in float32.
+    """
 
     documents: Dataset
     tokenizer: PreTrainedTokenizerFast
@@ -55,7 +69,7 @@ class Setting:
 
     @property
     def training(self) -> dict[str, Any]:
-        """Arguments that stock Trainer and ours take alike."""
+        """Training arguments that the stock Trainer and ours both take."""
         return {
             "output_dir": str(self.output_dir),
             "per_device_train_batch_size": self.batch_size,
@@ -77,7 +91,7 @@ class Setting:
 
     @cached_property
     def concatenated_rows(self) -> Dataset:
-        """As `run_clm.py` makes them: all documents one after the other, cut where a row is full."""
+        """Rows as transformers' `run_clm.py` makes them: all documents concatenated, and cut where a row is full."""
         rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length, packing_strategy="wrapped")
         rows = rows.select(range(len(rows) - 1)).remove_columns("seq_lengths")
         return rows.map(lambda batch: {"labels": batch["input_ids"]}, batched=True)
@@ -92,7 +106,7 @@ class Setting:
 
 
 class Clock(TrainerCallback):
-    """Notes when each step of a Trainer ended."""
+    """Record the time at the end of each step of a Trainer."""
 
     def __init__(self):
         self.times: list[float] = []
@@ -106,12 +120,13 @@ class Clock(TrainerCallback):
 
 
 def _wait(device: torch.device) -> None:
+    # CUDA kernels run asynchronously. A step ends when they have finished.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class TrainerProgram:
-    """Some steps of `train()` a call."""
+    """A program that runs some steps of `Trainer.train()` per call and counts useful tokens in the collator."""
 
     def __init__(self, trainer: Trainer, pad_token_id: int):
         self.trainer, self.clock = trainer, Clock()
@@ -130,13 +145,14 @@ class TrainerProgram:
         self.num_tokens.clear()
         self.trainer.args.max_steps = num_steps + NUM_WARMUP_STEPS
         self.trainer.train()
+        # The time between the ends of two steps leaves the start and the end of `train()` out.
         times = self.clock.times[NUM_WARMUP_STEPS - 1 :]
         seconds = [end - start for start, end in zip(times, times[1:], strict=False)]
         return list(zip(seconds, self.num_tokens[NUM_WARMUP_STEPS:], strict=False))
 
 
 def _model(setting: Setting) -> MiniMindForCausalLM:
-    """As the recipes load it."""
+    """Return a MiniMind with random weights and the attention and experts implementations that the recipes choose."""
     torch.manual_seed(0)
     model = MiniMindForCausalLM(setting.config)
     model.set_attn_implementation("packed")
@@ -146,6 +162,7 @@ def _model(setting: Setting) -> MiniMindForCausalLM:
 
 
 def ours(setting: Setting, rows: Dataset | None = None, **arguments: Any) -> TrainerProgram:
+    """Return `MaskedLossTrainer` on packed rows."""
     model = _model(setting)
     pad_token_id = setting.tokenizer.pad_token_id
     trainer = MaskedLossTrainer(
@@ -159,7 +176,7 @@ def ours(setting: Setting, rows: Dataset | None = None, **arguments: Any) -> Tra
 
 
 def bare_loop(setting: Setting) -> Callable[[int], Steps]:
-    """The same model, rows and optimizer as ours, and as little else as can be."""
+    """Return a minimal training loop with the model, rows and optimizer of `ours`. It shows what Trainer costs."""
     model = _model(setting).to(setting.device).train()
     decays = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -210,6 +227,7 @@ def _llama(setting: Setting) -> LlamaForCausalLM:
 
 
 def stock_trainer(setting: Setting, *, torch_compile: bool = False) -> TrainerProgram:
+    """Return transformers' `Trainer` with a Llama of the same shape on concatenated rows."""
     trainer = Trainer(
         model=_llama(setting),
         args=TrainingArguments(**setting.training, torch_compile=torch_compile),
@@ -220,6 +238,7 @@ def stock_trainer(setting: Setting, *, torch_compile: bool = False) -> TrainerPr
 
 
 def trl_sft(setting: Setting) -> TrainerProgram:
+    """Return TRL's `SFTTrainer` with a Llama of the same shape and TRL's own packing."""
     from trl import SFTConfig, SFTTrainer
 
     args = SFTConfig(
@@ -236,6 +255,7 @@ def trl_sft(setting: Setting) -> TrainerProgram:
 
 
 def upstream_style(setting: Setting) -> Callable[[int], Steps]:
+    """Return a program in the style of MiniMind's own scripts, on documents padded or cut to the row length."""
     pad_token_id = setting.tokenizer.pad_token_id
     step = UpstreamStyleTrainer(setting.config, setting.device, pad_token_id, bf16=setting.bf16)
     documents = setting.tokenized_documents.shuffle(seed=0)["input_ids"][:]
@@ -244,7 +264,8 @@ def upstream_style(setting: Setting) -> Callable[[int], Steps]:
         kept = ids[: setting.max_length + 1]
         rows[row, : len(kept)] = torch.tensor(kept)
     batches = rows.split(setting.batch_size)
-    # Documents differ more than a few batches could show; a step takes as long whatever is in it.
+    # The useful tokens of a few batches vary a lot, and the time of a padded step does not depend on them. Count the
+    # mean of all batches.
     tokens_a_batch = int((rows != pad_token_id).sum() / len(rows) * setting.batch_size)
     position = 0
 

@@ -1,7 +1,8 @@
 """
-A training program written as MiniMind's own scripts are: each document padded or cut to the row's length, rotation by
-complex products, keys and values repeated for each query head, logits of all positions, a loss mask. It is what users come
-from.
+A training program in the style of MiniMind's own scripts, which users know.
+
+Each document is padded or cut to the row length. The model rotates queries and keys by complex products, repeats keys
+and values for each query head, and computes the logits of all positions. A loss mask excludes padding.
 """
 
 import torch
@@ -12,6 +13,8 @@ from hf_pretrain import MiniMindConfig
 
 
 class Norm(nn.Module):
+    """RMSNorm."""
+
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
@@ -21,6 +24,8 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
+    """Decoder layer: attention and SwiGLU, each after a norm and with a residual."""
+
     def __init__(self, config: MiniMindConfig):
         super().__init__()
         width, self.num_heads = config.hidden_size, config.num_attention_heads
@@ -41,6 +46,7 @@ class Block(nn.Module):
 
     def attend(self, x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
         batch_size, seq_len, _ = x.shape
+        # (batch_size, seq_len, num_heads, head_dim) until the heads move before the positions.
         q = self.wq(x).view(batch_size, seq_len, self.num_heads, self.head_dim)
         k = self.wk(x).view(batch_size, seq_len, self.num_kv_heads, self.head_dim)
         v = self.wv(x).view(batch_size, seq_len, self.num_kv_heads, self.head_dim)
@@ -53,11 +59,16 @@ class Block(nn.Module):
 
 
 def rotate(x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
+    """
+    Rotate neighbouring pairs of `x` `(batch_size, seq_len, num_heads, head_dim)` by `pos_cis` `(positions, pairs)`.
+    """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * pos_cis[None, : x.shape[1], None]).flatten(3).type_as(x)
 
 
 class UpstreamStyleModel(nn.Module):
+    """Decoder with a tied head. `forward` returns the logits `(batch_size, seq_len, vocab_size)`."""
+
     def __init__(self, config: MiniMindConfig):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -77,7 +88,7 @@ class UpstreamStyleModel(nn.Module):
 
 
 class UpstreamStyleTrainer:
-    """One step a call, of `(batch_size, seq_len + 1)` padded ids."""
+    """Train one step per call, on padded token ids of shape `(batch_size, seq_len + 1)`, and return the loss."""
 
     def __init__(self, config: MiniMindConfig, device: torch.device, pad_token_id: int, *, bf16: bool):
         torch.manual_seed(0)

@@ -1,9 +1,10 @@
 """
-How much of the machine a run uses: model FLOPs, the device's peak, memory.
+Model FLOPs, the peak rate of a device, and memory: the figures that show how much of the machine a run uses.
 
-Model FLOPs are those of the matrix products with parameters, forward and backward: 6 a parameter and token
-(https://arxiv.org/abs/2001.08361, section 2.1), of experts those that a token is sent to. Attention's own products are left
-out, so that the figure does not depend on how long documents are; so is what activation checkpointing computes again.
+Model FLOPs count the matrix products with parameters, forward and backward: 6 per parameter and token
+(https://arxiv.org/abs/2001.08361, section 2.1). Experts count only for the tokens that are routed to them. The products
+of attention are left out, so that the figure does not depend on the length of documents. Recomputation by activation
+checkpointing is left out too.
 """
 
 import copy
@@ -31,11 +32,12 @@ from .optimizers import OPTIM_PRESETS, is_matrix_of_muon
 try:
     import resource
 except ImportError:
-    # Windows.
+    # Windows has no such module.
     resource = None  # type: ignore[assignment]
 
 
-# FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets.
+# FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first name that matches counts, so that
+# "H100 PCIe" stands before "H100".
 PEAK_FLOPS_PER_SECOND = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -53,8 +55,14 @@ PEAK_FLOPS_PER_SECOND = {
 
 def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float:
     """
-    Parameters that a token is multiplied with, or those of them that are trained. A head tied to the embedding counts once,
-    an embedding of its own does not; of experts, `num_experts_per_tok` count.
+    Return the number of parameters that take part in the matrix products of one token.
+
+    A head that is tied to the embedding counts once. An untied embedding is a lookup and does not count. Routed
+    experts count with the share `num_experts_per_tok / num_experts`.
+
+    Args:
+        model (`nn.Module`): a model with a MiniMind or similar config.
+        trainable (`bool`): count parameters that require gradients only.
     """
     total = 0.0
     config = model.config
@@ -64,10 +72,10 @@ def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float
             continue
         if "embed_tokens" in name and not config.tie_word_embeddings:
             continue
-        # Under ZeRO-3 a parameter has no elements between its uses.
+        # NOTE: under ZeRO-3 a parameter is empty between its uses, and DeepSpeed keeps its size in `ds_numel`.
         number = parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
         if type(parameter).__name__ == "Params4bit":
-            # bitsandbytes packs two weights into a byte.
+            # NOTE: bitsandbytes packs two 4-bit weights into a byte.
             number *= 2 * parameter.element_size()
         is_routed = ".experts." in name and num_experts
         total += number * (config.num_experts_per_tok / num_experts if is_routed else 1)
@@ -75,12 +83,15 @@ def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Of training: 2 a parameter forward, 2 for the gradient of what goes in, 2 for that of a trained parameter."""
+    """
+    Return the FLOPs of training per token: per parameter, 2 forward and 2 for the gradient of the input, and 2 more
+    for the gradient of a trainable parameter.
+    """
     return 4 * num_active_parameters(model) + 2 * num_active_parameters(model, trainable=True)
 
 
 def known_peak(name: str) -> float | None:
-    """FLOP/s in half precision of the GPU of that name."""
+    """Return the FLOP/s of a GPU in half precision by its name; `None` for an unknown GPU."""
     for part, peak in PEAK_FLOPS_PER_SECOND.items():
         if re.search(rf"\b{part}\b", name):
             return peak
@@ -89,8 +100,14 @@ def known_peak(name: str) -> float | None:
 
 class PeakRate:
     """
-    The peak FLOP/s of a device: the data sheet's figure for `dtype` bfloat16 or float16 on a GPU that is known, else the best
-    measurement so far. While other processes are busy a measurement is too low, so that one alone does not suffice.
+    The peak FLOP/s of a device.
+
+    For bfloat16 and float16 on a known GPU, this is the figure of the data sheet. Otherwise it is the best of several
+    measurements, because a measurement is too low while other processes are busy.
+
+    Args:
+        device (`torch.device`): the device to measure.
+        dtype (`torch.dtype`): the dtype of the matrix products.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -98,11 +115,16 @@ class PeakRate:
         is_known = device.type == "cuda" and dtype != torch.float32
         self._known = known_peak(torch.cuda.get_device_name(device)) if is_known else None
         self.flops_per_second = self._known or measure_gemm_rate(device, dtype)
-        # An accelerator may have no memory left for large matrices while it trains.
+        # Measure accelerators only once: during training they may have no memory left for large matrices.
         self._num_measurements_left = 10 if device.type == "cpu" else 0
 
     def update(self, reached: float) -> float:
-        """Measure once more, the first ten times, and return the peak. It is never below what a run `reached`."""
+        """
+        Return the peak in FLOP/s. The first ten calls measure it once more on a CPU.
+
+        Args:
+            reached (`float`): FLOP/s that the run has reached. A measured peak is never lower.
+        """
         if self._known is None:
             self.flops_per_second = max(self.flops_per_second, reached)
             if self._num_measurements_left > 0:
@@ -113,8 +135,8 @@ class PeakRate:
 
 
 def measure_gemm_rate(device: torch.device, dtype: torch.dtype, *, num_products: int = 5) -> float:
-    """Measure the FLOP/s of the best of some large square matrix products."""
-    # Large enough to keep all threads busy, small enough to take milliseconds.
+    """Return the FLOP/s of the fastest of `num_products` large square matrix products."""
+    # Matrices must be large enough to keep all threads busy, and small enough to take milliseconds.
     size = 8192 if device.type == "cuda" else 1024 if torch.get_num_threads() <= 4 else 2048
     left, right, product = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
     best = float("inf")
@@ -133,18 +155,18 @@ def _synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has held: of the GPU's memory, or resident of the machine's."""
+    """Return the peak memory of this process in bytes: allocated GPU memory on CUDA, otherwise resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if resource is None:
         return psutil.Process().memory_info().peak_wset
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in ru_maxrss what the process held that started this one.
+    # NOTE: on Linux, ru_maxrss of a new process starts at the peak of the process that started it. VmHWM does not.
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
-# Of ds_configs, stages 1 and 2; there are two buckets, one on its way.
+# Bucket size of ds_configs/zero1.json and zero2.json. One bucket fills while another one is sent.
 NUM_BUCKET_ELEMENTS = 12_500_000
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
@@ -152,16 +174,19 @@ STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 @dataclass
 class MemoryEstimate:
     """
-    Bytes of the tensors that each process holds at the peak of a step. An allocator may hold more: glibc's, on a CPU, two
-    fifths, unless the environment has MALLOC_MMAP_THRESHOLD_=1000000.
+    Estimate of the bytes that each process holds at the peak of a step.
+
+    The estimate counts tensors. An allocator may hold more: on a CPU, glibc's holds about two fifths more, unless the
+    environment sets MALLOC_MMAP_THRESHOLD_=1000000.
 
     Args:
-        parameters, optimizer (`float`): held throughout.
-        gradients (`float`): complete at the end of the backward pass, when activations are gone; with DDP's buckets, and
-            DeepSpeed's copies in float32.
-        workspace (`float`): held beside activations: copies of weights in half precision or gathered from other ranks,
-            buckets, and the logits that are in memory at a time.
-        activations_per_row (`float`): kept from the forward to the backward pass, for one row.
+        parameters (`float`): bytes of the parameters, held all the time.
+        optimizer (`float`): bytes of the optimizer state, held all the time.
+        gradients (`float`): bytes of all gradients, with DDP's buckets and DeepSpeed's float32 copies. They are
+            complete at the end of the backward pass, when the activations are gone.
+        workspace (`float`): bytes held beside the activations: half-precision or gathered copies of weights,
+            communication buckets, and the chunk of logits in memory.
+        activations_per_row (`float`): bytes that one row keeps from the forward to the backward pass.
     """
 
     parameters: float
@@ -171,12 +196,13 @@ class MemoryEstimate:
     activations_per_row: float
 
     def total(self, batch_size: int) -> float:
-        """With so many rows a process and micro-batch."""
+        """Return the bytes for `batch_size` rows per device and micro-batch."""
+        # The backward pass frees activations while it adds gradients, so that both peaks do not coincide.
         forward = self.workspace + batch_size * self.activations_per_row
         return self.parameters + self.optimizer + max(forward, self.gradients)
 
     def largest_batch(self, memory_bytes: float) -> int:
-        """Rows a process and micro-batch that fit into so much memory."""
+        """Return the largest number of rows per device and micro-batch that fit into `memory_bytes`; 0 if none do."""
         left = memory_bytes - self.parameters - self.optimizer
         if left < max(self.workspace, self.gradients):
             return 0
@@ -194,27 +220,32 @@ def estimate_memory(
     device_type: str = "cpu",
 ) -> MemoryEstimate:
     """
-    What training a model takes. Activations are those of forward passes of one and two rows without values; the rest
-    follows from the number of parameters, after https://arxiv.org/abs/1910.02054 (sections 3 and 5).
+    Estimate the memory per process that training a model takes.
+
+    Activations come from forward passes with fake tensors. Everything else follows from the number of parameters,
+    after https://arxiv.org/abs/1910.02054 (ZeRO, sections 3 and 5).
 
     Args:
-        model ([`MiniMindForCausalLM`]): whole; its parameters may be on the meta device.
-        max_length (`int`): tokens a row.
-        strategy (`str`): one of `STRATEGIES`; `ddp` is also what one process does.
-        optimizer (`str`): `adamw` with two states a parameter, or `muon` with one for the matrices of the layers.
-        dtype (`torch.dtype`): of autocast, or float32 for none.
-        device_type (`str`): what is to train it, `cpu` or a kind of GPU.
+        model ([`MiniMindForCausalLM`]): the whole model; its parameters may be on the meta device.
+        max_length (`int`): tokens per row.
+        strategy (`str`): one of `STRATEGIES`; use `ddp` for one process too.
+        world_size (`int`): number of processes.
+        optimizer (`str`): `adamw` with two states per parameter, or `muon` with one state for the matrices of the
+            layers.
+        dtype (`torch.dtype`): the dtype of autocast; float32 for none.
+        device_type (`str`): the kind of device that trains, `cpu` or a kind of GPU.
 
     Raises:
-        `ValueError`: for an unknown strategy or optimizer, and for Muon with ZeRO-3, which does not exist.
+        `ValueError`: for an unknown strategy or optimizer, and for Muon with ZeRO-3, which is not supported.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; there are {', '.join(STRATEGIES)}.")
     if optimizer not in OPTIM_PRESETS:
         raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIM_PRESETS)}.")
     if optimizer == "muon" and strategy == "zero3":
-        raise ValueError("Muon needs whole matrices: not possible with ZeRO-3.")
+        raise ValueError("Muon needs whole matrices: it is not possible with ZeRO-3. Use zero2, or adamw.")
     number = sum(parameter.numel() for parameter in model.parameters())
+    # AdamW keeps two float32 moments, Muon one.
     states = 8 * number
     if optimizer == "muon":
         states -= 4 * sum(p.numel() for name, p in model.named_parameters() if is_matrix_of_muon(name, p))
@@ -222,10 +253,11 @@ def estimate_memory(
     is_half = dtype != torch.float32
     width = 2 if is_half else 4
     share = 1 / world_size
+    # Logits and their gradients, in float32 and in the computing dtype.
     workspace = MAX_LOGITS[device_type == "cpu"] * (2 * 4 + 2 * width)
     if strategy.startswith("zero"):
-        # DeepSpeed trains in the half precision itself; the float32 weights are part of the optimizer's state. ZeRO-3 gives
-        # back no weights that are soon needed again, which are all of a model of this size.
+        # DeepSpeed trains in half precision and keeps float32 weights in the optimizer state. ZeRO-3 keeps gathered
+        # weights that it needs again soon; in a model of this size, these are all weights.
         stage = int(strategy[-1])
         parameters = width * number * (share if stage == 3 else 1)
         optimizer_states = (states + 4 * number) * share
@@ -240,9 +272,10 @@ def estimate_memory(
         )
         workspace += 2 * number * is_half
         if is_sharded:
-            # The embedding and two layers at a time.
+            # FSDP gathers the embedding and two layers at a time: the current one, and the next one in advance.
             workspace += 4 * (embedding + 2 * (number - embedding) / model.config.num_hidden_layers)
         elif world_size > 1:
+            # DDP holds a second copy of all gradients in its buckets.
             workspace, gradients = workspace + 4 * number, 2 * gradients
     activations = _activations(
         model.config, max_length, dtype, parameter_dtype=parameter_dtype, device_type=device_type
@@ -254,11 +287,12 @@ def _activations(
     config: PreTrainedConfig, length: int, dtype: torch.dtype, *, parameter_dtype: torch.dtype, device_type: str
 ) -> float:
     """
-    Bytes of all tensors that the forward pass of a row of one document keeps for the backward pass. Nothing is computed:
-    fake tensors have shapes and no values.
+    Return the bytes that the forward pass of one row keeps for the backward pass. The row holds one document. Nothing
+    is computed, because fake tensors have shapes and no values.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "packed"
+    # The way in which the packed attention runs on that device.
     in_groups = device_type == "cpu" or dtype == torch.float32
     with FakeTensorMode():
         model = MiniMindForCausalLM._from_config(config, dtype=parameter_dtype).train()
@@ -268,7 +302,7 @@ def _activations(
             ids = torch.zeros(num_rows, length, dtype=torch.int64)
             starts = torch.zeros(num_rows + 1, dtype=torch.int32)
             documents = PackedDocuments(starts, length, in_groups=in_groups, groups=[(num_rows, length)])
-            # What would look at values.
+            # Fake tensors have no values to check positions or to route tokens by.
             model.model._check_positions = lambda position_ids, length: None
             for module in model.modules():
                 if isinstance(module, MiniMindExperts):
@@ -289,14 +323,18 @@ def _activations(
                 assert outputs.loss.requires_grad
                 return sum(storage.nbytes() for storage in kept.values())
 
-        # What does not depend on the number of rows, such as copies of weights in half precision, is counted elsewhere.
+        # The difference leaves out what does not depend on the number of rows, such as half-precision copies of
+        # weights, which `workspace` counts.
         return pass_once(2) - pass_once(1)
 
 
 def _run_one_expert(
     experts: MiniMindExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """One for all tokens keeps what all of them keep, whichever token meets which."""
+    """
+    Send all tokens through one expert. It keeps as many bytes as all experts together, however the router distributes
+    the tokens.
+    """
     top_k = top_k_index.shape[-1]
     tokens = hidden_states.repeat_interleave(top_k, dim=0)
     gate, up = F.linear(tokens, experts.gate_up_proj[0]).chunk(2, dim=-1)
@@ -305,7 +343,7 @@ def _run_one_expert(
 
 
 def available_memory_bytes(device: torch.device) -> int:
-    """All of a GPU's memory, or what the machine has left for new processes."""
+    """Return the bytes that training can use: a GPU's whole memory, or the memory that the machine has available."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().available

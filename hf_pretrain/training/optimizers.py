@@ -1,8 +1,9 @@
 """
-Muon, and learning-rate schedules: transformers' own, completed where they need a number that only the run knows.
+The Muon optimizer, and missing parameters of transformers' learning-rate schedules.
 
-Muon (https://kellerjordan.github.io/posts/muon/) makes the update of a matrix orthogonal. Scaled to the size of AdamW's
-updates (https://arxiv.org/abs/2502.16982), it takes the same learning rate and weight decay.
+Muon (https://kellerjordan.github.io/posts/muon/) replaces the update of a matrix by the nearest orthogonal matrix.
+This implementation scales the updates to the size of AdamW's (https://arxiv.org/abs/2502.16982, section 2.2), so that
+both take the same learning rate and weight decay.
 """
 
 import math
@@ -19,26 +20,37 @@ from ..runtime.devices import has_bfloat16_units
 
 
 OPTIM_PRESETS = ("adamw", "muon")
-# Of the quintic iteration, chosen for its slope at zero.
+# Coefficients of the quintic Newton-Schulz iteration. Their slope at zero is steep, so that small singular values grow
+# fast, at the price of values around 1 instead of exactly 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
-# Elements that are made orthogonal at a time; of sharded matrices, so many are gathered.
+# Elements that are orthogonalized at a time. This bounds the memory for gathered copies of sharded matrices.
 MAX_ELEMENTS = 2**24
 
 
 def optimizer_name(args: TrainingArguments) -> str:
-    """`muon`, or what `--optim` says."""
+    """Return the name of the optimizer: `muon` with `--optim_preset muon`, otherwise the value of `--optim`."""
     is_muon = getattr(args, "optim_preset", "adamw") == "muon"
     return "muon" if is_muon else str(getattr(args.optim, "value", args.optim))
 
 
 def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon trains it: the matrices of the layers, stacked experts too; not embeddings, head or routers."""
+    """
+    Return whether Muon trains a parameter. It trains the matrices of the layers, including stacked experts.
+    Embeddings, head and routers stay with AdamW.
+    """
     return parameter.ndim >= 2 and ".layers." in f".{name}" and not name.endswith("mlp.gate.weight")
 
 
 def muon_parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for [`Muon`]: its matrices, AdamW's matrices, and without weight decay all that is none."""
+    """
+    Return parameter groups for [`Muon`]: Muon's matrices, AdamW's matrices, and vectors without weight decay. DTensors
+    of different device meshes get groups of their own, because fused updates cannot mix meshes.
+
+    Args:
+        model (`nn.Module`): the model; frozen parameters are left out.
+        weight_decay (`float`): weight decay of matrices.
+    """
     groups: dict[tuple[bool, float, Any], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -47,21 +59,23 @@ def muon_parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict
             groups[is_matrix_of_muon(name, parameter), decay, mesh].append(parameter)
     return [
         {"params": parameters, "use_muon": use_muon, "weight_decay": decay}
-        # AdamW's first, whose learning rate is the one that is logged.
+        # AdamW's groups come first, because Trainer logs the learning rate of the first group.
         for (use_muon, decay, _), parameters in sorted(groups.items(), key=lambda item: item[0][:2])
     ]
 
 
 class Muon(torch.optim.Optimizer):
     """
-    Muon for matrices and torch's AdamW for the rest, as one optimizer. Matrices that are stacked in one parameter, such as
-    experts, are made orthogonal one by one; of sharded ones the whole is gathered for it.
+    Muon for the matrices of the layers and torch's AdamW for all other parameters, in one optimizer.
+
+    Each matrix in a stacked parameter, such as the experts, is orthogonalized by itself. Sharded matrices (DTensors)
+    are gathered for their update.
 
     Args:
-        groups (`Iterable[dict]`): of [`muon_parameter_groups`].
-        lr (`float`): for both; an update of Muon is scaled by `0.2 * sqrt(max(rows, columns))`.
-        momentum (`float`, defaults to 0.95): Nesterov's, of Muon.
-        betas, eps: AdamW's.
+        groups (`Iterable[dict]`): the result of [`muon_parameter_groups`].
+        lr (`float`): learning rate of both. Updates of Muon are scaled by `0.2 * sqrt(max(rows, columns))`.
+        momentum (`float`, defaults to 0.95): Nesterov momentum of Muon.
+        betas (`tuple[float, float]`), eps (`float`): decay rates and epsilon of AdamW.
     """
 
     def __init__(
@@ -75,7 +89,8 @@ class Muon(torch.optim.Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "momentum": momentum})
         rest = [group for group in self.param_groups if not group["use_muon"]]
-        # It shares groups and state, and completes the groups with its own settings.
+        # AdamW shares the group dictionaries and the state, so that schedulers and checkpoints see one optimizer. Its
+        # constructor adds its own settings to the groups.
         self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
 
     @torch.no_grad()
@@ -85,7 +100,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._adamw is not None:
-            # Loading a state puts other objects in their place.
+            # `load_state_dict` replaces groups and state by new objects.
             self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
             self._adamw.state = self.state
             self._adamw.step()
@@ -110,11 +125,12 @@ class Muon(torch.optim.Optimizer):
                 self._update_matrices(parameters[start : start + at_a_time], group)
 
     def _update_matrices(self, parameters: list[nn.Parameter], group: dict[str, Any]):
-        """Of one shape, which are made orthogonal together."""
+        """Update matrices of one shape `(..., rows, columns)`, which are orthogonalized in one batch."""
         matrices: list[torch.Tensor] = []
         for parameter in parameters:
             update = parameter.grad.lerp(self.state[parameter]["momentum_buffer"], group["momentum"])
             matrices.append(update.full_tensor() if isinstance(update, DTensor) else update)
+        # (num_parameters, ..., rows, columns)
         stacked = torch.stack(matrices)
         updates = orthogonalize(stacked.flatten(0, -3)).view(stacked.shape).to(stacked.dtype)
         scale = 0.2 * math.sqrt(max(stacked.shape[-2:]))
@@ -131,14 +147,18 @@ def deepspeed_muon(
     groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
     """
-    DeepSpeed's Muon of the same groups, which alone knows how ZeRO-1 and 2 cut matrices into flat pieces. Its updates have
-    another size, `sqrt(max(1, rows / columns))`: the learning rates make up for it, and the weight decays for them.
+    Return DeepSpeed's Muon for the same groups. ZeRO-1 and ZeRO-2 cut matrices into flat partitions, which only
+    DeepSpeed's own implementation can put together.
+
+    DeepSpeed scales updates by `sqrt(max(1, rows / columns))`. The learning rate of each group corrects this to our
+    scale, and its weight decay is divided by the same factor.
     """
-    # Importing it compiles kernels.
+    # The import compiles kernels, which other runs should not wait for.
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-    # Its standard iteration is in bfloat16 on any CPU; the other one is in float32 where there are no float16 units.
+    # NOTE: DeepSpeed's standard iteration computes in bfloat16 on every CPU, which is slow without bfloat16 units. Its
+    # "gram" iteration computes in float32 where there are no float16 units.
     ns_method = "standard" if has_bfloat16_units(get_accelerator().device_name()) else "gram"
 
     of_deepspeed: list[dict[str, Any]] = []
@@ -160,22 +180,26 @@ def deepspeed_muon(
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """
-    The nearest orthogonal matrices, roughly: by five steps of a Newton-Schulz iteration the singular values come to lie
-    between about 0.7 and 1.2 (https://kellerjordan.github.io/posts/muon/).
+    Return approximations of the nearest orthogonal matrices. Five steps of a Newton-Schulz iteration bring the
+    singular values to between about 0.7 and 1.2 (https://kellerjordan.github.io/posts/muon/).
 
     Args:
-        matrices (`torch.Tensor` of shape `(num_matrices, rows, columns)`)
+        matrices (`torch.Tensor` of shape `(num_matrices, rows, columns)`): matrices of any float dtype.
 
     Returns:
-        `torch.Tensor`: of the same shape; bfloat16 where the device has units for it, else float32.
+        `torch.Tensor` of shape `(num_matrices, rows, columns)`: bfloat16 where the device has bfloat16 units, else
+        float32.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     states = matrices.to(torch.bfloat16 if has_bfloat16_units(matrices.device.type) else torch.float32)
     if is_tall:
+        # The Gram matrix of the shorter side is smaller.
         states = states.mT
+    # The iteration converges for singular values up to 1, and the Frobenius norm bounds them.
     states = states / torch.linalg.matrix_norm(states, keepdim=True).clamp(min=1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(NUM_NEWTON_SCHULZ_STEPS):
+        # a * X + (b * XX' + c * (XX')^2) X, in two fused products.
         gram = states @ states.mT
         states = torch.baddbmm(states, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), states, beta=a)
     return states.mT if is_tall else states
@@ -183,15 +207,16 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 def complete_schedule_kwargs(name: str, kwargs: dict[str, Any] | None, *, num_training_steps: int) -> dict[str, Any]:
     """
-    Fills in what `warmup_stable_decay` and `cosine_with_min_lr` cannot do without.
+    Return `lr_scheduler_kwargs` with the parameters that `warmup_stable_decay` and `cosine_with_min_lr` require.
 
     Args:
-        name (`str`): of a transformers schedule.
-        kwargs (`dict`, *optional*): `lr_scheduler_kwargs` as the user gave them; what they hold stays.
+        name (`str`): name of a transformers schedule.
+        kwargs (`dict`, *optional*): the user's `lr_scheduler_kwargs`, which take precedence.
         num_training_steps (`int`): optimizer steps of the whole run.
 
     Returns:
-        `dict`: for WSD, a decay over the last 20 % of the steps; for both, a floor of 10 % of the peak.
+        `dict`: for `warmup_stable_decay`, a decay over the last 20 % of the steps; for both, a final learning rate of
+        10 % of the peak.
     """
     kwargs = dict(kwargs or {})
     if name == "warmup_stable_decay":
