@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 
+import hf_pretrain.training
 from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.runtime.devices import describe_search, has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -228,3 +229,8 @@ def test_overrides_may_be_nested(tokenizer):
 def test_load_model_refuses(tokenizer, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_model(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer)
+
+
+def test_names_of_the_package_can_be_imported_from_it():
+    for name in hf_pretrain.training.__all__:
+        assert getattr(hf_pretrain.training, name).__name__ == name

@@ -140,7 +140,7 @@ def test_largest_batch_is_the_one_that_fits():
 MEASURE = """
 import torch
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.model.configuration_minimind import PRESETS
+from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.training.efficiency import peak_memory_bytes
 
 cpu = torch.device("cpu")

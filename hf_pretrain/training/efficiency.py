@@ -2,9 +2,9 @@
 Model FLOPs, the peak rate of a device, and memory: the figures that show how much of the machine a run uses.
 
 Model FLOPs count the matrix products with parameters, forward and backward: 6 per parameter and token
-(https://arxiv.org/abs/2001.08361, section 2.1). Experts count only for the tokens that are routed to them. The products
-of attention are left out, so that the figure does not depend on the length of documents. Recomputation by activation
-checkpointing is left out too.
+(https://arxiv.org/abs/2001.08361, section 2.1). Experts count only for the tokens that are routed to them. The
+products of attention are left out, so that the figure does not depend on the length of documents. Recomputation by
+activation checkpointing is left out too.
 """
 
 import copy
