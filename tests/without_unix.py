@@ -86,7 +86,7 @@ def _is_open(path: Any) -> bool:
 
 
 def make_toy_trainer(output_dir: Path) -> Any:
-    from tests.test_trainer import make_documents, make_trainer
+    from tests.training.test_trainer import make_documents, make_trainer
 
     arguments = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     arguments |= {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 0.01}

@@ -19,8 +19,8 @@ from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.gguf import FILE_NAME
-from tests.test_conversion import FIXTURES
-from tests.test_exporting import TEXT
+from tests.weights.test_conversion import FIXTURES
+from tests.weights.test_exporting import TEXT
 
 
 pytestmark = pytest.mark.skipif(

@@ -29,9 +29,9 @@ from hf_pretrain.weights.files import resolve
 from hf_pretrain.weights.loading import load_upstream
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
-from tests.test_conversion import GOLDEN
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
 from tests.toys import write_jsonl
+from tests.weights.test_conversion import GOLDEN
 
 
 TOKEN = "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"

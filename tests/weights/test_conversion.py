@@ -31,10 +31,10 @@ from hf_pretrain.weights.loading import is_native_checkpoint, load_native_checkp
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 from tests.invariants.launching import ROOT
-from tests.test_modeling_minimind import assert_near
+from tests.model.test_modeling_minimind import assert_near
 
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 GOLDEN = FIXTURES / "golden"
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
 

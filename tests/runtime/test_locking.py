@@ -11,8 +11,8 @@ import pytest
 from hf_pretrain.runtime import locking
 from hf_pretrain.runtime.locking import LOCK_NAME, hold_output_dir, release_output_dir
 from hf_pretrain.training.resuming import checkpoint_to_resume
-from tests.test_checkpointing import arguments
-from tests.test_trainer import make_documents, make_trainer
+from tests.checkpoints.test_checkpointing import arguments
+from tests.training.test_trainer import make_documents, make_trainer
 
 
 @pytest.fixture(autouse=True)

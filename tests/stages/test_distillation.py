@@ -22,9 +22,9 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
-from tests.test_trainer import make_documents, make_model, pack, train
-from tests.test_trainer import written_out_loss as cross_entropy_and_router_loss
 from tests.toys import WithoutFloat64, write_jsonl
+from tests.training.test_trainer import make_documents, make_model, pack, train
+from tests.training.test_trainer import written_out_loss as cross_entropy_and_router_loss
 
 
 SIZES = [4, 1, 5, 3]

@@ -30,8 +30,8 @@ from hf_pretrain.weights.exporting import (
 from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors, read_gguf_tensors
 from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.loading import load_upstream
-from tests.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
-from tests.test_modeling_minimind import assert_near
+from tests.model.test_modeling_minimind import assert_near
+from tests.weights.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 
 
 # Which forms hold which recorded model. Dense models have no MoE format and the other way round; v1 and v2 lack the q/k

@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 from hf_pretrain.checkpoints.manifest import find_damage
 from hf_pretrain.training import arguments as training_args
 from hf_pretrain.training.arguments import LMTrainingArguments
-from tests.test_trainer import make_documents, make_trainer
 from tests.toys import toy_model
+from tests.training.test_trainer import make_documents, make_trainer
 
 
 class AtStep(TrainerCallback):

@@ -21,7 +21,7 @@ from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, run_probe, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, assert_same_steps, workspace  # noqa: F401
-from tests.test_trainer import make_documents, make_trainer, train
+from tests.training.test_trainer import make_documents, make_trainer, train
 
 
 TOKEN = "hf_" + "x" * 20

@@ -17,7 +17,7 @@ from hf_pretrain.tokenizer.special_tokens import SPECIAL_TOKENS
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
 
 
-V1 = Path(__file__).parent / "fixtures" / "tokenizers" / "v1"
+V1 = Path(__file__).parents[1] / "fixtures" / "tokenizers" / "v1"
 TEXTS = ["the cat sat on the mat\nand the dog looked on", "一只猫坐在垫子上。一只狗看着。", "naïve café 🙂 1234"] * 3
 ODD_TEXTS = [
     " leading and trailing  ",
@@ -353,7 +353,7 @@ def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "home"))
     lines = [json.dumps({"text": f"{text} {index}"}) for index, text in enumerate(TEXTS * 10)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    recipe = str(Path(__file__).parents[1] / "recipes" / "tokenizer.py")
+    recipe = str(Path(__file__).parents[2] / "recipes" / "tokenizer.py")
     command = f"{recipe} --dataset_name {tmp_path}/data.jsonl --vocab_size 340 --output_dir {tmp_path}/tokenizer"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--validation_fraction", "0.2"])
     runpy.run_path(recipe, run_name="__main__")

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
-from tests.test_conversion import FIXTURES
-from tests.test_exporting import TEXT
-from tests.test_modeling_minimind import assert_near
+from tests.model.test_modeling_minimind import assert_near
+from tests.weights.test_conversion import FIXTURES
+from tests.weights.test_exporting import TEXT
 
 
 # The newest of each that transformers 4.57.1 takes; torch and the rest are those of this environment.

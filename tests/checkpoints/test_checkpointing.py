@@ -15,8 +15,8 @@ from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resuming import EXIT_NOT_SAVED, checkpoint_to_resume
 from hf_pretrain.training.run_description import describe_data
-from tests.test_trainer import make_documents, make_trainer
 from tests.toys import write_jsonl
+from tests.training.test_trainer import make_documents, make_trainer
 
 
 def arguments(output_dir, resume=None, allow_inexact_resume=False):
