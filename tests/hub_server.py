@@ -1,6 +1,6 @@
 """
-A Hub on the loopback interface: the part of the Hub's HTTP API with which `huggingface_hub` creates model repos, pushes
-folders to them and reads them back.
+A Hub on the loopback interface: the part of the Hub's HTTP API with which `huggingface_hub` creates model repos,
+pushes folders to them and reads them back.
 """
 
 import base64

@@ -421,7 +421,7 @@ def test_a_thought_without_an_end_takes_linear_time():
     assert answer == {"role": "assistant", "content": "4 </think> ", "reasoning_content": "so"}
 
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + 3 * "{% endfor %}"
 
 
 @pytest.mark.parametrize("num_proc", [None, 2])

@@ -42,7 +42,7 @@ lines = st.one_of(
 
 
 def is_document(line: bytes) -> bool:
-    """The rule, said once more: one object of UTF-8 JSON without a key twice, whose `text` is text with a letter in it."""
+    """The rule, written out independently: one UTF-8 JSON object without duplicate keys, with a letter in `text`."""
     try:
         text = line.decode("utf-8")
         pairs = json.loads(text, object_pairs_hook=lambda pairs: ("object", pairs))

@@ -28,7 +28,7 @@ WAYS = {
     "ZeRO-2": ("deepspeed", zero(2)),
     "ZeRO-3": ("deepspeed", zero(3)),
 }
-# Steps to go on from: within the first pass of four steps, at its end, within the second, where nothing is left to train.
+# Steps to resume from: within the first pass of four steps, at its end, within the second pass, and after the last.
 STEPS_OF = {
     **{"one process": (2, 4, 6, 8), "a stream": (2, 4, 6, 8), "FSDP2": (4, 6), "ZeRO-1": (6,), "ZeRO-2": (4, 6)},
     **{"ZeRO-3": (6,), "one process, logs of three steps": (2, 4), "DDP, logs of three steps": (2, 4)},

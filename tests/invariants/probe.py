@@ -1,8 +1,8 @@
 """
 The real pretraining recipe with one callback more, which looks at the rotary table after training.
 
-`DOUBLE_GRADIENT=1` multiplies every gradient by two and leaves the losses as they are, so that the tests can be seen to
-notice it.
+`DOUBLE_GRADIENT=1` multiplies every gradient by two and leaves the losses as they are, so that the tests can be seen
+to notice it.
 """
 
 import json

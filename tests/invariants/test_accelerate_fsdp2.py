@@ -1,8 +1,8 @@
 """
 accelerate's FSDP2 in bf16, the default on GPUs, learns what DDP learns.
 
-accelerate turns FSDP on CPU processes into DDP. `Fsdp2Trainer` gives it the plug-in that it leaves out there, prepared as
-accelerate prepares it on a GPU; the rest is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
+accelerate turns FSDP on CPU processes into DDP. `Fsdp2Trainer` gives it the plug-in that it leaves out there, prepared
+as accelerate prepares it on a GPU; the rest is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
 """
 
 import os

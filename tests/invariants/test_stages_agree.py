@@ -94,7 +94,7 @@ def test_losses_and_weights_agree(launch, workspace, recipe, way):
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo"])
 def test_a_resume_within_a_later_epoch_goes_on_in_its_order(launch, workspace, recipe):
-    """The checkpoint after step 3 ends the first epoch of SFT (three steps) and lies within the second of DPO (two steps)."""
+    """The checkpoint after step 3 ends the first epoch of SFT (3 steps) and lies in the second of DPO (2 steps)."""
     whole, weights = launch(recipe, *WAYS["DDP"])
     checkpoint = ["--resume_from_checkpoint", str(workspace / f"{recipe}-torchrun/checkpoint-3")]
     resumed, found = launch(recipe, "torchrun", checkpoint, name=f"{recipe}-resumed")

@@ -444,7 +444,7 @@ def weights_by_document(query, key, cu_seq_lens, window_size, scale):
 
 @pytest.fixture
 def varlen_kernel(monkeypatch):
-    """A kernel for CPUs behind torch's own `varlen_attn`, forward and backward; gives the lengths that it was called with."""
+    """Put a CPU kernel, forward and backward, behind torch's `varlen_attn`; return the lengths of its calls."""
     calls = []
 
     def repeat(states, query):

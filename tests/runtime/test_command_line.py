@@ -50,7 +50,11 @@ RUN = ("--use_cpu", "--output_dir", "run")
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
-        ("pretrain", ["--learning_rat", "1"], "Unknown argument '--learning_rat'; the nearest known one is --learning_rate"),
+        (
+            "pretrain",
+            ["--learning_rat", "1"],
+            "Unknown argument '--learning_rat'; the nearest known one is --learning_rate",
+        ),
         ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         # What transformers refuses.
         ("pretrain", ["--eval_strategy", "never", *RUN], "never is not a valid IntervalStrategy"),
@@ -69,7 +73,11 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("convert", ["--from", "nope"], "the following arguments are required: --to. `--help` lists the flags."),
         ("convert", ["--from", "nope", "--to", "x"], "nope: no such file or directory"),
         ("doctor", ["--device", "tpu"], "--device tpu is unknown; use cuda or cpu"),
-        ("doctor", ["--model_prese", "tiny"], "Unknown argument '--model_prese'; the nearest known one is --model_preset"),
+        (
+            "doctor",
+            ["--model_prese", "tiny"],
+            "Unknown argument '--model_prese'; the nearest known one is --model_preset",
+        ),
         ("tokenizer", ["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
     ],
 )  # fmt: skip

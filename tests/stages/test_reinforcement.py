@@ -1,4 +1,4 @@
-"""GRPO and RLOO on toy models: the router loss by its formula, the reference, tools, and the recipe as people run it."""
+"""GRPO and RLOO on toy models: the router loss by its formula, the reference model, tools, and the recipe."""
 
 import json
 import math
@@ -104,7 +104,7 @@ def written_router_loss(model: MiniMindForCausalLM, input_ids: torch.Tensor, mas
 
 
 def toy_batch(trainer) -> dict[str, torch.Tensor]:
-    """What TRL hands to `compute_loss`: two completions, one prompt padded on the left, one completion on the right."""
+    """Return inputs of `compute_loss` as TRL makes them: one prompt padded left, one completion padded right."""
     torch.manual_seed(1)
     ones = torch.ones(2, 4, dtype=torch.long)
     prompt_mask, completion_mask = ones.clone(), ones.clone()

@@ -35,7 +35,7 @@ def make_model(num_experts: int = 0) -> MiniMindForCausalLM:
 
 
 def make_documents(*, weighted: bool = False) -> list[dict]:
-    """Thirteen documents of uneven length; with weights, some predictions count for nothing and one document for none."""
+    """Return thirteen documents of uneven length; with weights, some tokens and one whole document have weight 0."""
     generator = torch.Generator().manual_seed(1)
     documents = []
     for number, length in enumerate(LENGTHS):

@@ -275,7 +275,8 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
             **{"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
             **{"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN},
         }
-        push = "import sys; from hf_pretrain.hub.repository import *; create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
+        push = "import sys; from hf_pretrain.hub.repository import *; "
+        push += "create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
         result = start([sys.executable, "-c", push, str(workspace / "moe"), "user/base"], **environment)
         assert result.returncode == 0, result.stdout[-3000:]
         words = toy_run("", "--push_to_hub", "--hub_model_id", "user/adapter", "--output_dir", str(tmp_path / "run"))

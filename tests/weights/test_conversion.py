@@ -244,9 +244,8 @@ def test_v3_yarn_is_its_formula():
     ):
         again = load_upstream(GOLDEN / "B_dense", config=long | fields)
         assert torch.equal(again.model.rotary_emb.pos_cis, model.model.rotary_emb.pos_cis)
-        assert load_upstream(GOLDEN / "B_dense", config=long | fields | {"max_position_embeddings": 2048}).config.rope_parameters == {
-            "rope_type": "default", "rope_theta": 1e6
-        }  # fmt: skip
+        short = load_upstream(GOLDEN / "B_dense", config=long | fields | {"max_position_embeddings": 2048})
+        assert short.config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
         with pytest.raises(ValueError, match="another formula before 2025-12"):
             load_upstream(GOLDEN / "B_dense", config=long | {name: yarn for name in fields})
 
@@ -303,14 +302,26 @@ EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weigh
     [
         (drop(NORM), "1 missing: model.layers.1.input_layernorm.weight"),
         (drop("model.norm.weight"), "1 missing: model.norm.weight"),
-        (drop("model.layers.0.mlp.experts.3.up_proj.weight"), "1 missing: model.layers.0.mlp.experts.3.up_proj.weight"),
+        (
+            drop("model.layers.0.mlp.experts.3.up_proj.weight"),
+            "1 missing: model.layers.0.mlp.experts.3.up_proj.weight",
+        ),
         (drop("model.layers.0.self_attn.q_proj.weight"), "lack model.layers.0.self_attn.q_proj.weight"),
-        (put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)), "1 unexpected: model.layers.1.self_attn.q_proj.bias"),
-        (put("model.layers.1.mlp.lora.A.weight", torch.zeros(2, 32)), "a LoRA adapter of MiniMind .model.layers.1.mlp.lora.A"),
+        (
+            put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)),
+            "1 unexpected: model.layers.1.self_attn.q_proj.bias",
+        ),
+        (
+            put("model.layers.1.mlp.lora.A.weight", torch.zeros(2, 32)),
+            "a LoRA adapter of MiniMind .model.layers.1.mlp.lora.A",
+        ),
         (put("model.layers.2.input_layernorm.weight", torch.ones(32)), "num_hidden_layers=2, the weights say 3"),
         (put("model.layers.3.input_layernorm.weight", torch.ones(32)), "have a layer 3, but none of layer 2"),
         (put(EMBED, torch.zeros(160)), r"model.embed_tokens.weight is \(160,\) and should be a matrix"),
-        (put("model.layers.0.self_attn.q_norm.weight", torch.tensor(1.0)), "num_attention_heads=4, the weights say 32"),
+        (
+            put("model.layers.0.self_attn.q_norm.weight", torch.tensor(1.0)),
+            "num_attention_heads=4, the weights say 32",
+        ),
         (put("module." + NORM, torch.ones(32)), "holds model.layers.1.input_layernorm.weight twice"),
         (put(NORM, torch.ones(16)), r"input_layernorm.weight is \(16,\) and should be \(32,\)"),
         (put(NORM, torch.full((32,), math.inf)), "not finite"),
@@ -387,7 +398,10 @@ def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "is a Git LFS pointer.*`git lfs pull`"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n",
+            "is a Git LFS pointer.*`git lfs pull`",
+        ),
         (b"\n<!DOCTYPE html><html></html>", "is a web page"),
         (b"GGUF\x03\x00\x00\x00", "is a GGUF file"),
         (b"", "is empty"),

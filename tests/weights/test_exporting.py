@@ -34,8 +34,8 @@ from tests.model.test_modeling_minimind import assert_near
 from tests.weights.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 
 
-# Which forms hold which recorded model. Dense models have no MoE format and the other way round; v1 and v2 lack the q/k
-# norms that Qwen3 cannot be without, v3 has those that Llama and Ernie4.5 have no place for.
+# Which forms hold which recorded model. Dense models have no MoE format and the other way round; v1 and v2 lack the
+# q/k norms that Qwen3 cannot be without, v3 has those that Llama and Ernie4.5 have no place for.
 CELLS = {
     "A_dense": ("minimind", "upstream", "llama", "gguf"),
     "A_moe": ("minimind", "upstream", "ernie4_5_moe", "gguf"),

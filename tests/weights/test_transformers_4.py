@@ -1,4 +1,4 @@
-"""Exports without this package, under transformers 4.57 too, which many servers pin: the same logits and ids as here."""
+"""Exports give the same logits and ids without this package, and under transformers 4.57, which servers pin."""
 
 import json
 import os
@@ -53,7 +53,8 @@ for path in root.glob("exports/*"):
     # As the model card has it: AutoTokenizer of transformers 5 resolves the model's config first, and asks.
     tokenizer = (PreTrainedTokenizerFast if path.name == "minimind" else AutoTokenizer).from_pretrained(path)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
-    ids[path.name] = [tokenizer(text).input_ids, tokenizer(prompt).input_ids, tokenizer(["a b c", "a"], padding=True).input_ids]
+    padded = tokenizer(["a b c", "a"], padding=True)
+    ids[path.name] = [tokenizer(text).input_ids, tokenizer(prompt).input_ids, padded.input_ids]
     try:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
     except ImportError as error:
