@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 
 from ..data.corpora import LANGUAGES
 from ..model.configuration_minimind import MiniMindConfig
-from ..runtime.metrics import METRICS, find_evaluations
+from ..runtime.metrics import METRICS, NATS, find_evaluations
 from ..runtime.names import DatasetName
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME, unsupported_feature
@@ -49,7 +49,7 @@ class RunFacts:
     data: list[str] = field(default_factory=list)
     base_model: str | None = None
     unigram_loss: float | None = None
-    loss_unit: str = "nats per token"
+    loss_unit: str = NATS
     data_kind: str = "text"
 
     @property
@@ -111,7 +111,7 @@ def format_run_card(
     results = validation_results(evaluations[-1] if evaluations else {}, facts)
     rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if facts.unigram_loss is not None:
-        rows.append(("validation loss of a unigram model (nats per token)", f"{facts.unigram_loss:.4f}"))
+        rows.append((f"validation loss of a unigram model ({NATS})", f"{facts.unigram_loss:.4f}"))
     data_name = ", ".join(facts.public_datasets) or "unnamed"
     adapter = model.active_peft_config if is_adapted(model) else None
     # peft reads the base model from adapter_config.json, so the card names the same one.

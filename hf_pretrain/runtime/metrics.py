@@ -57,4 +57,4 @@ def find_evaluations(log_history: Iterable[dict[str, Any]]) -> list[dict[str, An
     return [entry for entry in log_history if keys & entry.keys()]
 
 
-__all__ = ["HEADLINES", "LOWER_IS_BETTER", "METRICS", "Metric", "find_evaluations"]
+__all__ = ["HEADLINES", "LOWER_IS_BETTER", "METRICS", "NATS", "Metric", "find_evaluations"]
