@@ -1,4 +1,4 @@
-"""How a model is trained: transformers' `TrainingArguments` with our defaults, and what a launch is checked for."""
+"""Training arguments: transformers' `TrainingArguments` with defaults for small language models, and launch checks."""
 
 import atexit
 import os
@@ -31,84 +31,117 @@ logger = logging.get_logger(__name__)
 _SHARED_MEMORY = "/dev/shm"
 _MIN_SHARED_BYTES = 4 * 2**20
 
-# Steps between evaluations that nobody asked for.
+# Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
 
 
 @dataclass
 class LMTrainingArguments(TrainingArguments):
-    """transformers' `TrainingArguments` with defaults that hold for language models of this size."""
+    """
+    transformers' `TrainingArguments` with defaults for small language models.
+
+    It holds and checks values. Making an instance also starts the process group, as transformers' own class does.
+
+    Raises:
+        `ValueError`: for values that do not fit together or do not fit the machine and the launch command.
+    """
 
     config: str | None = field(
         default=None,
-        metadata={"help": "A YAML file of all these flags; the command line wins. By default the preset's."},
+        metadata={
+            "help": "YAML file with values of these flags. The command line wins. By default the preset's file."
+        },
     )
-    output_dir: str | None = field(default="out/pretrain", metadata={"help": "Where the run goes."})
+    output_dir: str | None = field(default="out/pretrain", metadata={"help": "Directory of the run."})
     fsdp_size: int = field(
         default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
     )
-    tp_size: int = field(default=1, metadata={"help": "Tensor parallelism: cut matrices over this many GPUs."})
+    tp_size: int = field(default=1, metadata={"help": "Tensor parallelism: split matrices over this many GPUs."})
     ep_size: int = field(
-        default=1, metadata={"help": "Expert parallelism: this many ranks of those above have experts of their own."}
+        default=1,
+        metadata={"help": "Expert parallelism: split the experts over this many of the FSDP and tensor ranks."},
     )
     dp_replicate_size: int = field(
-        default=1, metadata={"help": "Replicas of what --fsdp_size shards: the number of machines, as a rule."}
+        default=1,
+        metadata={"help": "Replicas of the model that --fsdp_size shards, usually the number of machines."},
     )
     resume_from_hub: str | None = field(
         default=None,
-        metadata={"help": "Go on from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
+        metadata={"help": "Resume from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
     )
     allow_inexact_resume: bool = field(
         default=False,
-        metadata={"help": "Go on from a checkpoint of other data, batch or seed, or without a manifest."},
+        metadata={"help": "Resume although data, batch size or seed differ, or the checkpoint has no manifest."},
     )
     on_nonfinite: str = field(
         default="stop",
-        metadata={"help": "What to do about a loss or gradient that is not finite: stop, or skip the step."},
+        metadata={"help": "Reaction to a non-finite loss or gradient: stop the run, or skip the step."},
     )
     trust_checkpoint: bool = field(
         default=False,
-        metadata={"help": "Unpickle DeepSpeed's shards of a checkpoint from the Hub or from outside output_dir."},
+        metadata={
+            "help": "Unpickle the shards of a checkpoint from the Hub or from outside output_dir, which can run code."
+        },
     )
     optim_preset: str = field(
-        default="adamw", metadata={"help": "adamw (as --optim says), or muon for the matrices of the layers."}
+        default="adamw",
+        metadata={"help": "adamw (the optimizer of --optim), or muon for the matrices of the layers."},
     )
-    profile: bool = field(default=False, metadata={"help": "Write a torch profiler trace of one step in so many."})
-    profile_interval: int = field(default=100, metadata={"help": "One step in how many --profile traces."})
-    hub_license: str | None = field(default=None, metadata={"help": "Licence of what is pushed, in its model card."})
+    profile: bool = field(
+        default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
+    )
+    profile_interval: int = field(default=100, metadata={"help": "Steps per trace of --profile."})
+    hub_license: str | None = field(default=None, metadata={"help": "License of the pushed model, for its card."})
     hub_language: list[str] | None = field(
-        default=None, metadata={"help": "Languages of the data, as ISO codes, in the model card."}
+        default=None, metadata={"help": "ISO codes of the data's languages, for the model card."}
     )
-    # Unset means auto; declared as a plain bool so that a bare `--bf16` stays a flag.
+    # `None` means auto. The type is a plain bool, so that HfArgumentParser accepts a bare `--bf16`.
     bf16: bool = field(
         default=cast(bool, None),
-        metadata={"help": "bfloat16 autocast. On where the hardware has it unless `--bf16 false`."},
+        metadata={"help": "bfloat16 autocast. On by default where the hardware has bfloat16 units."},
     )
     torch_compile: bool = field(
         default=cast(bool, None),
-        metadata={"help": "Compile each decoder layer. On with CUDA and without DeepSpeed, unless false."},
+        metadata={"help": "Compile each decoder layer. On by default with CUDA and without DeepSpeed."},
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(
         default="cosine_with_min_lr",
-        metadata={"help": "cosine_with_min_lr (to 10 %%), warmup_stable_decay (last 20 %%), or any of transformers'."},
+        metadata={
+            "help": "cosine_with_min_lr (down to 10 %%), warmup_stable_decay (over the last 20 %%), or another "
+            "schedule of transformers."
+        },
     )
-    warmup_steps: float = field(default=0.02, metadata={"help": "Steps, or below 1 the share of all steps."})
-    weight_decay: float = field(default=0.1, metadata={"help": "On matrices only."})
-    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second decay rate."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the rows."})
-    eval_strategy: str = field(default="steps", metadata={"help": "no, steps or epoch."})
+    warmup_steps: float = field(
+        default=0.02, metadata={"help": "Warmup in steps, or as a share of all steps if below 1."}
+    )
+    weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of matrices. Vectors have none."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's decay rate of the second moment."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training data."})
+    eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate: no, steps or epoch."})
     eval_steps: float | None = field(
         default=None,
-        metadata={"help": f"Steps, or below 1 the share of all; by default a tenth, and at least {MIN_EVAL_STEPS}."},
+        metadata={
+            "help": "Steps between evaluations, or a share of all steps if below 1. By default a tenth of all steps, "
+            f"and at least {MIN_EVAL_STEPS}."
+        },
     )
-    save_steps: float = field(default=0.1, metadata={"help": "Steps, or below 1 the share of all steps."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
-    logging_steps: float = field(default=10, metadata={"help": "Steps, or below 1 the share of all steps."})
-    # A filter that hides a NaN would let a broken run look healthy.
+    save_steps: float = field(
+        default=0.1, metadata={"help": "Steps between checkpoints, or a share of all steps if below 1."}
+    )
+    save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints to keep."})
+    logging_steps: float = field(
+        default=10, metadata={"help": "Steps between log entries, or a share of all steps if below 1."}
+    )
+    # transformers' default, True, replaces a NaN by the mean of earlier losses, so that a broken run looks healthy.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave non-finite losses out of the log."})
-    include_num_input_tokens_seen: str = field(default="non_padding", metadata={"help": "no, all or non_padding."})
-    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter is used."})
+    include_num_input_tokens_seen: str = field(
+        default="non_padding", metadata={"help": "Which tokens to count: no, all or non_padding."}
+    )
+    # Every parameter is used in each step. DDP's search would traverse the graph in vain.
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Let DDP search for parameters without a gradient. MiniMind has none."}
+    )
 
     def __post_init__(self):
         self._hide_token()
@@ -116,12 +149,12 @@ class LMTrainingArguments(TrainingArguments):
             self.disable_tqdm = not shows_bars()
         self.launcher = launcher()
         if self.accelerator_config is None:
-            # Every rank reads a stream itself; the trainer fills up its last batch.
+            # Each rank reads a stream itself, because the trainer pads its last batch.
             self.accelerator_config = {"dispatch_batches": False}
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
             self.eval_steps = 0.1
-        # transformers takes a larger value for the better one unless the metric's name ends in "loss".
+        # NOTE: transformers takes larger values for better ones, unless the metric's name ends in "loss".
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
         schedule = str(self.lr_scheduler_type)
@@ -133,14 +166,15 @@ class LMTrainingArguments(TrainingArguments):
             self.bf16 = not self.fp16 and has_units
         elif self.bf16 and self.use_cpu and not has_units:
             logger.warning_once(
-                "--bf16: this CPU has no bfloat16 units and emulates them, so that a step takes several times as long as in "
-                "float32. Pass --bf16 false unless you want just that."
+                "--bf16: this CPU has no bfloat16 units and emulates them. A step takes several times as long as in "
+                "float32. Pass --bf16 false to train in float32."
             )
-        # Trainer would compile the model as a whole, once for each length of a batch and each mode.
+        # Keep the options from Trainer, which would compile the model as a whole, once for each length of a batch and
+        # each mode. `RunTrainer` compiles the layers with them.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
         self.compile_options = {name: value for name, value in given.items() if value is not None}
         if self.torch_compile is None:
-            # accelerate's DeepSpeed comes by an environment variable instead of the flag.
+            # `accelerate launch` turns DeepSpeed on by an environment variable instead of the flag.
             is_deepspeed = bool(self.deepspeed) or strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
             is_cuda = default_device_type(use_cpu=self.use_cpu) == "cuda"
             self.torch_compile = bool(self.compile_options) or (is_cuda and not is_deepspeed)
@@ -156,7 +190,7 @@ class LMTrainingArguments(TrainingArguments):
             )
         if self.profile and self.profile_interval < 2:
             raise ValueError(
-                f"--profile_interval {self.profile_interval}: at least 2, since the step before is the profiler's warm-up."
+                f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."
             )
         self._check_amounts()
         self._check_launch()
@@ -168,25 +202,33 @@ class LMTrainingArguments(TrainingArguments):
             import deepspeed
 
             deepspeed.init_distributed(dist_backend="gloo")
-            # NOTE: its CPU kernel leaves 66 MiB a rank and run in shared memory, until that is full.
+            # NOTE: DeepSpeed's CPU kernel leaks 66 MiB of shared memory per rank per run, until /dev/shm is full.
             atexit.register(_remove_allreduce_buffers)
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
         if self.n_gpu > 1:
             raise ValueError(
                 f"One process sees {self.n_gpu} GPUs and would use nn.DataParallel, which breaks the complex rotary "
-                f"table. Launch one process a GPU: torchrun --standalone --nproc_per_node {self.n_gpu} "
+                f"table. Launch one process per GPU: torchrun --standalone --nproc_per_node {self.n_gpu} "
                 f"{' '.join(sys.argv)}"
             )
         if self.device.type == "cpu" and (self.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"):
             raise ValueError(
-                "accelerate turns FSDP on CPU processes into DDP without a word. On CPU launch with torchrun and pass "
-                "--fsdp_size N, which shards through transformers itself."
+                "accelerate turns FSDP on CPU processes into DDP without a message. On a CPU, launch with torchrun "
+                "and pass --fsdp_size N, which shards through transformers."
             )
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """transformers' own, without its limit of `--ddp_timeout`; the first process of each machine is let through."""
+        """
+        Let the first process of each machine run the block, and the others after it, which then read its cache.
+
+        transformers' method waits in a collective, which fails after `--ddp_timeout`. This one has no limit.
+
+        Args:
+            local (`bool`): ignored; the signature is transformers'.
+            desc (`str`): the work, for the message of the waiting processes.
+        """
         if self.world_size > 1 and dist.is_initialized():
             with first_process_first(self.process_index, self.local_process_index, desc=desc):
                 yield
@@ -194,21 +236,26 @@ class LMTrainingArguments(TrainingArguments):
             yield
 
     def evaluate_never(self) -> None:
-        """For a run of which nothing is held out."""
+        """Turn evaluation off, for a run without a validation set."""
         if self.load_best_model_at_end:
-            logger.warning("Nothing is held out, so --load_best_model_at_end cannot tell: the last model is kept.")
+            logger.warning(
+                "--load_best_model_at_end has no validation set to choose by: the run keeps the last model. Raise "
+                "--validation_fraction to change that."
+            )
         self.eval_strategy, self.eval_on_start, self.load_best_model_at_end = "no", False, False
 
     @property
     def distributed_config(self) -> DistributedConfig | None:
-        """How transformers shards the model while it loads it; `None` where each process has it whole."""
+        """
+        The sizes by which transformers shards the model while loading it; `None` if each process holds all of it.
+        """
         names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
         sizes = {name: getattr(self, name) for name in names}
         return DistributedConfig(**sizes) if max(sizes.values()) > 1 else None
 
     @property
     def launch_description(self) -> str:
-        """How many processes train on what: for the first line of a run's log."""
+        """Number of processes, device and precision, for the first line of a run's log."""
         if self.device.type == "cpu":
             devices = "CPU"
         else:
@@ -219,105 +266,115 @@ class LMTrainingArguments(TrainingArguments):
         return f"{self.world_size} process(es) on {devices}, {precision}"
 
     def _hide_token(self):
-        """Moves a token out of what a run logs and writes, to where the Hub's client looks for it."""
+        """Move `--hub_token` into the environment, where huggingface_hub finds it, and out of logs and files."""
         if not self.hub_token:
             return
         os.environ["HF_TOKEN"] = self.hub_token
         sys.argv = [word.replace(self.hub_token, "<token>") for word in sys.argv]
         self.hub_token = None
         logger.warning(
-            "--hub_token stands in the process list of this machine and in the logs of some launchers: log in with "
+            "--hub_token stands in the process list of this machine and in the logs of some launchers. Log in with "
             "`hf auth login` or set HF_TOKEN instead."
         )
 
     def _check_amounts(self):
-        """Meets numbers with which nothing would be trained."""
+        """Raise `ValueError` for numbers with which the run would train nothing."""
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(
                 f"--max_steps {self.max_steps} must be at least 1. Leave it out to train for --num_train_epochs."
             )
         if self.max_steps == -1 and not 0 < self.num_train_epochs < float("inf"):
             raise ValueError(
-                f"--num_train_epochs {self.num_train_epochs:g} must be above 0 and finite. Use 1 for one pass over the "
-                "rows, or --max_steps."
+                f"--num_train_epochs {self.num_train_epochs:g} must be above 0 and finite. Use 1 for one pass over "
+                "the data, or --max_steps."
             )
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
 
     def _choose_device(self):
-        """The CPU where it is asked for or nothing else is found, which Trainer has to be told."""
+        """
+        Set `use_cpu` if torch finds no accelerator.
+
+        Raises:
+            `ValueError`: if a plug-in for an accelerator is installed but unused, so that nobody trains on the CPU by
+                accident.
+        """
         if self.use_cpu or torch.accelerator.is_available():
             return
         plug_ins = installed_plug_ins()
         if plug_ins and not strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")):
             raise ValueError(
-                f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, and the "
-                "run would train on the CPU. Trained with it nobody has yet: pass --use_cpu, or look at what "
-                "`torch.accelerator.current_accelerator()` says."
+                f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, "
+                "and the run would train on the CPU. hf_pretrain has not been tried with this plug-in. Pass "
+                "--use_cpu, or check `torch.accelerator.current_accelerator()`."
             )
         self.use_cpu = True
 
     def _check_launch(self):
-        """Meets mistakes in the launch command before any process group is set up."""
+        """
+        Raise `ValueError` for mistakes in the launch command, before ranks wait for each other in a process group.
+        """
         self._check_layout(int(os.environ.get("WORLD_SIZE", 1)))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_devices = torch.accelerator.device_count()
         if not self.use_cpu and 0 < num_devices < local_world_size:
             kind = default_device_type(use_cpu=False)
             raise ValueError(
-                f"{local_world_size} processes were started on this machine but it has {num_devices} {kind} device(s) to "
-                f"offer: start at most {num_devices}, or pass --use_cpu."
+                f"{local_world_size} processes were started on this machine but it has {num_devices} {kind} "
+                f"device(s). Start at most {num_devices}, or pass --use_cpu."
             )
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
             read_json(Path(self.deepspeed))
         if self.deepspeed and "RANK" not in os.environ:
-            # DeepSpeed would look for MPI.
+            # Without a launcher's variables, DeepSpeed would look for MPI.
             raise ValueError(
-                "--deepspeed needs a launcher, also for one process: put `deepspeed --include localhost:0`, or `torchrun "
-                f"--standalone`, in place of python before {sys.argv[0]}."
+                "--deepspeed needs a launcher, also for one process. Replace `python` before "
+                f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
             )
         is_deepspeed_on_cpu = self.use_cpu and (self.deepspeed or self.launcher == "deepspeed")
         if self.dataloader_num_workers > 0 or is_deepspeed_on_cpu:
             _check_shared_memory()
 
     def _check_layout(self, world_size: int):
-        """Meets sizes that do not fit together, or that Trainer cannot train with."""
+        """Raise `ValueError` for sizes that do not fit together, or that Trainer does not support."""
         num_ranks = self.fsdp_size * self.tp_size * self.dp_replicate_size
         if num_ranks not in (1, world_size):
-            sizes = f"--fsdp_size {self.fsdp_size} x --tp_size {self.tp_size} x --dp_replicate_size {self.dp_replicate_size}"
             raise ValueError(
-                f"{sizes} needs {num_ranks} processes, and {world_size} run. Launch with "
+                f"--fsdp_size {self.fsdp_size} x --tp_size {self.tp_size} x --dp_replicate_size "
+                f"{self.dp_replicate_size} needs {num_ranks} processes, and {world_size} run. Launch with "
                 f"torchrun --standalone --nproc_per_node {num_ranks} {' '.join(sys.argv)}"
             )
         if self.ep_size > 1 and self.fsdp_size * self.tp_size % self.ep_size:
             raise ValueError(
-                f"--ep_size {self.ep_size} shares out experts among the ranks of --fsdp_size: give it as many, or a multiple."
+                f"--ep_size {self.ep_size} must divide --fsdp_size x --tp_size, whose ranks share the experts. Set "
+                f"--fsdp_size to a multiple of {self.ep_size}."
             )
         if self.tp_size > 1 and self.use_cpu:
             raise ValueError(
-                f"--tp_size {self.tp_size}: accelerate trains with tensor parallelism on GPUs alone. Use --fsdp_size here."
+                f"--tp_size {self.tp_size} is not possible on a CPU: accelerate trains with tensor parallelism on "
+                "GPUs only. Use --fsdp_size."
             )
         if self.distributed_config is not None and self.deepspeed:
             raise ValueError(
-                "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other: leave "
-                "one of them out."
+                "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other. "
+                "Leave one of them out."
             )
 
 
 @dataclass
 class SFTTrainingArguments(LMTrainingArguments):
-    """Defaults for fine-tuning: lower rates, and the held-out loss before the first step."""
+    """Defaults for fine-tuning: a lower learning rate, and an evaluation before the first step."""
 
-    output_dir: str | None = field(default="out/sft", metadata={"help": "Where the run goes."})
+    output_dir: str | None = field(default="out/sft", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
 
 def _check_shared_memory() -> None:
-    """Raises `ValueError` where processes cannot share memory; they would crash or wait for each other."""
+    """Raise `ValueError` if processes cannot share memory. Otherwise they would crash or hang."""
     if sys.platform != "linux":
         return
     try:
@@ -325,16 +382,18 @@ def _check_shared_memory() -> None:
             os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
     except OSError as error:
         raise ValueError(
-            f"{_SHARED_MEMORY} cannot be used: {error}. Workers of the loader and DeepSpeed's CPU ranks pass data "
-            "through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and use "
-            "torchrun."
+            f"{_SHARED_MEMORY} cannot be used: {error}. Workers of the data loader and DeepSpeed's CPU ranks pass "
+            "data through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and "
+            "launch with torchrun."
         ) from error
 
 
 def _start_gloo(timeout: timedelta):
     """
-    The process group of CPU ranks. NOTE: Trainer would leave the timeout out; and torchrun keeps one store over its
-    restarts, in which the ranks of the next attempt would find the addresses of the dead.
+    Start the process group of CPU ranks.
+
+    NOTE: Trainer ignores `--ddp_timeout` on CPUs. Also, torchrun keeps one store across restarts, in which the ranks
+    of the next attempt would find the addresses of dead ranks. A prefix per attempt keeps them apart.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -345,9 +404,11 @@ def _start_gloo(timeout: timedelta):
 
 def _end_gloo():
     """
-    Leaves the process group. NOTE: gloo's threads free the tensors of the last collective a little after it is over.
-    They need the interpreter for that, and abort the process if it is ending already (`terminate called without an
-    active exception`), as 5 of 136 processes did on a busy machine.
+    Leave the process group.
+
+    NOTE: gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for
+    that. If it is exiting by then, they abort the process with `terminate called without an active exception`: without
+    the pause, 5 of 136 processes did on a busy machine.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -355,14 +416,14 @@ def _end_gloo():
 
 
 def _remove_allreduce_buffers():
-    """Removes this run's buffers of DeepSpeed's CPU kernel; whoever still has them open keeps them."""
+    """Remove this run's buffers of DeepSpeed's CPU kernel. Ranks that still use them keep them open."""
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
         path.unlink(missing_ok=True)
 
 
 def launcher() -> str:
-    """The program that started this process, by the variables that it leaves."""
+    """Return the name of the program that started this process, by the environment variables that it sets."""
     if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
         return "accelerate launch"
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -1,7 +1,7 @@
 """
-What users type: which model, which data, and the parser that reads a recipe's flags ([`~training.arguments`] has the rest).
+The parser of a recipe's flags: a command line and an optional YAML file become instances of dataclasses.
 
-`--config file.yaml` gives defaults, the command line wins, and a key that no dataclass knows is an error.
+`--config file.yaml` gives defaults, and the command line wins. A key or flag that no dataclass knows is an error.
 """
 
 import dataclasses
@@ -32,21 +32,26 @@ def _known_aliases(dataclass_types: tuple[type, ...]) -> list[str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a YAML file, on top of the one that its key `extends` names relative to it."""
+    """
+    Return the keys and values of a YAML file. The file that its key `extends` names, relative to it, gives defaults.
+
+    Raises:
+        `ValueError`: if a file does not exist, is not YAML, or holds no mapping.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"--config {path}: no such file.") from None
+        raise ValueError(f"--config {path}: no such file. Check the path.") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must hold `key: value` lines.")
+        raise ValueError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
     parent = content.pop("extends", None)
     return content if parent is None else read_config(path.parent / str(parent)) | content
 
 
 def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[str]:
-    """Turn a YAML file into command-line words, so that its values are checked like typed ones."""
+    """Return a YAML file as command-line words, so that the parser checks its values like typed ones."""
     argv = []
     for key, value in read_config(Path(path)).items():
         if key not in known_keys and key not in aliases:
@@ -61,22 +66,27 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[
 
 def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] | None = None) -> tuple[Any, ...]:
     """
-    Parses the command line into instances of `dataclass_types`.
+    Parse the command line into instances of dataclasses.
 
     Args:
-        stage (`str`): where no `--config` is given, `recipes/<preset>/<stage>.yaml` beside the recipe is read, with
-            the preset of `--model_preset`, or the default for this machine.
+        dataclass_types (`type`): the dataclasses whose fields are the flags.
+        stage (`str`): without `--config`, the file `recipes/<preset>/<stage>.yaml` beside the running recipe gives
+            defaults. The preset is `--model_preset`, or the default for this machine.
         argv (`list[str]`, *optional*): the words after the program's name; `sys.argv[1:]` by default.
 
+    Returns:
+        `tuple`: an instance of each dataclass.
+
     Raises:
-        `ValueError`: for an unknown YAML key or flag, naming the nearest known one; for a value of the wrong type, or
-            one that a dataclass refuses.
+        `ValueError`: for an unknown YAML key or flag (the message names the nearest known one), for a value of the
+            wrong type, and for a value that a dataclass refuses.
     """
     argv = sys.argv[1:] if argv is None else argv
-    # Bare, --debug is for `one_line_errors`; with a value, it is TrainingArguments' own.
+    # A bare --debug is for `one_line_errors`, which prints tracebacks then. With a value, it is a flag of
+    # TrainingArguments.
     pairs = zip(argv, [*argv, "--"][1:], strict=True)
     argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
-    parser = RecipeParser(dataclass_types, allow_abbrev=False, epilog="--debug shows the traceback of a mistake, too.")
+    parser = RecipeParser(dataclass_types, allow_abbrev=False, epilog="--debug shows the traceback of an error, too.")
     known_keys = _known_keys(dataclass_types)
 
     config = None
@@ -95,12 +105,12 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     try:
         return parser.parse_dict(vars(namespace), allow_extra_keys=False)
     except ValueError as error:
-        # transformers and TRL check their own flags there.
+        # `one_line_errors` shortens errors that this package raises. transformers and TRL refuse values here, too.
         raise ValueError(str(error)) from error
 
 
 def _default_config(known: Any, stage: str) -> str | None:
-    """The YAML of the preset, from the repository that the running recipe belongs to."""
+    """Return the YAML file of the preset in the repository of the running recipe; `None` if there is none."""
     if known.model_name_or_path:
         return None
     path = Path(sys.argv[0]).parent / (known.model_preset or default_preset()) / f"{stage}.yaml"

@@ -77,7 +77,7 @@ def test_bare_bf16_flag(tmp_path):
         (["--pp_size", "2"], None, "Unknown argument '--pp_size'"),
         (["--optim_preset", "lion"], None, "--optim_preset lion is unknown; use adamw or muon"),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
-        (["--profile", "--profile_interval", "1"], None, "--profile_interval 1: at least 2"),
+        (["--profile", "--profile_interval", "1"], None, "--profile_interval 1 must be at least 2"),
         (["--max_steps", "0"], None, "--max_steps 0 must be at least 1"),
         (["--max_steps", "-2"], None, "--max_steps -2 must be at least 1"),
         (["--num_train_epochs", "0"], None, "--num_train_epochs 0 must be above 0"),
@@ -85,7 +85,7 @@ def test_bare_bf16_flag(tmp_path):
         (["--num_train_epochs", "nan"], None, "--num_train_epochs nan must be above 0"),
         (["--gradient_accumulation_steps", "0"], None, "--gradient_accumulation_steps 0 must be at least 1"),
         (["--per_device_train_batch_size", "0"], None, "--per_device_train_batch_size 0 must be at least 1"),
-        (["--ep_size", "2"], None, "--ep_size 2 shares out experts among the ranks of --fsdp_size"),
+        (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
 )
 def test_mistakes_are_named(tmp_path, words, config, message):
