@@ -107,7 +107,7 @@ def format_run_card(
         has_curve (`bool`): whether the loss curve lies beside the card.
     """
     evaluations = find_evaluations(state.log_history)
-    # The last evaluation: the card describes the final model, not the best value of the run.
+    # The last evaluation measures the model that the card describes.
     results = validation_results(evaluations[-1] if evaluations else {}, facts)
     rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if facts.unigram_loss is not None:

@@ -138,7 +138,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{path}: {name} has the dtype {tensor.dtype}; only floating-point weights can be converted."
             )
-        # A NaN in a weight would show only in the first loss, hours later on a cluster.
+        # Otherwise a NaN in a weight would show only in the first loss of a run.
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
         # "module.x" and "x" in one file become the same name; which one is right is unknown.
