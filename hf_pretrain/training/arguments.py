@@ -104,6 +104,7 @@ class LMTrainingArguments(TrainingArguments):
         default=cast(bool, None),
         metadata={"help": "Compile each decoder layer. On by default with CUDA and without DeepSpeed."},
     )
+    # AdamW's betas and weight decay, and a cosine to 10 %, are GPT-3's (https://arxiv.org/abs/2005.14165, appendix B).
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(
         default="cosine_with_min_lr",
@@ -129,6 +130,7 @@ class LMTrainingArguments(TrainingArguments):
     save_steps: float = field(
         default=0.1, metadata={"help": "Steps between checkpoints, or a share of all steps if below 1."}
     )
+    # With two checkpoints, a run can resume although the newest one is damaged.
     save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints to keep."})
     logging_steps: float = field(
         default=10, metadata={"help": "Steps between log entries, or a share of all steps if below 1."}
@@ -144,22 +146,27 @@ class LMTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
+        # This comes first, because errors, logs and records quote the arguments.
         self._hide_token()
+        # Progress bars fill a redirected log with carriage returns.
         if self.disable_tqdm is None:
             self.disable_tqdm = not shows_bars()
         self.launcher = launcher()
         if self.accelerator_config is None:
             # Each rank reads a stream itself, because the trainer pads its last batch.
             self.accelerator_config = {"dispatch_batches": False}
+        # --load_best_model_at_end needs an evaluation at each checkpoint, so that its interval must not grow.
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
             self.eval_steps = 0.1
         # NOTE: transformers takes larger values for better ones, unless the metric's name ends in "loss".
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
+        # NOTE: transformers' schedule has no default minimum. `MaskedLossTrainer` fills it in, TRL's trainers do not.
         schedule = str(self.lr_scheduler_type)
         if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
+        # The defaults of precision and compilation depend on the device.
         self._choose_device()
         has_units = has_bfloat16_units(default_device_type(use_cpu=self.use_cpu))
         if self.bf16 is None:
@@ -194,6 +201,7 @@ class LMTrainingArguments(TrainingArguments):
             )
         self._check_amounts()
         self._check_launch()
+        # The constructor of transformers would start the process group without a timeout.
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
             _start_gloo(timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
@@ -204,6 +212,7 @@ class LMTrainingArguments(TrainingArguments):
             deepspeed.init_distributed(dist_backend="gloo")
             # NOTE: DeepSpeed's CPU kernel leaks 66 MiB of shared memory per rank per run, until /dev/shm is full.
             atexit.register(_remove_allreduce_buffers)
+        # The checks below need the device, which transformers has chosen by now.
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
         if self.n_gpu > 1:
@@ -227,7 +236,7 @@ class LMTrainingArguments(TrainingArguments):
 
         Args:
             local (`bool`): ignored; the signature is transformers'.
-            desc (`str`): the work, for the message of the waiting processes.
+            desc (`str`): the work as a participle, such as `preparing the data`, for the waiting processes' message.
         """
         if self.world_size > 1 and dist.is_initialized():
             with first_process_first(self.process_index, self.local_process_index, desc=desc):
@@ -270,6 +279,7 @@ class LMTrainingArguments(TrainingArguments):
         if not self.hub_token:
             return
         os.environ["HF_TOKEN"] = self.hub_token
+        # run.json and the report quote the command line.
         sys.argv = [word.replace(self.hub_token, "<token>") for word in sys.argv]
         self.hub_token = None
         logger.warning(
@@ -327,6 +337,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and isinstance(self.deepspeed, str):
             if not Path(self.deepspeed).is_file():
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
+            # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
             read_json(Path(self.deepspeed))
         if self.deepspeed and "RANK" not in os.environ:
             # Without a launcher's variables, DeepSpeed would look for MPI.
@@ -334,6 +345,7 @@ class LMTrainingArguments(TrainingArguments):
                 "--deepspeed needs a launcher, also for one process. Replace `python` before "
                 f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
             )
+        # Workers of the data loader and DeepSpeed's CPU kernels pass data through shared memory.
         is_deepspeed_on_cpu = self.use_cpu and (self.deepspeed or self.launcher == "deepspeed")
         if self.dataloader_num_workers > 0 or is_deepspeed_on_cpu:
             _check_shared_memory()
@@ -379,6 +391,7 @@ def _check_shared_memory() -> None:
         return
     try:
         with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
+            # Unlike a sparse file, an allocated one fails where the space is missing.
             os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
     except OSError as error:
         raise ValueError(
@@ -418,12 +431,14 @@ def _end_gloo():
 def _remove_allreduce_buffers():
     """Remove this run's buffers of DeepSpeed's CPU kernel. Ranks that still use them keep them open."""
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    # The names hold address and port, so that buffers of other runs on this machine stay.
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
         path.unlink(missing_ok=True)
 
 
 def launcher() -> str:
     """Return the name of the program that started this process, by the environment variables that it sets."""
+    # `accelerate launch` starts torchrun's agent, which sets its own variables too. Look for accelerate's first.
     if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
         return "accelerate launch"
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -28,6 +28,7 @@ class TrainingProgressCallback(ProgressCallback):
             return
         figures = _validation_figures(logs)
         if figures:
+            # The bar would overwrite these figures with those of the next step.
             self.training_bar.write(f"step {state.global_step}: {figures}")
 
 
@@ -45,6 +46,7 @@ class TrainingLinesCallback(PrinterCallback):
             if "tokens_per_second" in logs:
                 figures += f", {logs['tokens_per_second']:,.0f} tokens/s, mfu {logs['mfu']:.0%}"
         if figures:
+            # Python buffers redirected output. Flush, so that `tail -f` shows each step.
             print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)
 
 
@@ -55,6 +57,7 @@ class EvaluationIntervalCallback(TrainerCallback):
         self.min_steps = min_steps
 
     def on_train_begin(self, args, state, control, **kwargs):
+        # Only now has Trainer turned a share of all steps into a number.
         state.eval_steps = max(state.eval_steps, self.min_steps)
 
 
@@ -89,6 +92,7 @@ class ProfilerCallback(TrainerCallback):
 
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
+            # The profiler's own start is slow, so that the step before the traced one warms it up.
             schedule=schedule(wait=self.interval - 2, warmup=1, active=1),
             on_trace_ready=write,
             profile_memory=True,

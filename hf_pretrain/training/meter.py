@@ -43,12 +43,14 @@ class Meter:
 
     def skip_step(self) -> None:
         """Remove the losses of the current step from the sums."""
+        # Tokens of the step still count: the device has computed them.
         self.losses = self._losses_before_step
         self.num_steps -= 1
 
     def add_losses(self, parts: dict[str, torch.Tensor]) -> None:
         """Add the parts of a micro-batch's loss, scalar tensors by the name they are logged under."""
         self._names = tuple(parts)
+        # One tensor for all parts: a log then needs one reduction over the ranks and one transfer.
         losses = torch.stack(list(parts.values())).detach()
         self.losses = losses if self.losses is None else self.losses + losses
 
@@ -91,6 +93,7 @@ class Meter:
         """Exclude the time of the block, such as an evaluation, from the speed."""
         start = time.perf_counter()
         yield
+        # Moving the start of the interval forward takes the block out of it.
         self._last_log_time += time.perf_counter() - start
 
 

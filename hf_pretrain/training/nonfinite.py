@@ -46,6 +46,7 @@ class NonfiniteGuard:
             rows (`list[dict]`): rows as `_describe_step` of the trainer returns them.
         """
         path = self.path(step)
+        # A run without checkpoints may not have made the directory yet.
         path.parent.mkdir(parents=True, exist_ok=True)
         report = {"step": step, "what": what, "rows": rows}
         path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")

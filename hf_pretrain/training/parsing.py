@@ -57,6 +57,7 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[
         if key not in known_keys and key not in aliases:
             nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
             raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
+        # `--key=value` also holds for values that begin with a dash, such as `max_steps: -1`.
         if isinstance(value, list):
             argv += [f"--{key}", *map(str, value)]
         elif value is not None:
@@ -91,6 +92,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
 
     config = None
     if "config" in known_keys:
+        # Parse twice: the first pass finds the YAML file, whose values come before the command line in the second.
         known, _ = parser.parse_known_args(argv)
         config = known.config or _default_config(known, stage)
     defaults = (
@@ -111,6 +113,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
 
 def _default_config(known: Any, stage: str) -> str | None:
     """Return the YAML file of the preset in the repository of the running recipe; `None` if there is none."""
+    # A preset's rates and steps do not fit an arbitrary checkpoint.
     if known.model_name_or_path:
         return None
     path = Path(sys.argv[0]).parent / (known.model_preset or default_preset()) / f"{stage}.yaml"

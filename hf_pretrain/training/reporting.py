@@ -39,6 +39,7 @@ def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, v
         train_rows, eval_rows ([`~datasets.Dataset`]): packed rows with `input_ids` and `seq_lengths`.
         vocab_size (`int`): number of tokens in the vocabulary.
     """
+    # Delete the first token of each document.
     train_tokens, eval_tokens = (np.delete(*_tokens_and_starts(rows)) for rows in (train_rows, eval_rows))
     counts = 1 + np.bincount(train_tokens, minlength=vocab_size)
     return float(-np.log(counts / counts.sum())[eval_tokens].mean())
@@ -46,6 +47,7 @@ def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, v
 
 def _tokens_and_starts(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Return all tokens of packed rows, shape `(num_tokens,)`, and the index of each document's first token."""
+    # Arrow columns flatten without a Python object per token.
     table = rows.with_format("arrow")[:]
     tokens, lengths = (table[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "seq_lengths"))
     return tokens, np.cumsum(lengths, dtype=np.int64) - lengths
@@ -128,6 +130,7 @@ def sample_answers(
     samples = []
     for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
         messages = json.loads(conversations[int(number)]["text"])["messages"]
+        # Ask the questions up to the first answer of the assistant.
         turn = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         prompt = encode_prompt(tokenizer, messages[:turn])
         answer = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
@@ -146,6 +149,7 @@ def _generate(
     """Return token ids sampled after a prompt. The seed makes them reproducible."""
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
+    # Seed each text, so that it does not depend on the texts before it.
     set_seed(seed)
     with torch.no_grad():
         output = model.generate(
@@ -180,6 +184,7 @@ def plot_loss_curve(
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("The loss curve needs matplotlib: pip install 'hf_pretrain[plots]'.")
         return
+    # Without pyplot there is no global state and no search for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
@@ -244,6 +249,7 @@ def continue_command(args: LMTrainingArguments) -> str:
         *("--output_dir", "--model_name_or_path", "--local_rank", "--config"),
         *("--resume_from_checkpoint", "--resume_from_hub", "--hub_token"),
     )
+    # Drop the replaced flags, spelled `--flag value` or `--flag=value`.
     words, skip = [], False
     for word in sys.argv:
         name = word.split("=")[0]
@@ -286,6 +292,7 @@ def describe_training(args: LMTrainingArguments, state: TrainerState, sharding: 
         ("launcher", f"{args.launcher}, {sharding}"),
         ("hardware", f"{args.launch_description}{f' ({_cpu_name()})' if args.device.type == 'cpu' else ''}"),
     ]
+    # Trainer measures the current launch only. A resumed run has an entry per launch that reached its end.
     seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
     if seconds:
         rows.append(("duration of the last launch", f"{seconds[-1]:,.0f} seconds"))

@@ -50,6 +50,7 @@ def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: 
     """
     if _is_stream(dataset):
         return batch_size
+    # The largest rank's share of all rows. An empty dataset is reported by `pad_rows`.
     fitting = max(1, min(batch_size, math.ceil(len(dataset) / num_ranks)))
     num_batches = math.ceil(len(dataset) / (fitting * num_ranks))
     if is_training and num_batches < accumulation and len(dataset):
@@ -90,10 +91,12 @@ def pad_rows(
         `ValueError`: if the dataset is empty.
     """
     if _is_stream(dataset):
+        # A stream has no length and no sampler. It pads itself when it ends.
         padded_stream = PaddedStream(dataset, multiple=multiple, is_training=is_training)
         return (padded_stream if pads_streams else dataset), None
     if len(dataset) == 0:
         raise ValueError("The dataset has no rows.")
+    # Row numbers go into reports about non-finite steps. Evaluation writes no such reports.
     padded = PaddedDataset(dataset, is_numbered=is_training)
 
     def padded_sampler(_: Any) -> PaddedSampler:

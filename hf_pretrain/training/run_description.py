@@ -30,6 +30,8 @@ def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
         return {"digest": _digest(dataset.info.description)}
     if not isinstance(dataset, datasets.Dataset):
         return {}
+    # A sample keeps this fast for large datasets. Added or removed rows shift the rows after them and show all the
+    # same.
     step = max(1, len(dataset) // num_samples)
     sample = dataset.with_format(None)[range(0, len(dataset), step)]
     return {"rows": len(dataset), "digest": _digest(json.dumps(sample, default=repr, sort_keys=True))}
@@ -38,6 +40,7 @@ def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
 def describe_config(model: PreTrainedModel) -> str:
     """Return a digest of a model's config. Take it before training: Trainer changes some fields."""
     config = model.config.to_dict()
+    # An upgrade of transformers alone does not make a resume inexact.
     config.pop("transformers_version", None)
     return _digest(json.dumps(config, default=repr, sort_keys=True))
 
@@ -87,6 +90,7 @@ def find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str]
     ranks = f"{then['world_size']} process(es)"
     if then["layout"] != now["layout"]:
         fatal.append(f"its optimizer state has the layout {then['layout']}, and this run's is {now['layout']}")
+    # DeepSpeed's shards fit one world size. Other layouts hold whole tensors or reshard on load.
     elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
         fatal.append(
             f"{ranks} wrote its {then['layout']} shards, and {now['world_size']} would read them. Launch as many as "

@@ -58,6 +58,7 @@ def begin_record(training_args: LMTrainingArguments, arguments: tuple[Any, ...],
 def add_to_record(training_args: LMTrainingArguments, **fields: Any) -> None:
     """Add fields to the entry of the current launch. Only the main process calls it."""
     path = Path(training_args.output_dir, RECORD_NAME)
+    # A user may have deleted the file during the run.
     *earlier, entry = _read(path) or [{}]
     _write(path, [*earlier, entry | fields])
 
@@ -76,6 +77,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         entries = None
     if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
         return entries
+    # Keep an unreadable file: it may hold the record of weeks of training.
     aside = path.with_name(f"unreadable-{path.name}")
     logger.warning(f"{path} is not valid JSON. It is now called {aside.name}, and a new record begins.")
     path.replace(aside)
@@ -88,6 +90,7 @@ def _write(path: Path, entries: list[dict[str, Any]]) -> None:
     token = get_token()
     if token:
         text = text.replace(token, "<token>")
+    # Renaming is atomic, so that a crash leaves the old record or the new one.
     scratch = path.with_name(f".{path.name}")
     try:
         scratch.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
@@ -111,6 +114,7 @@ def _find(package: str) -> str | None:
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this package, with `-dirty` after it if files were changed."""
     checkout = Path(__file__).resolve().parents[2]
+    # An installed package has no checkout, and git would find the one of some directory above.
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -108,6 +108,7 @@ class RunTrainer(Trainer):
 
     def __init__(self, *args: Any, run_facts: RunFacts | None = None, **kwargs: Any):
         self.run_facts = run_facts or RunFacts()
+
         self.signals = SignalListener()
         # The directory that the current save writes into; `None` between saves.
         self._saving: str | None = None
@@ -205,6 +206,7 @@ class RunTrainer(Trainer):
         return RowSource(dataset, batch_size, sampler_fn)
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
+        # NOTE: Trainer's loader takes its collator from the attribute.
         source = self._row_source(dataset, description, batch_size, sampler_fn, is_training)
         collator: Any = self.data_collator
         self.data_collator = source.collator or collator
@@ -237,6 +239,7 @@ class RunTrainer(Trainer):
             `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, or the ranks read different data.
             `SystemExit`: with the exit statuses listed at the top of this module.
         """
+        # Ranks whose launcher is gone must stop, or they would write beside the next run.
         watch_launcher(launcher())
         with self.signals.listening(), self.ranks.naming_missing():
             # This caches the digest of the config, which Trainer changes when it starts.
@@ -377,6 +380,7 @@ class RunTrainer(Trainer):
     def _end(self, status: int) -> NoReturn:
         """End all ranks together: launchers kill the remaining ranks as soon as one exits."""
         self._wait_for_pushes()
+        # From here on, further signals change nothing.
         self.signals.is_ending = True
         self.accelerator.wait_for_everyone()
         if self.signals.is_impatient:

@@ -51,15 +51,18 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )
+    # The lock comes before everything that writes into `output_dir`: log, download and record.
     watch_launcher(training_args.launcher)
     on_main_process(training_args, partial(occupy_output_dir, training_args))
     is_main = training_args.process_index == 0
     begin_log(Path(training_args.output_dir, LOG_NAME) if is_main else None)
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
+    # Reseed: launchers consume different amounts of randomness.
     set_seed(training_args.seed)
 
     def clear() -> None:
+        # An earlier run may have been killed in the middle of a save or a push.
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
         begin_record(training_args, others, checkpoint=checkpoint)
@@ -102,6 +105,7 @@ def load_conversations(
             [`~tokenizer.chat_template.mark_template`].
     """
     if data_args.encoder is not None:
+        # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
         mark_template(tokenizer, data_args.chat_template)
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_documents = data_args.load_documents(training_args)
@@ -127,6 +131,7 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
     Returns:
         `dict[str, float]`: the validation metrics of the saved model; empty without a validation set.
     """
+    # Trainer adds one of its callbacks, by `disable_tqdm`. Replace the one that is there.
     for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
         if trainer.pop_callback(theirs) is not None:
             trainer.add_callback(ours)
@@ -140,6 +145,7 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
         data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(trainer.eval_dataset)}
         add_to_record(trainer.args, data={"names": facts.datasets, "counts": facts.data, **data})
     trainer.train(resume_from_checkpoint=checkpoint)
+    # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()
     metrics: dict[str, float] = {}
     if trainer.eval_dataset is not None:
@@ -151,6 +157,7 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
     """Return the validation metrics of the model as it is now; an empty `dict` if its step was not evaluated."""
     state = trainer.state
+    # With --load_best_model_at_end the weights are now those of the best step.
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
         return {}
     entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
@@ -172,6 +179,7 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
     is_main = training_args.process_index == 0
     if is_main:
         curve = Path(training_args.output_dir, CURVE_NAME)
+        # The push takes the curve along, and the report quotes the result of the push.
         plot_loss_curve(history, curve, unigram=facts.unigram_loss, loss_unit=facts.loss_unit)
     if training_args.push_to_hub:
         trainer.push_to_hub()
@@ -187,6 +195,7 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
         )
         print(report)
         end_record(training_args, steps=trainer.state.global_step, metrics=metrics, report=report.strip().splitlines())
+    # The lock lasts until the record is complete.
     end_log()
     release_output_dir(training_args.output_dir)
 
