@@ -74,6 +74,7 @@ def interleave(
 
 def rows_of_documents(setting: Setting, *, num_documents: int) -> Dataset:
     """Return rows of random tokens, each with `num_documents` documents of equal length."""
+    # Random tokens take as long as text, and each row is full.
     length = setting.max_length // num_documents
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, setting.config.vocab_size, (400, setting.max_length), generator=generator)
@@ -83,6 +84,7 @@ def rows_of_documents(setting: Setting, *, num_documents: int) -> Dataset:
 def loader_seconds(program: programs.TrainerProgram, *, num_batches: int = 20) -> float:
     """Return the seconds per batch that the data loader takes when nothing else runs."""
     batches = iter(program.trainer.get_train_dataloader())
+    # The first batch also starts workers and draws the order of the rows.
     next(batches)
     start = time.perf_counter()
     for _ in range(num_batches):
@@ -93,6 +95,7 @@ def loader_seconds(program: programs.TrainerProgram, *, num_batches: int = 20) -
 def seconds_to_first_step() -> float:
     """Return the seconds from the start of the recipe to its first step, for the preset `tiny` with cached data."""
     with tempfile.TemporaryDirectory() as directory:
+        # The first run fills the caches, the second one is timed.
         for number in range(2):
             words = [
                 sys.executable,
@@ -124,6 +127,7 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
         "ours": ours,
         "bare loop": programs.bare_loop(setting),
     }
+    # The other programs train a Llama or a dense copy of MiniMind and have no counterpart with experts.
     if not setting.config.num_experts:
         runs["upstream style"] = programs.upstream_style(setting)
         runs["stock Trainer"] = programs.stock_trainer(setting)
@@ -139,6 +143,8 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
         before_each=lambda: rates.append(measure_gemm_rate(setting.device, dtype)),
     )
     parameters = num_active_parameters(ours.trainer.model)
+    # A program that beats the measured rate shows that the measurements were disturbed. The rate follows from 6 FLOPs
+    # per parameter and token, so that no share of the limit exceeds 100 %.
     rate = max(*rates, *(median_step(found)[1] * 6 * parameters for found in steps_of.values()))
     table = {}
     for name, found in steps_of.items():
@@ -172,6 +178,7 @@ def growth_with_documents(setting: Setting, *, rounds: int, steps: int) -> float
 def cost_of_experts(setting: Setting, *, rounds: int, steps: int) -> float:
     """Return the time of a step of `minimind2-moe`, relative to a dense model with equal active parameters."""
     sparse = MiniMindConfig(**PRESETS["minimind2-moe"])
+    # Equal active parameters: as wide as the experts that a token passes through, taken together.
     width = (sparse.num_experts_per_tok + sparse.num_shared_experts) * sparse.moe_intermediate_size
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     dense = MiniMindConfig(**{name: getattr(sparse, name) for name in names}, intermediate_size=width)
@@ -275,6 +282,7 @@ def main() -> None:
         batch_size = args.tokens_a_step // lengths[0]
         setting = Setting(documents, tokenizer, config, lengths[0], batch_size, Path(directory), bf16)
         results["cost_of_experts"] = cost_of_experts(setting, rounds=args.rounds, steps=args.steps)
+    # On a GPU, the recipe's first step includes compilation.
     if not torch.cuda.is_available():
         results["seconds_to_first_step"] = seconds_to_first_step()
     print_table(results)

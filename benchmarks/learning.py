@@ -60,12 +60,14 @@ def main() -> None:
                     record = run(args.model_preset, rows, eval_rows, tokenizer, settings)
                     record |= {"max_length": args.max_length, **made_by}
                     records.append(record)
+                    # Write after each run, so that an interrupted search keeps its results.
                     path.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
                     print({name: record[name] for name in (*settings, "eval_loss", "seconds")}, flush=True)
 
 
 def run(preset: str, rows, eval_rows, tokenizer, settings: dict[str, Any]) -> dict[str, Any]:
     """Train once, and return the settings with the validation metrics, tokens and seconds."""
+    # All settings start from the same weights.
     torch.manual_seed(42)
     model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset]))
     model.set_attn_implementation("packed")

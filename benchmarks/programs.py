@@ -93,6 +93,7 @@ class Setting:
     def concatenated_rows(self) -> Dataset:
         """Rows as transformers' `run_clm.py` makes them: all documents concatenated, and cut where a row is full."""
         rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length, packing_strategy="wrapped")
+        # The last row is not full, and default_data_collator does not pad.
         rows = rows.select(range(len(rows) - 1)).remove_columns("seq_lengths")
         return rows.map(lambda batch: {"labels": batch["input_ids"]}, batched=True)
 
@@ -156,6 +157,7 @@ def _model(setting: Setting) -> MiniMindForCausalLM:
     torch.manual_seed(0)
     model = MiniMindForCausalLM(setting.config)
     model.set_attn_implementation("packed")
+    # The recipes choose this implementation on CPUs, too (`weights/models.py`).
     if setting.device.type == "cpu" and setting.config.num_experts:
         model.set_experts_implementation("eager")
     return model
@@ -222,6 +224,7 @@ def _llama(setting: Setting) -> LlamaForCausalLM:
     )
     torch.manual_seed(0)
     config = LlamaConfig(**{name: getattr(setting.config, name) for name in names})
+    # Llama is the stock architecture nearest to MiniMind's dense models.
     config.rope_parameters = setting.config.rope_parameters
     return LlamaForCausalLM(config)
 
@@ -273,11 +276,13 @@ def upstream_style(setting: Setting) -> Callable[[int], Steps]:
         nonlocal position
         steps = []
         for number in range(num_steps + 1):
+            # The last batch is smaller and never used.
             batch = batches[position % (len(batches) - 1)]
             position += 1
             start = time.perf_counter()
             step(batch)
             _wait(setting.device)
+            # The first step of a call warms up.
             if number > 0:
                 steps.append((time.perf_counter() - start, tokens_a_batch))
         return steps

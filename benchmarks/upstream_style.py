@@ -52,6 +52,7 @@ class Block(nn.Module):
         v = self.wv(x).view(batch_size, seq_len, self.num_kv_heads, self.head_dim)
         q, k = rotate(q, pos_cis), rotate(k, pos_cis)
         repeats = self.num_heads // self.num_kv_heads
+        # MiniMind copies keys and values for each query head instead of using grouped-query attention.
         k, v = (states.repeat_interleave(repeats, dim=2) for states in (k, v))
         q, k, v = (states.transpose(1, 2).to(v.dtype) for states in (q, k, v))
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -99,6 +100,7 @@ class UpstreamStyleTrainer:
     def __call__(self, input_ids: torch.Tensor) -> float:
         input_ids = input_ids.to(self.device)
         x, y = input_ids[:, :-1], input_ids[:, 1:]
+        # The mask excludes padding from the loss only after the logits of all positions have been computed.
         loss_mask = y != self.pad_token_id
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             logits = self.model(x)

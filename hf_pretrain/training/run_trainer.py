@@ -108,7 +108,6 @@ class RunTrainer(Trainer):
 
     def __init__(self, *args: Any, run_facts: RunFacts | None = None, **kwargs: Any):
         self.run_facts = run_facts or RunFacts()
-
         self.signals = SignalListener()
         # The directory that the current save writes into; `None` between saves.
         self._saving: str | None = None
@@ -206,7 +205,7 @@ class RunTrainer(Trainer):
         return RowSource(dataset, batch_size, sampler_fn)
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        # NOTE: Trainer's loader takes its collator from the attribute.
+        # NOTE: Trainer reads the collator from its attribute and takes no argument for it.
         source = self._row_source(dataset, description, batch_size, sampler_fn, is_training)
         collator: Any = self.data_collator
         self.data_collator = source.collator or collator

@@ -78,6 +78,7 @@ class MaskedLossTrainer(RunTrainer):
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         super().__init__(model=model, args=args, data_collator=data_collator, **data, **kwargs)
         if data_collator is None:
+            # transformers' default collators do not pad `input_ids` without a tokenizer, and make no labels.
             pad_token_id = base_model_of(self.model).config.pad_token_id
             self.data_collator: Any = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
         self._check_arguments()
@@ -117,6 +118,7 @@ class MaskedLossTrainer(RunTrainer):
                 "dispatch_batches would cut the batches of the main process into pieces, and their lists of documents "
                 "with them. Leave it out of --accelerator_config: each process reads the data itself."
             )
+        # NOTE: for streams, accelerate dispatches by default.
         self.args.accelerator_config.dispatch_batches = False
         super().create_accelerator_and_postprocess()
 
@@ -179,6 +181,7 @@ class MaskedLossTrainer(RunTrainer):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._tracker.num_batches += len(batches)
         self._meter.begin_step()
+        # Reports about non-finite steps need the row numbers, and the model has no such input.
         self._step_rows = [
             (batch.pop(ROW_NUMBER_COLUMN), batch["input_ids"]) for batch in batches if ROW_NUMBER_COLUMN in batch
         ]
@@ -407,6 +410,7 @@ class MaskedLossTrainer(RunTrainer):
         try:
             super()._save(output_dir, state_dict)
         finally:
+            # Training continues with the half-precision model.
             self.model = half_precision_model
 
     # Evaluation
