@@ -271,14 +271,14 @@ def continue_command(args: LMTrainingArguments) -> str:
 
 def describe_training(args: LMTrainingArguments, state: TrainerState, sharding: str) -> list[tuple[str, str]]:
     """Return how a run was trained, as rows of a table for its model card."""
-    rows_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     rows = [
         ("tokens seen", f"{state.num_input_tokens_seen:,}"),
         ("optimizer steps", f"{state.global_step:,}"),
         (
-            "rows a step",
-            f"{rows_a_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x "
+            "rows per step",
+            f"{rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x "
             f"{args.world_size} processes)",
         ),
         ("learning rate", f"{args.learning_rate:g}, {schedule} {args.lr_scheduler_kwargs or ''}".strip()),

@@ -57,11 +57,12 @@ def describe_run(args: TrainingArguments, *, layout: str, data: dict[str, Any], 
     """
     # The order of the rows depends on the batch size and the workers in these two cases only.
     order = {}
-    rows_a_device = {"rows a device": args.per_device_train_batch_size}
+    # Saved manifests hold this key.
+    rows_per_device = {"rows a device": args.per_device_train_batch_size}
     if args.train_sampling_strategy == "group_by_length":
-        order = rows_a_device
+        order = rows_per_device
     elif is_stream and args.dataloader_num_workers > 1:
-        order = {"loader workers": args.dataloader_num_workers, **rows_a_device}
+        order = {"loader workers": args.dataloader_num_workers, **rows_per_device}
     return {
         "world_size": args.world_size,
         "batch_size": args.per_device_train_batch_size,

@@ -172,8 +172,8 @@ class MaskedLossTrainer(RunTrainer):
         if position is None or self.args.ignore_data_skip:
             return epoch, num_batches
         accumulation = self.args.gradient_accumulation_steps
-        rows_a_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
-        return position.epoch, position.num_rows // rows_a_step * accumulation
+        rows_per_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
+        return position.epoch, position.num_rows // rows_per_step * accumulation
 
     # Loss
 
