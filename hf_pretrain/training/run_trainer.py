@@ -137,22 +137,27 @@ class RunTrainer(Trainer):
             for layer in base_model_of(self.model).model.layers:
                 layer.compile(**self.args.compile_options)
 
-    # Parts
+    # Parts. They are made on first use, because Trainer's constructor already needs some of them.
 
     @cached_property
     def ranks(self) -> Ranks:
+        """Collectives over all ranks that name the ranks which do not respond."""
         return Ranks(self.args.world_size, self.args.process_index, timeout_seconds=self.args.ddp_timeout)
 
     @cached_property
     def guard(self) -> NonfiniteGuard:
+        """Decision about steps that are not finite (`--on_nonfinite`)."""
+        # Plain `TrainingArguments` lack the flag.
         return NonfiniteGuard(self.args.output_dir, skips=getattr(self.args, "on_nonfinite", "stop") == "skip")
 
     @cached_property
     def writer(self) -> CheckpointWriter:
+        """Writer of complete checkpoints and models."""
         return CheckpointWriter(self._checkpoint_bytes, is_writer=self.args.should_save)
 
     @cached_property
     def pusher(self) -> HubPusher:
+        """Pushes of checkpoints and models to the Hub."""
         return HubPusher(
             self.args.output_dir,
             strategy=self.args.hub_strategy,

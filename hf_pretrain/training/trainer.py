@@ -137,8 +137,8 @@ class MaskedLossTrainer(RunTrainer):
         if not (is_training and self.args.dataloader_drop_last):
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             multiple = batch_size * num_ranks * accumulation
-            # With several ranks accelerate needs full batches of a stream. One process does not, and nothing would
-            # remove the padding rows from its predictions.
+            # With several ranks, accelerate would fill the last batch of a stream with repeated rows. One process
+            # needs no full batches, and nothing would remove padding rows from its predictions.
             pads_streams = is_training or num_ranks > 1
             dataset, sampler_fn = pad_rows(
                 dataset, sampler_fn, multiple, seed=seed, is_training=is_training, pads_streams=pads_streams
@@ -157,6 +157,7 @@ class MaskedLossTrainer(RunTrainer):
     # The position in the data
 
     def _data_position(self) -> DataPosition:
+        # Rows instead of batches, because a resume may use another world size at the same global batch size.
         num_rows = self._tracker.num_batches * self.args.per_device_train_batch_size * self.data_parallel_size
         return DataPosition(self._tracker.epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
 
@@ -196,6 +197,7 @@ class MaskedLossTrainer(RunTrainer):
         rows = []
         for (numbers, input_ids), is_finite in zip(self._step_rows, self._step_is_finite, strict=True):
             for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True):
+                # Padding rows have the number -1.
                 if number >= 0:
                     text = self.processing_class.decode(ids) if self.processing_class is not None else None
                     rows.append({"row_number": number, "is_finite": bool(is_finite), "input_ids": ids, "text": text})
@@ -259,9 +261,11 @@ class MaskedLossTrainer(RunTrainer):
         if self.compute_loss_func is not None or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
+            # A divisor of 1 gives the sum over the batch. `evaluation_loop` divides the sum of all batches.
             outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits)
             self._check_outputs(outputs)
             self._add_to_evaluation(outputs, inputs)
+            # Trainer averages this loss over batches; `evaluation_loop` replaces the average.
             loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
             return (loss, outputs) if return_outputs else loss
 
@@ -287,6 +291,7 @@ class MaskedLossTrainer(RunTrainer):
         is_finite = loss.detach().isfinite()
         self._step_is_finite.append(is_finite)
         if self.is_deepspeed_enabled:
+            # One collective per step suffices: DeepSpeed updates in the backward pass of the last micro-batch.
             if self.accelerator.sync_gradients and self.ranks.largest(int(not self._is_loss_finite())):
                 self._meet_nonfinite("The loss is not finite")
             return loss
