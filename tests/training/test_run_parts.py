@@ -82,7 +82,7 @@ def test_a_full_disk_ends_with_74_and_other_errors_pass(writer, tmp_path, capsys
         raise OSError(errno.ENOSPC, "No space left on device")
     assert end.value.code == 74 and find_damage(target) == []
     message = capsys.readouterr().err
-    assert "checkpoint-4 could not be saved" in message and f"{target} is whole" in message
+    assert "checkpoint-4 could not be saved" in message and f"{target} is intact" in message
     with pytest.raises(RuntimeError, match="another"), writer.reporting_full_disks(target):
         raise RuntimeError("another error")
 
