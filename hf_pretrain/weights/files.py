@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.utils import (
@@ -69,8 +70,8 @@ def _needed(repo_id: str, file: str | None) -> list[str]:
     try:
         # The file list first: downloading every file of a repository could fetch many models.
         names = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings or []]
-    except Exception:
-        # HTTP clients differ in their errors. The download will say what is wrong, or find what is in the cache.
+    except (OSError, HTTPError):
+        # No network, or a Hub that refuses. The download will say what is wrong, or find what is in the cache.
         return []
     # A run's repository holds whole checkpoints in folders; only the finished model at the top is wanted.
     names = [name for name in names if "/" not in name]
