@@ -1,15 +1,10 @@
-"""Training arguments: transformers' `TrainingArguments` with defaults for small language models, and launch checks."""
+"""Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
-import atexit
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,17 +14,14 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging, strtobool
 
 from ..runtime.command_line import shows_bars
-from ..runtime.devices import default_device_type, has_bfloat16_units, installed_plug_ins
+from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.waiting import first_process_first
-from ..weights.files import read_json
+from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
 from .optimizers import OPTIM_PRESETS
 
 
 logger = logging.get_logger(__name__)
-
-_SHARED_MEMORY = "/dev/shm"
-_MIN_SHARED_BYTES = 4 * 2**20
 
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
@@ -40,7 +32,8 @@ class LMTrainingArguments(TrainingArguments):
     """
     transformers' `TrainingArguments` with defaults for small language models.
 
-    It holds and checks values. Making an instance also starts the process group, as transformers' own class does.
+    It holds and checks values. transformers' class chooses the device and starts the process group when an instance
+    is made; [`~training.launch`] does the same for CPU ranks.
 
     Raises:
         `ValueError`: for values that do not fit together or do not fit the machine and the launch command.
@@ -167,8 +160,9 @@ class LMTrainingArguments(TrainingArguments):
         if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         # The defaults of precision and compilation depend on the device.
-        self._choose_device()
-        has_units = has_bfloat16_units(default_device_type(use_cpu=self.use_cpu))
+        device_type = choose_device(use_cpu=self.use_cpu)
+        self.use_cpu = device_type == "cpu"
+        has_units = has_bfloat16_units(device_type)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_units
         elif self.bf16 and self.use_cpu and not has_units:
@@ -183,8 +177,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.torch_compile is None:
             # `accelerate launch` turns DeepSpeed on by an environment variable instead of the flag.
             is_deepspeed = bool(self.deepspeed) or strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
-            is_cuda = default_device_type(use_cpu=self.use_cpu) == "cuda"
-            self.torch_compile = bool(self.compile_options) or (is_cuda and not is_deepspeed)
+            self.torch_compile = bool(self.compile_options) or (device_type == "cuda" and not is_deepspeed)
         self.compiles_layers = self.torch_compile
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         if self.on_nonfinite not in ("stop", "skip"):
@@ -200,32 +193,12 @@ class LMTrainingArguments(TrainingArguments):
                 f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."
             )
         self._check_amounts()
-        self._check_launch()
-        # The constructor of transformers would start the process group without a timeout.
-        if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-            _start_gloo(timedelta(seconds=self.ddp_timeout))
+        check_launch(self)
+        start_cpu_ranks(self)
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":
-            # NOTE: ZeRO-3's zero.Init counts ranks through DeepSpeed's own group, which Trainer sets up on GPUs alone.
-            import deepspeed
-
-            deepspeed.init_distributed(dist_backend="gloo")
-            # NOTE: DeepSpeed's CPU kernel leaks 66 MiB of shared memory per rank per run, until /dev/shm is full.
-            atexit.register(_remove_allreduce_buffers)
-        # The checks below need the device, which transformers has chosen by now.
-        if self.fp16 and self.device.type == "cpu":
-            raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
-        if self.n_gpu > 1:
-            raise ValueError(
-                f"One process sees {self.n_gpu} GPUs and would use nn.DataParallel, which breaks the complex rotary "
-                f"table. Launch one process per GPU: torchrun --standalone --nproc_per_node {self.n_gpu} "
-                f"{' '.join(sys.argv)}"
-            )
-        if self.device.type == "cpu" and (self.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"):
-            raise ValueError(
-                "accelerate turns FSDP on CPU processes into DDP without a message. On a CPU, launch with torchrun "
-                "and pass --fsdp_size N, which shards through transformers."
-            )
+            start_deepspeed_cpu_ranks()
+        check_device(self)
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -302,79 +275,6 @@ class LMTrainingArguments(TrainingArguments):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
 
-    def _choose_device(self):
-        """
-        Set `use_cpu` if torch finds no accelerator.
-
-        Raises:
-            `ValueError`: if a plug-in for an accelerator is installed but unused, so that nobody trains on the CPU by
-                accident.
-        """
-        if self.use_cpu or torch.accelerator.is_available():
-            return
-        plug_ins = installed_plug_ins()
-        if plug_ins and not strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")):
-            raise ValueError(
-                f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, "
-                "and the run would train on the CPU. hf_pretrain has not been tried with this plug-in. Pass "
-                "--use_cpu, or check `torch.accelerator.current_accelerator()`."
-            )
-        self.use_cpu = True
-
-    def _check_launch(self):
-        """
-        Raise `ValueError` for mistakes in the launch command, before ranks wait for each other in a process group.
-        """
-        self._check_layout(int(os.environ.get("WORLD_SIZE", 1)))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        num_devices = torch.accelerator.device_count()
-        if not self.use_cpu and 0 < num_devices < local_world_size:
-            kind = default_device_type(use_cpu=False)
-            raise ValueError(
-                f"{local_world_size} processes were started on this machine but it has {num_devices} {kind} "
-                f"device(s). Start at most {num_devices}, or pass --use_cpu."
-            )
-        if self.deepspeed and isinstance(self.deepspeed, str):
-            if not Path(self.deepspeed).is_file():
-                raise ValueError(f"--deepspeed {self.deepspeed}: no such file. The repository's are in ds_configs/.")
-            # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
-            read_json(Path(self.deepspeed))
-        if self.deepspeed and "RANK" not in os.environ:
-            # Without a launcher's variables, DeepSpeed would look for MPI.
-            raise ValueError(
-                "--deepspeed needs a launcher, also for one process. Replace `python` before "
-                f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
-            )
-        # Workers of the data loader and DeepSpeed's CPU kernels pass data through shared memory.
-        is_deepspeed_on_cpu = self.use_cpu and (self.deepspeed or self.launcher == "deepspeed")
-        if self.dataloader_num_workers > 0 or is_deepspeed_on_cpu:
-            _check_shared_memory()
-
-    def _check_layout(self, world_size: int):
-        """Raise `ValueError` for sizes that do not fit together, or that Trainer does not support."""
-        num_ranks = self.fsdp_size * self.tp_size * self.dp_replicate_size
-        if num_ranks not in (1, world_size):
-            raise ValueError(
-                f"--fsdp_size {self.fsdp_size} x --tp_size {self.tp_size} x --dp_replicate_size "
-                f"{self.dp_replicate_size} needs {num_ranks} processes, and {world_size} run. Launch with "
-                f"torchrun --standalone --nproc_per_node {num_ranks} {' '.join(sys.argv)}"
-            )
-        if self.ep_size > 1 and self.fsdp_size * self.tp_size % self.ep_size:
-            raise ValueError(
-                f"--ep_size {self.ep_size} must divide --fsdp_size x --tp_size, whose ranks share the experts. Set "
-                f"--fsdp_size to a multiple of {self.ep_size}."
-            )
-        if self.tp_size > 1 and self.use_cpu:
-            raise ValueError(
-                f"--tp_size {self.tp_size} is not possible on a CPU: accelerate trains with tensor parallelism on "
-                "GPUs only. Use --fsdp_size."
-            )
-        if self.distributed_config is not None and self.deepspeed:
-            raise ValueError(
-                "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other. "
-                "Leave one of them out."
-            )
-
 
 @dataclass
 class SFTTrainingArguments(LMTrainingArguments):
@@ -385,65 +285,4 @@ class SFTTrainingArguments(LMTrainingArguments):
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
 
-def _check_shared_memory() -> None:
-    """Raise `ValueError` if processes cannot share memory. Otherwise they would crash or hang."""
-    if sys.platform != "linux":
-        return
-    try:
-        with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
-            # Unlike a sparse file, an allocated one fails where the space is missing.
-            os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
-    except OSError as error:
-        raise ValueError(
-            f"{_SHARED_MEMORY} cannot be used: {error}. Workers of the data loader and DeepSpeed's CPU ranks pass "
-            "data through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and "
-            "launch with torchrun."
-        ) from error
-
-
-def _start_gloo(timeout: timedelta):
-    """
-    Start the process group of CPU ranks.
-
-    NOTE: Trainer ignores `--ddp_timeout` on CPUs. Also, torchrun keeps one store across restarts, in which the ranks
-    of the next attempt would find the addresses of dead ranks. A prefix per attempt keeps them apart.
-    """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    atexit.register(_end_gloo)
-
-
-def _end_gloo():
-    """
-    Leave the process group.
-
-    NOTE: gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for
-    that. If it is exiting by then, they abort the process with `terminate called without an active exception`: without
-    the pause, 5 of 136 processes did on a busy machine.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    time.sleep(0.2)
-
-
-def _remove_allreduce_buffers():
-    """Remove this run's buffers of DeepSpeed's CPU kernel. Ranks that still use them keep them open."""
-    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    # The names hold address and port, so that buffers of other runs on this machine stay.
-    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
-        path.unlink(missing_ok=True)
-
-
-def launcher() -> str:
-    """Return the name of the program that started this process, by the environment variables that it sets."""
-    # `accelerate launch` starts torchrun's agent, which sets its own variables too. Look for accelerate's first.
-    if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
-        return "accelerate launch"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
-
-
-__all__ = ["LMTrainingArguments", "SFTTrainingArguments", "launcher"]
+__all__ = ["LMTrainingArguments", "SFTTrainingArguments"]

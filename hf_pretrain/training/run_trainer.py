@@ -58,9 +58,10 @@ from ..runtime.ranks import Ranks
 from ..runtime.signals import SignalListener, survive_one_sigterm
 from ..tokenizer.loading import save_tokenizer
 from ..weights.adapters import base_model_of, is_adapted
-from .arguments import LMTrainingArguments, launcher
+from .arguments import LMTrainingArguments
 from .data_position import DataPosition
 from .deepspeed_support import check_deepspeed_config, repair_universal_checkpoint
+from .launch import launcher
 from .nonfinite import EXIT_NOT_FINITE, MAX_SKIPPED_STEPS, NonfiniteGuard
 from .optimizers import Muon, deepspeed_muon, muon_parameter_groups, optimizer_name
 from .reporting import describe_training, resume_command

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_pretrain.checkpoints.manifest import find_damage
-from hf_pretrain.training import arguments as training_args
+from hf_pretrain.training import launch
 from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.toys import toy_model
 from tests.training.test_trainer import make_documents, make_trainer
@@ -135,7 +135,7 @@ def test_shared_memory_that_cannot_be_used_is_met_at_once(tmp_path, monkeypatch)
         return LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, **flags)
 
     arguments(dataloader_num_workers=1)
-    monkeypatch.setattr(training_args, "_SHARED_MEMORY", str(tmp_path / "none"))
+    monkeypatch.setattr(launch, "_SHARED_MEMORY", str(tmp_path / "none"))
     arguments()
     monkeypatch.setenv("RANK", "0")
     for flags in ({"dataloader_num_workers": 1}, {"deepspeed": "ds_configs/zero2.json"}):

@@ -1,0 +1,203 @@
+"""
+The launch of a run: its device, checks of the launch command, and the process group of CPU ranks.
+
+transformers chooses the device and starts the process group of GPU ranks when `TrainingArguments` are made. The
+functions here stand around that: `choose_device`, `check_launch` and `start_cpu_ranks` come before it, `check_device`
+comes after it.
+"""
+
+import atexit
+import os
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from transformers.utils import strtobool
+
+from ..runtime.devices import default_device_type, installed_plug_ins
+from ..weights.files import read_json
+
+
+if TYPE_CHECKING:
+    from .arguments import LMTrainingArguments
+
+_SHARED_MEMORY = "/dev/shm"
+_MIN_SHARED_BYTES = 4 * 2**20
+
+
+def choose_device(*, use_cpu: bool) -> str:
+    """
+    Return the device type of a run: `cpu` with `use_cpu` or if torch finds no accelerator.
+
+    Raises:
+        `ValueError`: if a plug-in for an accelerator is installed but unused, so that nobody trains on the CPU by
+            accident.
+    """
+    if use_cpu or torch.accelerator.is_available():
+        return default_device_type(use_cpu=use_cpu)
+    plug_ins = installed_plug_ins()
+    if plug_ins and not strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")):
+        raise ValueError(
+            f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, "
+            "and the run would train on the CPU. hf_pretrain has not been tried with this plug-in. Pass "
+            "--use_cpu, or check `torch.accelerator.current_accelerator()`."
+        )
+    return "cpu"
+
+
+def check_launch(args: "LMTrainingArguments") -> None:
+    """
+    Raise `ValueError` for mistakes in the launch command, before ranks wait for each other in a process group.
+    """
+    _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_devices = torch.accelerator.device_count()
+    if not args.use_cpu and 0 < num_devices < local_world_size:
+        kind = default_device_type(use_cpu=False)
+        raise ValueError(
+            f"{local_world_size} processes were started on this machine but it has {num_devices} {kind} "
+            f"device(s). Start at most {num_devices}, or pass --use_cpu."
+        )
+    if args.deepspeed and isinstance(args.deepspeed, str):
+        if not Path(args.deepspeed).is_file():
+            raise ValueError(f"--deepspeed {args.deepspeed}: no such file. The repository's are in ds_configs/.")
+        # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
+        read_json(Path(args.deepspeed))
+    if args.deepspeed and "RANK" not in os.environ:
+        # Without a launcher's variables, DeepSpeed would look for MPI.
+        raise ValueError(
+            "--deepspeed needs a launcher, also for one process. Replace `python` before "
+            f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
+        )
+    # Workers of the data loader and DeepSpeed's CPU kernels pass data through shared memory.
+    is_deepspeed_on_cpu = args.use_cpu and (args.deepspeed or args.launcher == "deepspeed")
+    if args.dataloader_num_workers > 0 or is_deepspeed_on_cpu:
+        _check_shared_memory()
+
+
+def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
+    """Raise `ValueError` for sizes that do not fit together, or that Trainer does not support."""
+    num_ranks = args.fsdp_size * args.tp_size * args.dp_replicate_size
+    if num_ranks not in (1, world_size):
+        raise ValueError(
+            f"--fsdp_size {args.fsdp_size} x --tp_size {args.tp_size} x --dp_replicate_size "
+            f"{args.dp_replicate_size} needs {num_ranks} processes, and {world_size} run. Launch with "
+            f"torchrun --standalone --nproc_per_node {num_ranks} {' '.join(sys.argv)}"
+        )
+    if args.ep_size > 1 and args.fsdp_size * args.tp_size % args.ep_size:
+        raise ValueError(
+            f"--ep_size {args.ep_size} must divide --fsdp_size x --tp_size, whose ranks share the experts. Set "
+            f"--fsdp_size to a multiple of {args.ep_size}."
+        )
+    if args.tp_size > 1 and args.use_cpu:
+        raise ValueError(
+            f"--tp_size {args.tp_size} is not possible on a CPU: accelerate trains with tensor parallelism on "
+            "GPUs only. Use --fsdp_size."
+        )
+    if args.distributed_config is not None and args.deepspeed:
+        raise ValueError(
+            "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other. "
+            "Leave one of them out."
+        )
+
+
+def check_device(args: "LMTrainingArguments") -> None:
+    """Raise `ValueError` for arguments that do not fit the device that transformers has chosen."""
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs and would use nn.DataParallel, which breaks the complex rotary "
+            f"table. Launch one process per GPU: torchrun --standalone --nproc_per_node {args.n_gpu} "
+            f"{' '.join(sys.argv)}"
+        )
+    if args.device.type == "cpu" and (args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"):
+        raise ValueError(
+            "accelerate turns FSDP on CPU processes into DDP without a message. On a CPU, launch with torchrun "
+            "and pass --fsdp_size N, which shards through transformers."
+        )
+
+
+def start_cpu_ranks(args: "LMTrainingArguments") -> None:
+    """
+    Start the process group of CPU ranks. Do nothing for one process, on GPUs, and if the group exists.
+
+    NOTE: transformers' own start ignores `--ddp_timeout` on CPUs. Also, torchrun keeps one store across restarts, in
+    which the ranks of the next attempt would find the addresses of dead ranks. A prefix per attempt keeps them apart.
+    """
+    if not args.use_cpu or int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
+        return
+    timeout = timedelta(seconds=args.ddp_timeout)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    atexit.register(_end_gloo)
+
+
+def start_deepspeed_cpu_ranks() -> None:
+    """
+    Start DeepSpeed's own process group on a CPU.
+
+    NOTE: ZeRO-3's zero.Init counts ranks through that group, which Trainer sets up on GPUs alone.
+    """
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    # NOTE: DeepSpeed's CPU kernel leaks 66 MiB of shared memory per rank per run, until /dev/shm is full.
+    atexit.register(_remove_allreduce_buffers)
+
+
+def _check_shared_memory() -> None:
+    """Raise `ValueError` if processes cannot share memory. Otherwise they would crash or hang."""
+    if sys.platform != "linux":
+        return
+    try:
+        with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
+            # Unlike a sparse file, an allocated one fails where the space is missing.
+            os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
+    except OSError as error:
+        raise ValueError(
+            f"{_SHARED_MEMORY} cannot be used: {error}. Workers of the data loader and DeepSpeed's CPU ranks pass "
+            "data through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and "
+            "launch with torchrun."
+        ) from error
+
+
+def _end_gloo() -> None:
+    """
+    Leave the process group.
+
+    NOTE: gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for
+    that. If it is exiting by then, they abort the process with `terminate called without an active exception`: without
+    the pause, 5 of 136 processes did on a busy machine.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    time.sleep(0.2)
+
+
+def _remove_allreduce_buffers() -> None:
+    """Remove this run's buffers of DeepSpeed's CPU kernel. Ranks that still use them keep them open."""
+    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    # The names hold address and port, so that buffers of other runs on this machine stay.
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
+        path.unlink(missing_ok=True)
+
+
+def launcher() -> str:
+    """Return the name of the program that started this process, by the environment variables that it sets."""
+    # `accelerate launch` starts torchrun's agent, which sets its own variables too. Look for accelerate's first.
+    if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
+        return "accelerate launch"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
+
+
+__all__ = ["check_device", "check_launch", "choose_device", "launcher", "start_cpu_ranks", "start_deepspeed_cpu_ranks"]
