@@ -112,7 +112,7 @@ bench: $(VENV)/.installed-trl
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hf_pretrain recipes benchmarks
+	$(BIN)/mypy hf_pretrain recipes benchmarks examples
 	$(BIN)/lint-imports
 
 # Warnings are errors: a broken link or a flag that vanished ends the build.

@@ -27,7 +27,7 @@ from ..data.formats import BadRecord
 from ..hub.model_card import RunFacts
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
-from .rewards import REWARDS, answer_of, check_rewards, check_task, load_function
+from .rewards import REWARDS, answer_of, check_rewards, check_task, load_object
 from .trl_support import RouterLossMixin
 
 
@@ -67,9 +67,7 @@ class TaskArguments:
     )
     tools: list[str] | None = field(
         default=None,
-        metadata={
-            "help": "Tools that the model may call while it answers: calculator, minimind, or module.path:function."
-        },
+        metadata={"help": "Tools that the model may call while it answers: calculator, or module.path:function."},
     )
     environment: str | None = field(
         default=None, metadata={"help": "module.path:Class of an environment that has reset(), and tools as methods."}
@@ -79,7 +77,7 @@ class TaskArguments:
         """Return the class of the environment, or `None`."""
         if self.environment is None:
             return None
-        return load_function(self.environment, flag="--environment", known={})
+        return load_object(self.environment, flag="--environment", known=[])
 
 
 @dataclass

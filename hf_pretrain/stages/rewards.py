@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from datasets import Dataset
@@ -387,22 +387,23 @@ def _load_reward(name: str) -> Callable[..., list[float | None]] | str:
     # TRL loads a reward model itself, by its Hub id or directory.
     if ":" not in name and "/" in name:
         return name
-    return load_function(name, flag="--rewards", known=REWARDS)
+    return load_object(name, flag="--rewards", known=REWARDS)
 
 
-def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..., Any]:
+def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: bool = False) -> Any:
     """
-    Import and return the function that `module.path:function` names.
+    Import and return the function or class that `module.path:name` names.
 
     Args:
         name (`str`): what the user typed.
         flag (`str`): the flag, for messages.
-        known (`dict`): the names without a module path, for messages.
+        known (`Iterable[str]`): the names without a module path, for messages.
+        allows_lists (`bool`, defaults to `False`): return a list, too.
 
     Raises:
-        `ValueError`: if there is no such function, naming the part of the name that is wrong.
+        `ValueError`: if there is nothing of that name to import, naming the part of the name that is wrong.
     """
-    module_name, colon, function_name = name.partition(":")
+    module_name, colon, object_name = name.partition(":")
     if not colon:
         raise ValueError(f"{flag} {name} is unknown. Pass one of {', '.join(known)}, or module.path:function.")
     # Python adds the directory of the script, recipes/, but not the current directory.
@@ -416,17 +417,17 @@ def load_function(name: str, *, flag: str, known: dict[str, Any]) -> Callable[..
             f"environment ({error})."
         ) from error
     # vars, not getattr: a module may define __getattr__ with an import behind every name.
-    function = vars(module).get(function_name)
-    if not callable(function):
-        raise ValueError(f"{flag} {name}: {module.__file__} has no function {function_name!r}.")
-    return function
+    found = vars(module).get(object_name)
+    if not callable(found) and not (allows_lists and isinstance(found, list)):
+        raise ValueError(f"{flag} {name}: {module.__file__} has no function {object_name!r}.")
+    return found
 
 
 __all__ = [
     "REWARDS",
     "check_rewards",
     "check_task",
-    "load_function",
+    "load_object",
     "load_reward_functions",
     *(function.__name__ for function in REWARDS.values()),
 ]

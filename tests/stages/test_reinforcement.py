@@ -11,12 +11,13 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers.utils import get_json_schema
 
+from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.tasks import TOOLS
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
-from hf_pretrain.stages.tools import MINIMIND_TOOLS, calculator, load_tools
+from hf_pretrain.stages.tools import calculator, load_tools
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -402,11 +403,12 @@ def test_the_calculator_calculates_and_nothing_else():
 
 
 def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
-    schemas = {tool.__name__: get_json_schema(tool)["function"]["parameters"] for tool in load_tools(["minimind"])}
+    tools = load_tools(["examples.agent_tools:TOOLS"])
+    schemas = {tool.__name__: get_json_schema(tool)["function"]["parameters"] for tool in tools}
     assert schemas["unit_converter"]["required"] == ["value", "from_unit", "to_unit"]
     assert schemas["unit_converter"]["properties"]["value"]["type"] == "number"
     assert "required" not in schemas["get_current_time"] or schemas["get_current_time"]["required"] == []
-    _, convert, weather, time, rate, translate = MINIMIND_TOOLS
+    _, convert, weather, time, rate, translate = tools
     assert json.loads(convert(10, "km", "miles")) == {"result": 6.2137}
     assert json.loads(weather("北京"))["temperature"] == "28°C" and json.loads(weather("Rome"))["condition"] == "晴"
     assert json.loads(time("Europe/Paris"))["datetime"] == "2025-03-07 07:30:00"
