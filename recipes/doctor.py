@@ -24,7 +24,7 @@ from hf_pretrain.weights.model_arguments import default_preset
 class DoctorArguments:
     """The run to estimate."""
 
-    estimate: bool = field(default=True, metadata={"help": "Print memory and the largest batch. This is the default."})
+    estimate: bool = field(default=True, metadata={"help": "Ignored: the doctor always estimates."})
     model_preset: str | None = field(default=None, metadata={"help": f"One of {', '.join(PRESETS)}."})
     max_length: int = field(default=512, metadata={"help": "Tokens per packed sequence."})
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})

@@ -49,8 +49,6 @@ def main(
 
     if training_args.process_index == 0 and packing_report is not None:
         print(packing_report)
-    if eval_rows is None:
-        training_args.evaluate_never()
 
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = MaskedLossTrainer(

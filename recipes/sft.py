@@ -41,7 +41,7 @@ def main(
         else begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
     )
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
-    rows = load_conversations(data_args, training_args, tokenizer)
+    rows = load_conversations(data_args, training_args, tokenizer, keep_rejected=not data_args.preview)
     if data_args.preview:
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return

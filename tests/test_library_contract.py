@@ -30,6 +30,9 @@ SIGNATURES = {
     "_set_signature_columns_if_needed": [],
     "_get_num_items_in_batch": ["batch_samples", "device"],
     "_prepare_input": ["data"],
+    "_evaluate": ["trial", "ignore_keys_for_eval", "skip_scheduler"],
+    "_determine_best_metric": ["metrics", "trial"],
+    "_load_best_model": [],
     "_init_training_state": ["max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint"],
     "_track_num_input_tokens": ["inputs"],
 }

@@ -1,7 +1,7 @@
 """
 The content of a checkpoint: `manifest.json` names every file with its size and sha256, and the run that wrote it.
 
-A checkpoint is written, flushed to the disk, described, and only then given its name (`training/checkpointing.py`).
+A checkpoint is written, flushed to the disk, described, and only then given its name (`checkpoints/writer.py`).
 [`find_damage`] shows every file that is lost, changed or added afterwards.
 """
 

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 from ..data.corpora import LANGUAGES
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
-from ..runtime.names import DatasetName
+from ..runtime.names import DatasetName, is_path, split_hub_name
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME, unsupported_feature
 from ..weights.gguf import FILE_NAME, gguf_layout
@@ -71,8 +71,12 @@ class RunFacts:
 
 def _is_local(name: str) -> bool:
     """Return whether a dataset or model name is a path or a glob on this machine."""
-    # A relative path that does not exist may be a Hub id, so only its existence makes it a path.
-    return Path(name).exists() or any(mark in name for mark in "*?[") or Path(name).is_absolute()
+    return is_path(name) or any(mark in name for mark in "*?[")
+
+
+def _hub_id(name: str | None) -> str | None:
+    """Return the Hub id of a model, without the file that its name may add; `None` for a local path."""
+    return split_hub_name(name)[0] if name and not _is_local(name) else None
 
 
 def _public(name: str) -> str:
@@ -124,7 +128,7 @@ def format_run_card(
         pipeline_tag="text-generation",
         tags=TAGS if adapter is None else [*TAGS, "lora"],
         datasets=facts.hub_datasets or None,
-        base_model=base_name if base_name and not _is_local(base_name) else None,
+        base_model=_hub_id(base_name),
         model_name=repo_id.split("/")[-1],
         eval_results=results or None,
     )
@@ -164,17 +168,11 @@ def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalR
 
 def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
     """Add results to the `model-index` of a card. They replace older ones of the same metric and data."""
-    kept = [old for old in card.data.eval_results or [] if not any(_replaces(new, old) for new in results)]
+    old_results = card.data.eval_results or []
+    kept = [old for old in old_results if not any(new.is_equal_except_value(old) for new in results)]
     # The Hub shows `model-index` only together with a name.
     card.data.model_name = card.data.model_name or model_name
     card.data.eval_results = kept + results
-
-
-def _replaces(new: EvalResult, old: EvalResult) -> bool:
-    """Return whether a new result makes an old one obsolete."""
-    # Cards of earlier versions call the validation set held-out.
-    is_renamed = "(held-out " in (old.dataset_name or "") and new.dataset_config == old.dataset_config
-    return is_renamed or new.is_equal_except_value(old)
 
 
 def format_conversion_card(
@@ -204,8 +202,7 @@ def format_conversion_card(
         library_name="gguf" if format == "gguf" else "transformers",
         pipeline_tag="text-generation",
         tags=TAGS,
-        # A file in a repository (owner/name:file) and a local path are no valid `base_model`.
-        base_model=source if source.count("/") == 1 and not _is_local(source) else None,
+        base_model=_hub_id(source),
     )
     sections = [
         _front(metadata, repo_id, f"Converted from `{_public(source)}`."),

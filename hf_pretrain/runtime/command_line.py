@@ -70,6 +70,11 @@ def quiet_libraries() -> None:
     # NOTE: DeepSpeed logs this on every import. The first line of a run names the device anyway.
     # A filter and not a level: DeepSpeed's warnings must still appear.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
+    # NOTE: on resume, transformers compares shares of all steps (`--save_steps 0.1`) with the numbers that they became
+    # and warns that they differ. `run_description.changed_settings` reports the settings that did change.
+    logging.getLogger("transformers.trainer_utils").addFilter(
+        lambda record: "The following arguments do not match" not in str(record.msg)
+    )
 
 
 @contextmanager
@@ -109,8 +114,10 @@ def _refusal_of_a_disk(error: BaseException | None) -> str | None:
         error = error.__cause__ or error.__context__
     if error is None:
         return None
+    # A library may have read as well as written there.
+    advice = "Check the permissions" if getattr(error, "errno", None) == errno.EACCES else "Free some space"
     return (
-        f"{error}. Free some space or choose other directories: caches are in HF_HOME={HF_HOME}, temporary files in "
+        f"{error}. {advice} or choose other directories: caches are in HF_HOME={HF_HOME}, temporary files in "
         f"{tempfile.gettempdir()} (TMPDIR)."
     )
 

@@ -1,6 +1,7 @@
 """Listen for the signals that ask a run to stop."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ class SignalListener:
         number (`int`): the first signal that arrived, or 0.
         is_impatient (`bool`): a second signal arrived more than two seconds later. Waiting for a push should end.
         is_ending (`bool`): set by the caller when the process is about to exit. From then on signals are ignored,
-            because the launchers of other ranks still send some.
+            because the launchers of other ranks still send some. In an interactive session they are not.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,8 @@ class SignalListener:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # In a notebook, an earlier run of the same trainer may have been stopped.
+        self.number, self.is_impatient, self.is_ending = 0, False, False
         # `nohup` starts a run with SIGHUP ignored, and the run must keep it so.
         handled = [
             number for number in SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
@@ -46,8 +49,10 @@ class SignalListener:
         try:
             yield
         finally:
+            # `sys.ps1` exists in interactive sessions alone, which go on after the run.
+            ignores = self.is_ending and not hasattr(sys, "ps1")
             for number, handler in previous.items():
-                signal.signal(number, signal.SIG_IGN if self.is_ending else handler)
+                signal.signal(number, signal.SIG_IGN if ignores else handler)
 
     def _note(self, number: int, frame: Any) -> None:
         """Note a signal. A second Ctrl-C raises `KeyboardInterrupt` at once."""

@@ -21,13 +21,14 @@ class DataPosition:
     Position of a run in its data.
 
     Args:
-        epoch (`int`): the current pass over the data, from 0.
+        epoch (`int`, *optional*): the current pass over the data, from 0. Without it, Trainer derives pass and rows
+            from the number of steps.
         num_rows (`int`): rows of this pass that all ranks together have taken.
         evaluation_is_due (`bool`): a signal cut off an evaluation at this step. It runs on resume.
         num_skipped_steps (`int`): steps that the run skipped because they were not finite.
     """
 
-    epoch: int = 0
+    epoch: int | None = None
     num_rows: int = 0
     evaluation_is_due: bool = False
     num_skipped_steps: int = 0

@@ -146,6 +146,9 @@ def measure_gemm_rate(device: torch.device, dtype: torch.dtype, *, num_products:
         torch.mm(left, right, out=product)
         _synchronize(device)
         best = min(best, time.perf_counter() - start)
+    if device.type == "cuda":
+        # The matrices above do not count as memory of the run.
+        torch.cuda.reset_peak_memory_stats(device)
     return 2 * size**3 / best
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
 from ..checkpoints.directory import newest_checkpoint
@@ -55,7 +56,8 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
                         f"weights: --model_name_or_path {repo_id}."
                     )
                 download_checkpoint(repo_id, folder, files, Path(local), args.hub_revision)
-        except OSError as error:
+        # NOTE: the errors of the HTTP client are no OSErrors.
+        except (OSError, HTTPError) as error:
             raise ValueError(f"--resume_from_hub {repo_id}: {describe_error(error)}") from error
     logger.warning(f"Resuming from {local} ({repo_id} has step {step}).")
     args.resume_from_checkpoint = local

@@ -17,8 +17,10 @@ from .optimizers import optimizer_name
 # Arguments that a user may change on purpose when resuming. The run warns about the change.
 _SETTINGS = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
-    *("max_steps", "num_train_epochs", "bf16", "fp16"),
+    *("max_steps", "num_train_epochs", "bf16", "fp16", "eval_steps", "save_steps", "logging_steps"),
 )
+# Fields of a config that Trainer, `from_pretrained` and `save_pretrained` change.
+_CHANGING_FIELDS = ("use_cache", "dtype", "architectures", "auto_map")
 
 
 def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
@@ -37,15 +39,21 @@ def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
     return {"rows": len(dataset), "digest": _digest(json.dumps(sample, default=repr, sort_keys=True))}
 
 
-def describe_config(model: PreTrainedModel) -> str:
-    """Return a digest of a model's config. Take it before training: Trainer changes some fields."""
+def describe_config(model: PreTrainedModel) -> list[str]:
+    """
+    Return two digests of a model's config: of the whole config, which earlier versions saved in manifests alone, and
+    without the fields that training and saving change. Two models have the same config if they share a digest.
+    """
     config = model.config.to_dict()
     # An upgrade of transformers alone does not make a resume inexact.
     config.pop("transformers_version", None)
-    return _digest(json.dumps(config, default=repr, sort_keys=True))
+    lasting = {name: value for name, value in config.items() if name not in _CHANGING_FIELDS}
+    return [_digest(json.dumps(fields, default=repr, sort_keys=True)) for fields in (config, lasting)]
 
 
-def describe_run(args: TrainingArguments, *, layout: str, data: dict[str, Any], is_stream: bool, config: str) -> dict:
+def describe_run(
+    args: TrainingArguments, *, layout: str, data: dict[str, Any], is_stream: bool, config: list[str]
+) -> dict:
     """
     Return everything that must be equal for an exact resume, and the versions.
 
@@ -53,7 +61,7 @@ def describe_run(args: TrainingArguments, *, layout: str, data: dict[str, Any], 
         layout (`str`): the layout of the optimizer state, such as `one file` or `ZeRO-2`.
         data (`dict`): the result of [`describe_data`] for the training set.
         is_stream (`bool`): whether the training set is streamed.
-        config (`str`): the result of [`describe_config`].
+        config (`list[str]`): the result of [`describe_config`].
     """
     # The order of the rows depends on the batch size and the workers in these two cases only.
     order = {}
@@ -114,7 +122,9 @@ def find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str]
         inexact.append(f"its data differed ({then['data'] or 'unknown'} then, {now['data'] or 'unknown'} now)")
     if then["order"] != now["order"]:
         inexact.append(f"the order of its rows depended on {then['order']}, this run's depends on {now['order']}")
-    if then["config"] != now["config"]:
+    # A manifest of an earlier version holds one digest instead of a list.
+    digests = [{run["config"]} if isinstance(run["config"], str) else set(run["config"]) for run in (then, now)]
+    if not digests[0] & digests[1]:
         inexact.append("its model has another config (--config_overrides)")
     return fatal, inexact
 

@@ -63,7 +63,7 @@ from .data_position import DataPosition
 from .deepspeed_support import check_deepspeed_config, repair_universal_checkpoint
 from .launch import launcher
 from .nonfinite import EXIT_NOT_FINITE, MAX_SKIPPED_STEPS, NonfiniteGuard
-from .optimizers import Muon, deepspeed_muon, muon_parameter_groups, optimizer_name
+from .optimizers import Muon, complete_schedule_kwargs, deepspeed_muon, muon_parameter_groups, optimizer_name
 from .reporting import describe_training, resume_command
 from .row_source import RowSource
 from .run_description import changed_settings, describe_config, describe_data, describe_run, find_obstacles
@@ -112,7 +112,8 @@ class RunTrainer(Trainer):
         self.signals = SignalListener()
         # The directory that the current save writes into; `None` between saves.
         self._saving: str | None = None
-        self._evaluation_is_due = False
+        # Whether a signal cut off the evaluation of the current step, and whether the run resumed from such a step.
+        self._evaluation_is_due = self._resumed_before_evaluation = False
         self._weight_decays: list[float | None] = []
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
         is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -206,6 +207,14 @@ class RunTrainer(Trainer):
         self._weight_decays = [group.get("weight_decay") for group in getattr(optimizer, "param_groups", ())]
         return optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        self.args.lr_scheduler_kwargs = complete_schedule_kwargs(
+            str(getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)),
+            self.args.lr_scheduler_kwargs,
+            num_training_steps=num_training_steps,
+        )
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         """Return the rows that a data loader reads. Subclasses override this method instead of `_get_dataloader`."""
         return RowSource(dataset, batch_size, sampler_fn)
@@ -247,7 +256,7 @@ class RunTrainer(Trainer):
         # Ranks whose launcher is gone must stop, or they would write beside the next run.
         watch_launcher(launcher())
         with self.signals.listening(), self.ranks.naming_missing():
-            # This caches the digest of the config, which Trainer changes when it starts.
+            # This caches the digests of the config, which Trainer changes when it starts.
             self._describe_run()
             self._check_same_data()
             if resume_from_checkpoint is True:
@@ -280,7 +289,7 @@ class RunTrainer(Trainer):
         return describe_data(self.train_dataset)
 
     @cached_property
-    def _config_digest(self) -> str:
+    def _config_digests(self) -> list[str]:
         return describe_config(self.accelerator.unwrap_model(self.model))
 
     def _describe_run(self) -> dict[str, Any]:
@@ -295,7 +304,7 @@ class RunTrainer(Trainer):
             layout=layout,
             data=self._data_description,
             is_stream=isinstance(self.train_dataset, datasets.IterableDataset),
-            config=self._config_digest,
+            config=self._config_digests,
         )
 
     def _check_same_data(self) -> None:
@@ -349,6 +358,44 @@ class RunTrainer(Trainer):
         num_saved = get_model_param_count(self.model, trainable_only=is_adapted(self.model))
         trainable = 0 if self.args.save_only_model else get_model_param_count(self.model, trainable_only=True)
         return 4 * num_saved + (12 if self.is_deepspeed_enabled else 8) * trainable
+
+    # Resuming
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
+        progress = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
+        )
+        self._evaluation_is_due = self._resumed_before_evaluation = False
+        if checkpoint is None:
+            return progress
+        position = DataPosition.load(checkpoint) or DataPosition()
+        self.guard.num_skipped = position.num_skipped_steps
+        # The run that wrote the checkpoint evaluated at its own start.
+        self.args.eval_on_start = self._resumed_before_evaluation = position.evaluation_is_due
+        if self.state.global_step >= max_steps:
+            # NOTE: Trainer would train a finished run for one more step. A pass after the last ends it at once.
+            return num_train_epochs, 0
+        return self._resume_position(position, progress, num_update_steps_per_epoch)
+
+    def _resume_position(
+        self, position: DataPosition, progress: tuple[int, int], num_steps_per_epoch: int
+    ) -> tuple[int, int]:
+        """
+        Return the pass over the data to resume in, and the number of its micro-batches that each rank has taken.
+        `progress` is what Trainer derives from the steps. Subclasses that save more override this method.
+        """
+        return progress
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        # NOTE: Trainer ignores the result of an evaluation before the first step. Here it may be the one that a signal
+        # cut off, which counts for the best model and for schedules that read the metrics.
+        is_due = skip_scheduler and self._resumed_before_evaluation
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler and not is_due)
+        if is_due and self._determine_best_metric(metrics, trial):
+            checkpoint = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            if on_main_process(self.args, checkpoint.is_dir):
+                self.state.best_model_checkpoint = str(checkpoint)
+        return metrics
 
     # Stopping
 
@@ -485,9 +532,9 @@ class RunTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         return self._saving or super()._get_output_dir(trial)
 
-    def _data_position(self) -> DataPosition | None:
-        """Return the position to save with a checkpoint, in subclasses that resume from it."""
-        return None
+    def _data_position(self) -> DataPosition:
+        """Return the position to save with a checkpoint."""
+        return DataPosition(evaluation_is_due=self._evaluation_is_due, num_skipped_steps=self.guard.num_skipped)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         output_dir = Path(super()._get_output_dir(trial))
@@ -518,9 +565,8 @@ class RunTrainer(Trainer):
         with self.writer.reporting_full_disks(target):
             if is_best:
                 self.state.save_to_json(str(source / TRAINER_STATE_NAME))
-            position = self._data_position()
-            if position is not None and not self.args.save_only_model:
-                position.save(source)
+            if not self.args.save_only_model:
+                self._data_position().save(source)
         self.writer.publish_checkpoint(source, target, self._describe_run())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -570,6 +616,12 @@ class RunTrainer(Trainer):
             sharded.load_weights(resume_from_checkpoint, self.model)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.is_distributed_loading_by_transformers:
+            sharded.load_weights(self.state.best_model_checkpoint, self.model)
+        else:
+            super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # NOTE: safetensors files hold a tied head once, as the embedding. Trainer would warn that the head is missing.

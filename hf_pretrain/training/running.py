@@ -93,12 +93,15 @@ class ConversationRows:
 
 
 def load_conversations(
-    data_args: ChatArguments, training_args: LMTrainingArguments, tokenizer: PreTrainedTokenizerFast
+    data_args: ChatArguments,
+    training_args: LMTrainingArguments,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    keep_rejected: bool = True,
 ) -> ConversationRows:
     """
     Return conversations (or text) as packed sequences with loss weights. The main process prepares them, and the other
-    ranks read its cache. Add the marks of assistant tokens to the tokenizer's chat template if they are missing. Turn
-    evaluation off if there is no validation set.
+    ranks read its cache. Add the marks of assistant tokens to the tokenizer's chat template if they are missing.
 
     Raises:
         `ValueError`: in the cases of [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
@@ -108,11 +111,9 @@ def load_conversations(
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
         mark_template(tokenizer, data_args.chat_template)
     with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_documents = data_args.load_documents(training_args)
+        train_documents, eval_documents = data_args.load_documents(training_args, keep_rejected=keep_rejected)
         train_rows, packing_report = data_args.prepare_rows(train_documents, tokenizer)
         eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
-    if eval_rows is None:
-        training_args.evaluate_never()
     report = [f"Training: {packing_report or 'streamed'}", f"Validation: {eval_report or 'nothing'}"]
     if training_args.process_index == 0:
         print("\n".join(report))

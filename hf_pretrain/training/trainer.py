@@ -31,11 +31,11 @@ from ..model.loss import find_documents, prediction_weights
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..tokenizer.loading import token_byte_lengths
 from ..weights.adapters import base_model_of, is_adapted
+from .arguments import LMTrainingArguments
 from .data_position import DataPosition, PositionTracker
 from .deepspeed_support import float32_weights
 from .efficiency import PeakRate, flops_per_token
 from .meter import Meter
-from .optimizers import complete_schedule_kwargs
 from .row_source import RowSource, fit_batch_size, pad_rows
 from .run_trainer import RunTrainer
 
@@ -75,6 +75,9 @@ class MaskedLossTrainer(RunTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ):
+        if eval_dataset is None and isinstance(args, LMTrainingArguments):
+            # Our arguments evaluate by default, and Trainer refuses to evaluate without data.
+            args.evaluate_never()
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         super().__init__(model=model, args=args, data_collator=data_collator, **data, **kwargs)
         if data_collator is None:
@@ -161,20 +164,16 @@ class MaskedLossTrainer(RunTrainer):
         num_rows = self._tracker.num_batches * self.args.per_device_train_batch_size * self.data_parallel_size
         return DataPosition(self._tracker.epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
 
-    def _read_data_position(self, checkpoint: str, epoch: int, num_batches: int) -> tuple[int, int]:
-        """
-        Return the pass over the data, and the number of its micro-batches that each rank has taken, from a checkpoint.
-        Checkpoints without a position keep `epoch` and `num_batches`, which Trainer derived from the steps.
-        """
-        position = DataPosition.load(checkpoint)
-        self.args.eval_on_start = position is not None and position.evaluation_is_due
-        if position is not None:
-            self.guard.num_skipped = position.num_skipped_steps
-        if position is None or self.args.ignore_data_skip:
-            return epoch, num_batches
+    def _resume_position(
+        self, position: DataPosition, progress: tuple[int, int], num_steps_per_epoch: int
+    ) -> tuple[int, int]:
+        epoch, num_batches = progress
         accumulation = self.args.gradient_accumulation_steps
-        rows_per_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
-        return position.epoch, position.num_rows // rows_per_step * accumulation
+        if position.epoch is not None and not self.args.ignore_data_skip:
+            rows_per_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
+            epoch, num_batches = position.epoch, position.num_rows // rows_per_step * accumulation
+        # At the end of a pass, Trainer restores random numbers only if it begins with the next pass.
+        return (epoch, num_batches) if num_batches // accumulation < num_steps_per_epoch else (epoch + 1, 0)
 
     # Loss
 
@@ -330,28 +329,12 @@ class MaskedLossTrainer(RunTrainer):
                 "without adapters. Use transformers' Trainer for other models, or pass compute_loss_func."
             )
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
-        self.args.lr_scheduler_kwargs = complete_schedule_kwargs(
-            str(getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)),
-            self.args.lr_scheduler_kwargs,
-            num_training_steps=num_training_steps,
-        )
-        return super().create_scheduler(num_training_steps, optimizer)
-
     # Logs
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
         progress = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
-        if checkpoint is not None:
-            epoch, num_batches = self._read_data_position(checkpoint, *progress)
-            # At the end of a pass, Trainer restores random numbers only if it begins with the next pass.
-            steps_left = num_update_steps_per_epoch - num_batches // self.args.gradient_accumulation_steps
-            progress = (epoch, num_batches) if steps_left > 0 else (epoch + 1, 0)
-            if self.state.global_step >= max_steps:
-                # NOTE: with a finished run, Trainer would train one more step. A pass after the last ends it at once.
-                progress = (num_train_epochs, 0)
         self._tracker.start(*progress)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         self._meter = Meter(

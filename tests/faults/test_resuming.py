@@ -70,12 +70,13 @@ def test_bit_for_bit(way, step, interrupted, ends_like):
 
 
 @pytest.mark.faults
-def test_the_best_model_at_the_end(workspace, tmp_path, record):
+@pytest.mark.parametrize("sharding", [[], ["--fsdp_size", "2"]], ids=["DDP", "FSDP2"])
+def test_the_best_model_at_the_end(sharding, workspace, tmp_path, record):
     """On every rank. The largest loss is called the best, so that it is that of the first checkpoint."""
     arguments = ["--validation_fraction", "0.2", "--eval_strategy", "steps", "--eval_steps", "2"]
     arguments += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
     output_dir = tmp_path / "run"
-    words = command(workspace, output_dir, *arguments, "--save_total_limit", "1", launcher="torchrun")
+    words = command(workspace, output_dir, *arguments, *sharding, "--save_total_limit", "1", launcher="torchrun")
     result = run(words)
     assert result.returncode == 0 and "Could not locate the best model" not in result.stdout, result.stdout[-3000:]
     assert {path.name for path in output_dir.glob("checkpoint-*")} == {"checkpoint-2"}

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_pretrain.checkpoints.manifest import find_damage
+from hf_pretrain.runtime.signals import SIGNALS
 from hf_pretrain.training import launch
 from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.toys import toy_model
@@ -31,7 +32,7 @@ class AtStep(TrainerCallback):
 
 @pytest.fixture
 def restored():
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

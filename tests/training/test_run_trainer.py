@@ -1,0 +1,129 @@
+"""`RunTrainer`, the base of every stage's trainer, and `MaskedLossTrainer` as a notebook uses it."""
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.runtime.signals import SIGNALS
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.run_trainer import RunTrainer
+from tests.toys import toy_model
+from tests.training.test_trainer import make_documents, make_trainer
+
+
+ARGUMENTS = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "eval_strategy": "no"}
+
+
+def make_run_trainer(output_dir, **arguments) -> RunTrainer:
+    """Return a trainer without the masked loss, as the TRL stages have it."""
+    arguments = ARGUMENTS | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2} | arguments
+    return RunTrainer(
+        model=toy_model(vocab_size=64),
+        args=LMTrainingArguments(output_dir=str(output_dir), **arguments),
+        data_collator=DataCollatorForPackedRows(0),
+        train_dataset=make_documents(),
+        eval_dataset=make_documents(),
+    )
+
+
+def test_a_finished_run_trains_no_further_step(tmp_path):
+    # An epoch has two steps, so that the run ends within its second one.
+    arguments = {"max_steps": 3, "save_steps": 1}
+    make_run_trainer(tmp_path, **arguments).train()
+    finished = make_run_trainer(tmp_path, **arguments)
+    before = {name: parameter.clone() for name, parameter in finished.model.named_parameters()}
+    finished.train(resume_from_checkpoint=True)
+    assert finished.state.global_step == 3
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+    # It loaded the weights of the last checkpoint.
+    assert any(not torch.equal(before[name], value) for name, value in finished.model.named_parameters())
+
+
+def test_a_schedule_that_needs_the_number_of_steps_works_in_every_stage(tmp_path):
+    trainer = make_run_trainer(tmp_path, lr_scheduler_type="warmup_stable_decay", max_steps=10, warmup_steps=0)
+    schedule = trainer.create_scheduler(10, trainer.create_optimizer())
+    factors = []
+    for _ in range(10):
+        factors.append(schedule.get_last_lr()[0] / trainer.args.learning_rate)
+        schedule.step()
+    # The last 20 % of the steps decay.
+    assert factors[:9] == pytest.approx([1.0] * 9) and factors[9] < 0.6
+
+
+class SignalInEvaluation(TrainerCallback):
+    """Send SIGTERM within the evaluation after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def restored():
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("make", [make_run_trainer, None], ids=["RunTrainer", "MaskedLossTrainer"])
+def test_an_evaluation_that_a_signal_cut_off_chooses_the_best_model(make, tmp_path, restored):
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    arguments |= {"load_best_model_at_end": True, "lr_scheduler_type": "constant", "warmup_steps": 0}
+
+    def trainer(name: str) -> RunTrainer:
+        if make is not None:
+            return make(tmp_path / name, **arguments)
+        return make_trainer(tmp_path / name, make_documents(), arguments=arguments)
+
+    (whole := trainer("whole")).train()
+    stopped = trainer("run")
+    stopped.add_callback(SignalInEvaluation(4))
+    with pytest.raises(SystemExit):
+        stopped.train()
+    (resumed := trainer("run")).train(resume_from_checkpoint=True)
+    assert whole.state.best_global_step == resumed.state.best_global_step == 4
+    assert resumed.state.best_metric == whole.state.best_metric
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "run/checkpoint-4")
+
+
+def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path, restored, monkeypatch):
+    class CtrlC(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    # Interactive sessions have this attribute.
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    handler = signal.getsignal(signal.SIGINT)
+    trainer = make_trainer(tmp_path, make_documents(), arguments={"save_strategy": "steps", "save_steps": 2})
+    trainer.add_callback(ctrl_c := CtrlC())
+    with pytest.raises(SystemExit) as status:
+        trainer.train()
+    assert status.value.code == 130 and trainer.state.global_step == 2
+    assert signal.getsignal(signal.SIGINT) == handler
+    trainer.remove_callback(ctrl_c)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+    # A new trainer around the same model, whose config training has changed.
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+    again = make_trainer(tmp_path, make_documents(), model=trainer.model, arguments=arguments)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 8
+
+
+def test_our_arguments_need_no_validation_set(tmp_path):
+    """As in the example of `hf_pretrain.training`."""
+    args = LMTrainingArguments(output_dir=str(tmp_path), **{k: v for k, v in ARGUMENTS.items() if k[:4] != "eval"})
+    trainer = MaskedLossTrainer(toy_model(vocab_size=64), args, train_dataset=make_documents())
+    trainer.train()
+    assert trainer.state.global_step == 2
