@@ -21,6 +21,7 @@ from pathlib import Path
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.repository import create_repository, push_folder
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.names import model_name
 from hf_pretrain.runtime.writing import check_writable
 from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
@@ -50,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer=tokenizer,
         dtype=args.dtype,
         generation=args.generation,
-        model_name=Path(args.hub_model_id or args.source).name.removesuffix(".pth"),
+        model_name=model_name(args.hub_model_id or args.source),
         stage=args.stage or upstream_stage(args.source),
         # The card states the measured difference, so the export writes it.
         card=partial(

@@ -44,6 +44,11 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
             # rejected.jsonl belongs to the training run, so an evaluation writes none.
             _, documents = data_args.load_documents(training_args, keep_rejected=False)
             eval_rows, eval_report = data_args.prepare_rows(documents, tokenizer)
+            if eval_rows is None and not training_args.tasks:
+                raise ValueError(
+                    f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
+                    f"{', '.join(data_args.dataset_name)} to evaluate on. Use 0.99 to evaluate on nearly all of them."
+                )
 
     trainer = MaskedLossTrainer(
         model=load_model(model_args, tokenizer, distributed=training_args.distributed_config),

@@ -141,7 +141,9 @@ def load_documents(
     if streaming:
         # Everything derived from the stream inherits this text. A resumed run compares it with the checkpoint's.
         described = [part.info.description for part in rows]
-        train.info.description = str((described, weights, validation_fraction, train_fraction))
+        # The default share is left out, because the checkpoints of earlier versions do not know the flag.
+        shares = (validation_fraction,) if train_fraction == 1 else (validation_fraction, train_fraction)
+        train.info.description = str((described, weights, *shares))
     else:
         train.info.description = rejected.describe_copies()
     return train, validation
@@ -208,8 +210,9 @@ def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
         )
     except datasets.exceptions.DatasetGenerationError as error:
         # `datasets` wraps whatever the generator raises; users should see our own message alone.
-        if isinstance(error.__cause__, ValueError):
-            raise ValueError(str(error.__cause__)) from None
+        for kind in (ValueError, ImportError):
+            if isinstance(error.__cause__, kind):
+                raise kind(str(error.__cause__)) from None
         raise
 
 
@@ -232,7 +235,9 @@ def _load_hub_rows(
             f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
         ) from error
     # Some streams know their columns only once a record has been read.
-    columns = records.column_names or list(next(iter(records)))
+    columns = records.column_names or list(next(iter(records), ()))
+    if not columns:
+        raise ValueError(f"{name} holds no record. Check the name, its configuration and its split `train`.")
     if text_column is not None and text_column not in columns:
         raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .packed_attention import eager_attention_forward, find_visible
 
 
-# Combinations that passed in this process: (implementation, device type, dtype, head shape).
+# Combinations that passed in this process: (implementation, device type, dtype, head shape, training).
 _CHECKED_ATTENTION: set[tuple] = set()
 
 
@@ -21,7 +21,8 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
     """
     Compare the configured attention implementation with the reference on a small random packed batch.
 
-    The comparison runs once per process for each combination of implementation, device type, dtype and head shape.
+    The comparison runs once per process for each combination of implementation, device type, dtype, head shape and
+    mode (training or evaluation).
 
     Args:
         attention (`nn.Module`): an attention layer of the model. Its weights are not used.
@@ -34,7 +35,9 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
     config = attention.config
     name = config._attn_implementation
     shape = (config.head_dim, config.num_attention_heads, config.num_key_value_heads)
-    if (name, device.type, dtype, shape) in _CHECKED_ATTENTION:
+    # With dropout, the packed implementation takes another path in training.
+    combination = (name, device.type, dtype, shape, attention.training)
+    if combination in _CHECKED_ATTENTION:
         return
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     instead = 'Use attn_implementation="packed", "sdpa" or "eager".'
@@ -52,7 +55,7 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
     # (batch_size, num_heads, seq_len, head_dim)
     states = [torch.randn(2, n, 24, config.head_dim, generator=generator).to(device, dtype) for n in heads]
     embeds = torch.zeros(2, 24, config.hidden_size, device=device, dtype=dtype)
-    mask, packed_documents = find_visible(config, embeds, position_ids)
+    mask, packed_documents = find_visible(config, embeds, position_ids, is_training=attention.training)
     document = (position_ids == 0).cumsum(1)
     # (batch_size, 1, seq_len, seq_len): true for keys of other documents and of later tokens, which get -inf.
     is_other = (document[:, None, :, None] != document[:, None, None, :]) | position_ids.new_ones(24, 24).triu(
@@ -73,7 +76,7 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
             f'attn_implementation="{name}" is {difference:.0%} off the reference on {device.type} in {dtype} '
             f"(head_dim {config.head_dim}, {versions}). {instead}"
         )
-    _CHECKED_ATTENTION.add((name, device.type, dtype, shape))
+    _CHECKED_ATTENTION.add(combination)
 
 
 __all__ = ["check_attention"]

@@ -32,6 +32,13 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match else (name, None)
 
 
+def model_name(name: str | Path) -> str:
+    """Return the last part of the name of a model, without the ending of a file of weights."""
+    repo_id, file = split_hub_name(str(name))
+    last = Path(file or repo_id).name
+    return last.removesuffix(Path(last).suffix) if last.endswith(_WEIGHT_SUFFIXES) else last
+
+
 @dataclass(frozen=True)
 class DatasetName:
     """
@@ -69,4 +76,4 @@ def may_be_checkpoint(name: str | Path) -> bool:
     return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
 
 
-__all__ = ["DatasetName", "is_path", "may_be_checkpoint", "split_hub_name"]
+__all__ = ["DatasetName", "is_path", "may_be_checkpoint", "model_name", "split_hub_name"]

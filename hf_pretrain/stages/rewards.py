@@ -174,13 +174,13 @@ def tool_call_reward(
         if tools[row] is None or tasks[row] not in (None, "tool-call"):
             rewards.append(None)
             continue
-        calls = _tool_calls(completion)
+        calls, expected = _tool_calls(completion), _values(solutions[row])
         if len(calls) != 1:
             rewards.append(0.0)
         elif not _fits(calls[0], _read_schemas(tools[row])):
             rewards.append(0.25)
         # Tasks from users' files have no kind and may have several right calls: there the form is all that is checked.
-        elif tasks[row] is not None and calls[0] != json.loads(solutions[row][0]):
+        elif tasks[row] is not None and expected and calls[0] != json.loads(expected[0]):
             rewards.append(0.5)
         else:
             rewards.append(1.0)

@@ -105,6 +105,12 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
                 "positions for prompt and answer. Shorten the prompt.",
             )
         _check_stop_strings(config.stop_strings)
+        # A request's generation_config may ask for thousands of answers at once.
+        for name in ("num_beams", "num_return_sequences"):
+            if (getattr(config, name) or 1) != 1:
+                raise HTTPException(
+                    400, f"{name} {getattr(config, name)} is not supported; the server gives one answer."
+                )
         # Without a limit, transformers' default or a request's number could run past the rotary table, which raises.
         config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
         return generate(self, model, processor, inputs, config, *args, **kwargs)

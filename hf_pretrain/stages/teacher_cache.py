@@ -15,6 +15,8 @@ rest. With `top_k` equal to the vocabulary there is no rest, and the KL is exact
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 from transformers.utils import logging
+
+from ..runtime.processes import on_main_process
 
 
 logger = logging.get_logger(__name__)
@@ -147,9 +151,7 @@ def open_cache(
     # The main process looks for all ranks: a rank with a stale view of the file system must not decide otherwise.
     is_made = broadcast_object_list([_read_meta(directory) == meta])[0]
     if not is_made:
-        if is_main:
-            _allocate(directory, int(starts[-1]), top_k=top_k, vocab_size=vocab_size)
-        args.distributed_state.wait_for_everyone()
+        on_main_process(args, lambda: _allocate(directory, int(starts[-1]), top_k=top_k, vocab_size=vocab_size))
         # Ranks may get shares of different sizes: the teacher is whole on each of them, so none waits for another.
         share = np.array_split(np.arange(len(rows)), args.world_size)[args.process_index]
         _fill(
@@ -178,8 +180,11 @@ def _digest(row_sets: list[datasets.Dataset]) -> str:
 
 def _read_meta(directory: Path) -> dict[str, Any] | None:
     """Return what the cache was made from; `None` if it is incomplete."""
-    path = directory / "meta.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    try:
+        return json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+    # A disk that was full or a run that was killed may have left half a file.
+    except (OSError, ValueError):
+        return None
 
 
 def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
@@ -194,7 +199,24 @@ def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
     size = sum(num_tokens * width * np.dtype(dtype).itemsize for _, dtype, width in files)
     logger.warning(f"Running the teacher once on {num_tokens:,} tokens: {size / 2**20:,.0f} MiB in {directory}.")
     for name, dtype, width in files:
-        np.lib.format.open_memmap(directory / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens, width))
+        path = directory / f"{name}.npy"
+        np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens, width))
+        if sys.platform == "linux":
+            _reserve(path)
+
+
+def _reserve(path: Path) -> None:
+    """
+    Give a sparse file its blocks on the disk, or remove it and raise `OSError`.
+
+    A write through memory to a block that the disk cannot give would end the process with SIGBUS, without a message.
+    """
+    try:
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError:
+        path.unlink()
+        raise
 
 
 def _open(directory: Path, starts: np.ndarray, *, mode: Literal["r", "r+"]) -> TeacherCache:

@@ -7,6 +7,7 @@ encode any text without an unknown token and decode it unchanged. Their chat tem
 """
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -51,13 +52,13 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     A tokenizer that has our control tokens but no response template, such as minimind-3's, gets ours.
 
     Args:
-        name_or_path (`str` or `Path`): a directory or Hub id, `name[@revision]`.
+        name_or_path (`str` or `Path`): a directory or Hub id.
         trust_remote_code (`bool`, defaults to `False`): run code that comes with the tokenizer.
 
     Raises:
         `ValueError`: if no tokenizer can be loaded from there.
     """
-    name_or_path, _ = split_hub_name(str(name_or_path))
+    name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     if not may_be_checkpoint(name_or_path):
         raise ValueError(
             f"There is no directory {name_or_path} to load a tokenizer from. Check --tokenizer_name_or_path and "

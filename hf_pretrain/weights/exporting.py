@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.names import split_hub_name
 from ..runtime.writing import check_writable, written_whole
 from ..tokenizer.loading import check_tokenizer, save_tokenizer
 from .gguf import check_gguf, check_gguf_fields, gguf_layout, read_ernie_weights, write_gguf
@@ -395,7 +396,8 @@ def upstream_file_name(config: MiniMindConfig, stage: str) -> str:
 
 def upstream_stage(source: str | Path) -> str:
     """Return MiniMind's name of the stage of `source`, judged by the file or directory name; by default `full_sft`."""
-    name = Path(source).name
+    repo_id, file = split_hub_name(str(source))
+    name = Path(file or repo_id).name
     match = re.fullmatch(r"(\w+?)_\d+(_moe)?\.pth", name)
     return match[1] if match else UPSTREAM_STAGES.get(name.partition("-")[0], "full_sft")
 

@@ -48,7 +48,7 @@ def resolve(path: str | Path) -> Path:
     Raises:
         `ValueError`: if there is neither a local path nor such a repository.
     """
-    local = Path(path)
+    local = Path(path).expanduser()
     if local.exists():
         return local
     repo_id, file = split_hub_name(str(path))
@@ -56,8 +56,12 @@ def resolve(path: str | Path) -> Path:
         raise ValueError(f"{path}: no such file or directory. A Hub id is owner/name, or owner/name:file.pth.")
     try:
         folder = snapshot_download(repo_id, allow_patterns=_needed(repo_id, file))
-    except OSError as error:
-        raise ValueError(f"{path} is neither a file or directory here nor a model on the Hub: {error}") from error
+    except (OSError, HTTPError) as error:
+        try:
+            # No network, or a Hub that refuses. An earlier run may have downloaded the files.
+            folder = snapshot_download(repo_id, local_files_only=True)
+        except (OSError, HTTPError):
+            raise ValueError(f"{path} is neither a file or directory here nor a model on the Hub: {error}") from error
     if file is not None and not Path(folder, file).is_file():
         raise ValueError(f"{repo_id} holds no file {file}.")
     return Path(folder, file) if file else Path(folder)
@@ -67,12 +71,8 @@ def _needed(repo_id: str, file: str | None) -> list[str]:
     """Return the patterns of the files to download: the weights of one model, and the small files."""
     if file is not None:
         return [file, (Path(file).parent / "config.json").as_posix()]
-    try:
-        # The file list first: downloading every file of a repository could fetch many models.
-        names = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings or []]
-    except (OSError, HTTPError):
-        # No network, or a Hub that refuses. The download will say what is wrong, or find what is in the cache.
-        return []
+    # The file list first: downloading every file of a repository could fetch many models.
+    names = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings or []]
     # A run's repository holds whole checkpoints in folders; only the finished model at the top is wanted.
     names = [name for name in names if "/" not in name]
     weights = choose_weights(names, f"{repo_id}:")

@@ -1,6 +1,7 @@
 """Command-line arguments that name the model. `weights/models.py` builds it."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -81,6 +82,10 @@ class ModelArguments:
     def __post_init__(self):
         if self.model_preset is not None and self.model_preset not in PRESETS:
             raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
+        # In a YAML file, no shell expands `~`.
+        for name in ("model_name_or_path", "tokenizer_name_or_path"):
+            if value := getattr(self, name):
+                setattr(self, name, os.path.expanduser(value))
 
     @property
     def base_model(self) -> str:

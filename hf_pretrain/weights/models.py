@@ -33,7 +33,9 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Min
             fields["vocab_size"] = args.vocab_size
         return MiniMindConfig(**fields | args.overrides)
     except StrictDataclassError as error:
-        raise ValueError(f"--config_overrides {args.config_overrides}: {error}") from error
+        # The values are checked together. Without overrides, the file of the checkpoint holds the wrong one.
+        where = f"--config_overrides {args.config_overrides}" if args.config_overrides else args.model_name_or_path
+        raise ValueError(f"{where}: {error}") from error
 
 
 def load_model(

@@ -270,6 +270,15 @@ def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
     assert texts_of(quarter)[:50] != texts_of(train)[:50], "drawn from all of it, not its beginning"
 
 
+def test_a_stream_is_described_as_by_earlier_versions(tmp_path):
+    """Checkpoints hold a digest of the description, so that another text would forbid resuming."""
+    name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    size = (tmp_path / "a.jsonl").stat().st_size
+    train, _ = load_documents([name], streaming=True)
+    reading = f"[{{'schema': 'text', 'text_column': 'text'}}, ('a.jsonl', {size})]"
+    assert train.info.description == str(([reading], None, 0.01))
+
+
 def test_stream_never_trains_on_validation_hashes_beyond_its_scan(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "VALIDATION_SCAN", 100)
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
@@ -390,6 +399,12 @@ def test_hub_datasets(monkeypatch, streaming):
     assert asked == [("org/name", "part", "v1.0", "train"), ("org/name", None, None, "train")]
     with pytest.raises(ValueError, match="org/name has no column 'text' but id, body; pass --text_column"):
         load_documents(["org/name"], **arguments)
+
+
+def test_an_empty_hub_stream_is_named(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: IterableDataset.from_generator(lambda: iter([])))
+    with pytest.raises(ValueError, match="org/name holds no record"):
+        load_documents(["org/name"], streaming=True)
 
 
 def test_hub_failure_is_explained(monkeypatch):

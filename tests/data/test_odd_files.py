@@ -28,6 +28,14 @@ def damage(data: bytes, place: int) -> bytes:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, streaming):
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(LINES))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ImportError, match=r'pip install "hf_pretrain\[zstd\]"'):
+        load_documents([str(tmp_path / "a.jsonl.zst")], streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("place", [0, 0.5, 0.999])
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_damage_in_a_compressed_file_is_named(tmp_path, ending, place, streaming):

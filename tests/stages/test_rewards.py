@@ -216,6 +216,17 @@ def test_a_faulty_schema_is_refused_before_training(tools):
         tool_call_reward(says(call("set_timer")), tools=[tools])
 
 
+@pytest.mark.parametrize(
+    "solution, reward",
+    [(None, 1.0), ([], 1.0), (json.dumps({"name": "set_timer", "arguments": {"minutes": 5}}), 1.0), ("{}", 0.5)],
+)
+def test_a_solution_may_be_missing_or_text(solution, reward):
+    task = {"prompt": "A?", "task": "tool-call", "tools": json.dumps(TOOLS), "solution": solution}
+    check_task([tool_call_reward], task)
+    columns = {"tools": [task["tools"]], "task": [task["task"]], "solution": [solution]}
+    assert tool_call_reward(says(call("set_timer", minutes=5)), **columns) == [reward]
+
+
 def test_a_parsed_tool_call_counts_as_a_written_one():
     function = {"name": "set_timer", "arguments": {"minutes": 5}}
     message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}

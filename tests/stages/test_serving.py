@@ -184,6 +184,13 @@ def test_stop_strings_are_bounded(server, stop, stream):
         assert answer.status_code == 400 and "stop" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_gets_one_answer(server, name, stream):
+    answer = post(server, "/v1/chat/completions", chat(stream=stream, generation_config=json.dumps({name: 3000})))
+    assert answer.status_code == 400 and f"{name} 3000" in answer.json()["detail"]
+
+
 def test_a_few_stop_strings_work(server):
     assert ask(server, SUM[:1], stop=["four", "five"]).choices[0].message.content.endswith("It is four")
 

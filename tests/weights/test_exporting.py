@@ -411,6 +411,7 @@ def test_only_a_model_is_replaced(build_model, tmp_path):
         ("weights/reason_768.pth", {}, "reason_32.pth"),
         ("owner/distill-x", {}, "full_dist_32.pth"),
         ("jingyaogong/MiniMind2", {}, "full_sft_32.pth"),
+        ("jingyaogong/minimind:pretrain_512.pth", {}, "pretrain_32.pth"),
     ],
 )
 def test_upstream_files_have_the_names_that_its_scripts_look_for(source, overrides, expected, build_model, tmp_path):
