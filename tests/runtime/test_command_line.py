@@ -166,6 +166,31 @@ def test_a_stream_without_an_end_is_refused_before_anything_is_read(run, monkeyp
         assert status == 2 and "error: --streaming needs --max_steps" in output
 
 
+# Hides packages as if they were not installed, and runs a recipe.
+WITHOUT = """
+import runpy, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+hidden, *sys.argv = sys.argv[1:]
+sys.meta_path.insert(0, Missing())
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "package", "extra"), [("dpo", "trl", "trl"), ("grpo", "trl", "trl"), ("serve", "fastapi", "serve")]
+)
+def test_a_missing_extra_is_one_line(recipe, package, extra):
+    result = start([sys.executable, "-c", WITHOUT, package, str(ROOT / f"recipes/{recipe}.py"), "--help"])
+    assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout[-3000:]
+    assert result.stdout.splitlines()[-1].startswith("error: ")
+    assert result.stdout.rstrip().endswith(f'pip install "hf_pretrain[{extra}]"')
+
+
 @pytest.mark.distributed
 def test_two_ranks_print_one_line(tmp_path):
     recipe = [str(ROOT / "recipes/pretrain.py"), "--max_steps", "0", "--output_dir", str(tmp_path)]
