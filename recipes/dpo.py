@@ -41,7 +41,7 @@ def main(
     # The template must mark the assistant's text, which is what the loss compares.
     mark_template(tokenizer)
 
-    with training_args.main_process_first(desc="preparing the data"):
+    with training_args.main_process_first(desc="preparing the data"), data_args.naming_lines("preference"):
         documents = data_args.load_documents(training_args, schema="preference")
         (train_pairs, train_report), (eval_pairs, eval_report) = (
             prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
