@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.parts import map_parts
+from hf_pretrain.data.rejected import RejectedLines
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import is_mistake, one_line_errors
 from hf_pretrain.stages.distillation import load_teacher
@@ -136,6 +137,18 @@ def test_a_mistake_that_a_worker_process_met_is_one_line_and_a_bug_is_not(capsys
     assert capsys.readouterr().err.startswith("error: ")
     with pytest.raises(json.JSONDecodeError), one_line_errors():
         map_parts(["bug", "bug"], refuse, num_proc=2, desc="Reading")
+
+
+def test_a_message_of_several_lines_becomes_one(capsys):
+    rejected = RejectedLines(0.1, None)
+    rejected.num_lines = 2
+    rejected.add("a.jsonl", 2, 9, "broken JSON")
+    with pytest.raises(ValueError, match="\n"):
+        rejected.check_ratio()
+    with pytest.raises(SystemExit), one_line_errors():
+        rejected.check_ratio()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: 1 of 2 lines") and line.endswith("1 x broken JSON (first: a.jsonl:2)")
 
 
 def test_a_full_disk_is_no_bug(capsys):
