@@ -262,6 +262,7 @@ RECIPES = {
     "sft": [*RUN, "--model_name_or_path"],
     "dpo": [*RUN, "--model_name_or_path"],
     "distill": [*RUN, "--teacher_name_or_path"],
+    "grpo": [*RUN, "--model_name_or_path"],
 }
 
 
