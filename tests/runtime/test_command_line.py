@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from datasets.exceptions import DatasetGenerationError
+from gguf import GGUFReader
 from huggingface_hub.constants import HF_HOME
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,6 +28,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, start
+from tests.weights.test_conversion import GOLDEN
 
 
 @pytest.fixture
@@ -177,6 +179,28 @@ def test_a_stream_without_an_end_is_refused_before_anything_is_read(run, monkeyp
     for recipe, more in (("pretrain", []), ("sft", ["--model_name_or_path", "nope"])):
         status, output = run(recipe, *words, *more)
         assert status == 2 and "error: --streaming needs --max_steps" in output
+
+
+def test_convert_replaces_a_model_only_with_overwrite(monkeypatch, tmp_path, capsys):
+    words = ["convert.py", "--from", str(GOLDEN / "C_dense"), "--to", str(tmp_path / "out"), "--format"]
+
+    def convert(*more: str) -> str | int | None:
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        try:
+            runpy.run_path(str(ROOT / "recipes/convert.py"), run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    assert convert("gguf") == 0
+    # The name that programs show is the source's.
+    (field,) = [GGUFReader(path).fields["general.name"] for path in (tmp_path / "out").glob("*.gguf")]
+    assert field.contents() == "C_dense"
+    assert convert("qwen3") == 2 and "not an empty directory; choose another, or replace it with --overwrite" in (
+        capsys.readouterr().err
+    )
+    assert convert("qwen3", "--overwrite") == 0
+    assert (tmp_path / "out/config.json").is_file() and not list((tmp_path / "out").glob("*.gguf"))
 
 
 # Hides packages as if they were not installed, and runs a recipe.
