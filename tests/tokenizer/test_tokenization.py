@@ -372,6 +372,7 @@ def test_a_padded_batch_generates_what_its_prompts_do_alone(build_model, tmp_pat
     ours = train_tokenizer(["some words of a text"], vocab_size=300)
     save_tokenizer(ours if name == "ours" else load_tokenizer(V1), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.padding_side == "left"
     model = build_model(vocab_size=len(tokenizer))
     prompts = ["some words of a", "text"]
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
