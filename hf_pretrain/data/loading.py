@@ -319,21 +319,25 @@ def _make_row(
 
 def find_line(dataset_names: list[str], schema: str, text: str) -> str:
     """
-    Return the position of the first record that gives the document `text`, as `file:line`, by reading the data again.
+    Return the position of the first record that gives the document `text`, as `file:line`.
 
-    Messages name it: documents lose their position when they are loaded, since hardly any is ever asked for.
+    Documents lose their position when they are loaded, so this reads the data again, for a message about one of them.
+
+    Args:
+        dataset_names (`list[str]`): as in [`load_documents`].
+        schema (`str`): a key of `SCHEMAS`.
+        text (`str`): a conversation or preference in the internal form.
     """
-    column = "text" if schema == "text" else None
     for name in dataset_names:
         sources = find_sources(name)
         if sources is None:
-            rows: Iterator[dict[str, Any]] = iter(_load_hub_rows(name, schema, column, True, None))
+            rows: Iterator[dict[str, Any]] = iter(_load_hub_rows(name, schema, None, True, None))
             numbered = ((name, number, row) for number, row in enumerate(rows, start=1))
         else:
             numbered = (
-                (source, line, _make_row(source, line, offset, record, schema, column))
+                (source, line, _make_row(source, line, offset, record, schema, None))
                 for source in sources
-                for line, offset, record in _read_source(source, schema, column)
+                for line, offset, record in _read_source(source, schema, None)
             )
         for source, line, row in numbered:
             if row["text"] == text:
