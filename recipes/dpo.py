@@ -16,7 +16,6 @@ from hf_pretrain.data.arguments import SourceArguments
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.stages.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
@@ -24,6 +23,11 @@ from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
+
+
+# TRL is optional. Where it is missing, one line says how to install it.
+with one_line_errors():
+    from hf_pretrain.stages.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
 
 
 def main(
@@ -37,7 +41,7 @@ def main(
     # The template must mark the assistant's text, which is what the loss compares.
     mark_template(tokenizer)
 
-    with training_args.main_process_first(desc="preparing the data"):
+    with training_args.main_process_first(desc="preparing the data"), data_args.naming_lines("preference"):
         documents = data_args.load_documents(training_args, schema="preference")
         (train_pairs, train_report), (eval_pairs, eval_report) = (
             prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)

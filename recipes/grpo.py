@@ -16,7 +16,6 @@ from pathlib import Path
 from hf_pretrain.data.tasks import load_tasks
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments, task_check
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.stages.tools import load_tools
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -25,6 +24,11 @@ from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
+
+
+# TRL is optional. Where it is missing, one line says how to install it.
+with one_line_errors():
+    from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments, task_check
 
 
 def main(

@@ -19,12 +19,14 @@ from web pages of other origins, and for more tokens than the model has position
 
 import argparse
 
-from transformers.cli.serve import ReasoningMode, Serve
-
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
-from hf_pretrain.stages.serving import adapt_server
 from hf_pretrain.tokenizer.loading import load_tokenizer
+
+
+# FastAPI is optional. Where it is missing, one line says how to install it.
+with one_line_errors():
+    from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server
 
 
 def main(args: argparse.Namespace) -> None:

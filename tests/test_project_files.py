@@ -7,6 +7,7 @@ import tomllib
 import pytest
 import yaml
 
+from hf_pretrain.hub.model_card import format_conversion_card
 from tests.invariants.launching import ROOT
 
 
@@ -38,6 +39,19 @@ def test_the_scheduled_workflow_upgrades_dependencies_of_the_project():
     upgraded = set(upgrade.split("--upgrade")[1].split())
     assert {"transformers", "accelerate", "deepspeed", "trl", "peft", "datasets", "gguf", "lm-eval"} <= upgraded
     assert upgraded <= dependencies()
+
+
+def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
+    """In the first error of a checkpoint's code, in the card beside it, in the README, and where it is installed."""
+    (line,) = [line for line in PROJECT["project"]["dependencies"] if line.startswith("transformers>=")]
+    version = re.match(r"transformers>=([\d.]+),", line)[1]
+    code = (ROOT / "hf_pretrain/model/configuration_minimind.py").read_text()
+    facts = {"repo_id": "me/mine", "source": "x.pth", "format": "minimind", "license": None, "has_tokenizer": True}
+    card = format_conversion_card(build_model(), "done", **facts)
+    for text in (code, card, (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert f"needs transformers {version} or newer" in " ".join(text.split())
+    assert f"transformers {version}" in (ROOT / "README_zh.md").read_text(encoding="utf-8")
+    assert f"release < ({version.replace('.', ', ')})" in code
 
 
 def test_pre_commit_runs_what_make_quality_runs():

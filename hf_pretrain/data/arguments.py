@@ -1,5 +1,7 @@
 """Command-line arguments that name the data and say how it becomes packed sequences."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from .conversations import CONVERSATION_KEYS
-from .encoding import ConversationEncoder, parse_span_weights
-from .loading import load_documents
+from .encoding import ConversationEncoder, RenderingError, parse_span_weights
+from .loading import find_line, load_documents
 from .packing import PackingReport, prepare_rows
 
 
@@ -70,6 +72,19 @@ class SourceArguments:
             **reading,
         )
 
+    @contextmanager
+    def naming_lines(self, schema: str) -> Iterator[None]:
+        """
+        Name file and line of a conversation that the chat template cannot render within the block.
+
+        Raises:
+            `ValueError`: for such a conversation.
+        """
+        try:
+            yield
+        except RenderingError as error:
+            raise ValueError(f"{find_line(self.dataset_name, schema, error.text)}: {error}") from error
+
 
 @dataclass
 class DataArguments(SourceArguments):
@@ -125,14 +140,15 @@ class DataArguments(SourceArguments):
         """
         if isinstance(documents, Dataset) and len(documents) == 0:
             return None, None
-        return prepare_rows(
-            documents,
-            tokenizer,
-            max_length=self.max_length,
-            packing_strategy=self.packing_strategy,
-            num_proc=self.num_proc,
-            encoder=self.encoder,
-        )
+        with self.naming_lines(self.schema):
+            return prepare_rows(
+                documents,
+                tokenizer,
+                max_length=self.max_length,
+                packing_strategy=self.packing_strategy,
+                num_proc=self.num_proc,
+                encoder=self.encoder,
+            )
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """Encode conversations as token ids with one weight per token."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,33 @@ from transformers import PreTrainedTokenizerFast
 
 from ..tokenizer.chat_template import render_guarded
 from ..tokenizer.encoding import encode_rendered
+
+
+class RenderingError(ValueError):
+    """
+    A conversation that the chat template cannot render.
+
+    Args:
+        message (`str`): what is wrong, for the user.
+        text (`str`): the conversation or preference in the internal form.
+    """
+
+    def __init__(self, message: str, text: str):
+        # Both are arguments of the base class: worker processes pickle an exception with those alone.
+        super().__init__(message, text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@contextmanager
+def rendering(text: str) -> Iterator[None]:
+    """Turn a `ValueError` in the block into a [`RenderingError`] that holds `text`, by which its line is found."""
+    try:
+        yield
+    except ValueError as error:
+        raise RenderingError(str(error), text) from error
 
 
 @dataclass(frozen=True)
@@ -48,15 +77,17 @@ class ConversationEncoder:
             conversation. The first token is never trained on, since nothing comes before it.
 
         Raises:
-            `ValueError`: if the template cannot render a conversation, or a mark in `span_weights` is not one token.
+            `ValueError`: if a mark in `span_weights` is not one token; a [`RenderingError`] if the template cannot
+                render a conversation.
         """
         encoded: dict[str, list] = {"input_ids": [], "loss_mask": [], "num_tokens_cut": []}
         for text in texts:
             conversation = json.loads(text)
             kwargs = {**dict(self.chat_template_kwargs), **conversation.get("chat_template_kwargs", {})}
-            ids, is_generated = encode_conversation(
-                tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
-            )
+            with rendering(text):
+                ids, is_generated = encode_conversation(
+                    tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
+                )
             weights = self._weigh(np.array(ids), np.array(is_generated), tokenizer)[:max_length]
             # A conversation that is cut off before its first answer has nothing to train on.
             if weights[1:].any():
@@ -143,4 +174,4 @@ def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(pairs)
 
 
-__all__ = ["ConversationEncoder", "encode_conversation", "parse_span_weights"]
+__all__ = ["ConversationEncoder", "RenderingError", "encode_conversation", "parse_span_weights", "rendering"]

@@ -277,13 +277,9 @@ def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Ite
         source = piece.source
         # Before and after: a file that changes in between would leave rows of both versions in the cache.
         check_unchanged(source, piece.state)
-        records: Iterator[tuple[int, int | None, Any]]
         column = text_column if source not in EMBEDDED_SOURCES else "text"
-        if source in EMBEDDED_SOURCES:
-            documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
-            records = ((number, None, document) for number, document in enumerate(documents, start=1))
-        elif piece.stop is None:
-            records = read_file(Path(source), text_column=text_column)
+        if piece.stop is None:
+            records = _read_source(source, schema, text_column)
         else:
             records = read_json_lines(Path(source), start=piece.start, stop=piece.stop, line=piece.line)
         # Only a whole file can be without records; a piece of one has at least a line.
@@ -295,6 +291,15 @@ def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Ite
             reason = BadRecord("holds no record; remove the file or write it again")
             yield _make_row(source, 0, None, reason, schema, column)
         check_unchanged(source, piece.state)
+
+
+def _read_source(source: str, schema: str, text_column: str | None) -> Iterator[tuple[int, int | None, Any]]:
+    """Yield the records of a whole file or embedded part, in the form of [`~data.formats.read_file`]."""
+    if source in EMBEDDED_SOURCES:
+        documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
+        yield from ((number, None, document) for number, document in enumerate(documents, start=1))
+    else:
+        yield from read_file(Path(source), text_column=text_column)
 
 
 def _make_row(
@@ -315,6 +320,34 @@ def _make_row(
     except BadRecord as error:
         where = {"source": source, "line": line, "offset": offset}
         return {"text": "", "origin": None, **where, "reason": error.reason}
+
+
+def find_line(dataset_names: list[str], schema: str, text: str) -> str:
+    """
+    Return the position of the first record that gives the document `text`, as `file:line`.
+
+    Documents lose their position when they are loaded, so this reads the data again, for a message about one of them.
+
+    Args:
+        dataset_names (`list[str]`): as in [`load_documents`].
+        schema (`str`): a key of `SCHEMAS`.
+        text (`str`): a conversation or preference in the internal form.
+    """
+    for name in dataset_names:
+        sources = find_sources(name)
+        if sources is None:
+            rows: Iterator[dict[str, Any]] = iter(_load_hub_rows(name, schema, None, True, None))
+            numbered = ((name, number, row) for number, row in enumerate(rows, start=1))
+        else:
+            numbered = (
+                (source, line, _make_row(source, line, offset, record, schema, None))
+                for source in sources
+                for line, offset, record in _read_source(source, schema, None)
+            )
+        for source, line, row in numbered:
+            if row["text"] == text:
+                return f"{source}:{line}"
+    return ", ".join(dataset_names)
 
 
 # Documents: the good rows.

@@ -5,7 +5,7 @@ import json
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from .encoding import encode_conversation
+from .encoding import encode_conversation, rendering
 from .parts import cache_key
 
 
@@ -31,7 +31,7 @@ def prepare_pairs(
         the stop token.
 
     Raises:
-        `ValueError`: if no pair is left.
+        `ValueError`: if no pair is left; a [`~data.encoding.RenderingError`] if the template cannot render a pair.
     """
     key = (documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, max_length)
     pairs = documents.map(
@@ -64,9 +64,10 @@ def _encode_batch(
         num_turns = sum(message["role"] == "assistant" for message in prompt)
         sequences, starts = {}, []
         for name in ("chosen", "rejected"):
-            ids, is_generated = encode_conversation(
-                tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
-            )
+            with rendering(text):
+                ids, is_generated = encode_conversation(
+                    tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
+                )
             start, end = _last_answer(is_generated, num_turns)
             sequences[f"{name}_ids"] = ids[:end]
             starts.append(start)

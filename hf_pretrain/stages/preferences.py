@@ -24,9 +24,6 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from ..data.padding_rows import PaddedDataset, PaddedSampler
 from ..training.arguments import LMTrainingArguments
@@ -34,6 +31,13 @@ from ..training.row_source import RowSource
 from ..training.run_trainer import RunTrainer
 from .trl_support import RouterLossMixin
 
+
+try:
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+except ImportError as error:
+    raise ImportError('Preference training needs TRL: pip install "hf_pretrain[trl]"') from error
 
 logger = logging.get_logger(__name__)
 

@@ -19,9 +19,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving import model_manager, server
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 
@@ -31,6 +28,10 @@ try:
     from starlette.datastructures import Headers
     from starlette.responses import JSONResponse
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from transformers.cli.serve import ReasoningMode, Serve
+    from transformers.cli.serving import model_manager, server
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 except ImportError as error:
     raise ImportError('Serving needs FastAPI: pip install "hf_pretrain[serve]"') from error
 
@@ -216,4 +217,4 @@ class RequestGuard:
             )
 
 
-__all__ = ["MAX_STOP_CHARS", "MAX_STOP_STRINGS", "RequestGuard", "adapt_server"]
+__all__ = ["MAX_STOP_CHARS", "MAX_STOP_STRINGS", "ReasoningMode", "RequestGuard", "Serve", "adapt_server"]

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from hf_pretrain.data.arguments import ChatArguments, SourceArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import SCHEMAS as READERS
 from hf_pretrain.data.conversations import first_question, read_conversation, read_preference
@@ -22,10 +23,12 @@ from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.runtime.command_line import is_mistake
 from hf_pretrain.tokenizer import chat_template as rendering
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.toys import write_jsonl
 
 
@@ -442,6 +445,38 @@ def test_what_a_template_raises_names_the_conversation(tokenizer):
     broken.chat_template += "{{ messages[0].content % 1 }}"
     with pytest.raises(ValueError, match="cannot render the conversation that begins '2.2.': not all arguments"):
         encode_conversation(broken, [USER, ANSWER])
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+@pytest.mark.parametrize("schema", ["conversation", "preference"])
+def test_a_conversation_that_a_template_cannot_render_is_named_by_its_line(tokenizer, tmp_path, schema, num_proc):
+    """Bad lines before it count, and so does the file."""
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template += "{{ raise_exception('no sums') if '3' in messages[0].content }}"
+    bad_line = {"messages": [{"role": "nobody", "content": str(num_proc)}]}
+    records = [
+        {"messages": [{"role": "user", "content": f"{number}+2?"}, ANSWER], "num_proc": num_proc} for number in (2, 3)
+    ]
+    if schema == "preference":
+        records = [{"prompt": r["messages"][0]["content"], "chosen": "4", "rejected": "5"} for r in records]
+    write_jsonl(tmp_path / "a.jsonl", records[:1])
+    write_jsonl(tmp_path / "b.jsonl", [bad_line, *records])
+    arguments = ChatArguments(
+        dataset_name=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")],
+        validation_fraction=0.0,
+        max_rejected_ratio=0.5,
+        num_proc=num_proc,
+    )
+    training_args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False)
+    documents, _ = SourceArguments.load_documents(arguments, training_args, schema=schema)
+    words = re.escape(f"{tmp_path / 'b.jsonl'}:3: The chat template cannot render the conversation that begins '3+2?'")
+    with pytest.raises(ValueError, match=f"{words}: no sums") as refusal:
+        if schema == "conversation":
+            arguments.prepare_rows(documents, broken)
+        else:
+            with arguments.naming_lines("preference"):
+                prepare_pairs(documents, broken, max_length=100, num_proc=num_proc)
+    assert is_mistake(refusal.value)
 
 
 def test_preferences():

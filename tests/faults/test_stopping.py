@@ -13,6 +13,7 @@ from hf_pretrain.checkpoints.manifest import find_damage
 from hf_pretrain.runtime.locking import hold_output_dir, release_output_dir
 from tests.faults.driving import RECIPE, Stopwatch, command, final_bits, ranks, run, start, wait_for, zero
 from tests.invariants.launching import ROOT
+from tests.toys import write_jsonl
 
 
 LONG = ["--max_steps", "20000", "--save_steps", "20"]
@@ -99,6 +100,27 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
     assert f"after step {steps[-1]}" in output
     if action is to_all_with_skew:
         assert output.count("exitcode  : 143") == 2
+
+
+def test_a_signal_while_data_are_prepared_leaves_nothing_in_the_way(workspace, tmp_path, record):
+    """The run ends at once, since there is nothing to save, and the same command starts it again."""
+    texts = [f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000)]
+    words = command(workspace, tmp_path / "run", "--max_steps", "2")
+    words[words.index("--dataset_name") + 1] = write_jsonl(tmp_path / "a.jsonl", texts)
+
+    def is_preparing() -> bool:
+        """Whether a cache file is there. Not `rglob`, which fails where the run renames a directory meanwhile."""
+        return any(name.endswith(".arrow") for *_, names in os.walk(tmp_path / "cache") for name in names)
+
+    with start(words, HF_HOME=str(tmp_path / "cache")) as process:
+        wait_for(is_preparing, process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGTERM and "step 1/2" not in output, output[-3000:]
+    result = run(words, HF_HOME=str(tmp_path / "cache"))
+    survived = result.returncode == 0 and not find_damage(tmp_path / "run/checkpoint-2")
+    record("signal: while data are prepared", survived)
+    assert survived, result.stdout[-3000:]
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,8 @@ def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment
         output = process.stdout.read()
     assert process.returncode == 128 + signal.SIGHUP, output[-3000:]
     assert "Stopped by SIGHUP" in output and "was cancelled" in output
+    # Nor did the process wait for the threads that upload: they would have ended with a commit.
+    assert not [message for _, message in server.repos["user/toy"].commits if message.startswith("Step")]
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 

@@ -1,6 +1,8 @@
 """Which files of a directory are pushed, over real HTTP, whatever else lies in it."""
 
+import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -91,6 +93,17 @@ def test_the_command_that_is_printed_pushes_the_same(server, run_directory):
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL
     assert SECRET.encode() not in server.bytes_received()
+
+
+def test_files_are_copied_where_the_disk_has_no_hard_links(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    # As on a memory card with FAT.
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "weights").write_bytes(b"bits")
+    hub.link_or_copy(tmp_path / "weights", tmp_path / "staged")
+    assert (tmp_path / "staged").read_bytes() == b"bits" and (tmp_path / "staged").stat().st_nlink == 1
 
 
 def test_a_checkpoint_is_staged_without_the_rest(run_directory):

@@ -9,11 +9,13 @@ import time
 import pytest
 import torch
 from datasets.exceptions import DatasetGenerationError
+from gguf import GGUFReader
 from huggingface_hub.constants import HF_HOME
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.parts import map_parts
+from hf_pretrain.data.rejected import RejectedLines
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import is_mistake, one_line_errors
 from hf_pretrain.stages.distillation import load_teacher
@@ -26,6 +28,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, start
+from tests.weights.test_conversion import GOLDEN
 
 
 @pytest.fixture
@@ -138,6 +141,18 @@ def test_a_mistake_that_a_worker_process_met_is_one_line_and_a_bug_is_not(capsys
         map_parts(["bug", "bug"], refuse, num_proc=2, desc="Reading")
 
 
+def test_a_message_of_several_lines_becomes_one(capsys):
+    rejected = RejectedLines(0.1, None)
+    rejected.num_lines = 2
+    rejected.add("a.jsonl", 2, 9, "broken JSON")
+    with pytest.raises(ValueError, match="\n"):
+        rejected.check_ratio()
+    with pytest.raises(SystemExit), one_line_errors():
+        rejected.check_ratio()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: 1 of 2 lines") and line.endswith("1 x broken JSON (first: a.jsonl:2)")
+
+
 def test_a_full_disk_is_no_bug(capsys):
     with pytest.raises(SystemExit) as end, one_line_errors():
         try:
@@ -164,6 +179,53 @@ def test_a_stream_without_an_end_is_refused_before_anything_is_read(run, monkeyp
     for recipe, more in (("pretrain", []), ("sft", ["--model_name_or_path", "nope"])):
         status, output = run(recipe, *words, *more)
         assert status == 2 and "error: --streaming needs --max_steps" in output
+
+
+def test_convert_replaces_a_model_only_with_overwrite(monkeypatch, tmp_path, capsys):
+    words = ["convert.py", "--from", str(GOLDEN / "C_dense"), "--to", str(tmp_path / "out"), "--format"]
+
+    def convert(*more: str) -> str | int | None:
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        try:
+            runpy.run_path(str(ROOT / "recipes/convert.py"), run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    assert convert("gguf") == 0
+    # The name that programs show is the source's.
+    (field,) = [GGUFReader(path).fields["general.name"] for path in (tmp_path / "out").glob("*.gguf")]
+    assert field.contents() == "C_dense"
+    assert convert("qwen3") == 2 and "not an empty directory; choose another, or replace it with --overwrite" in (
+        capsys.readouterr().err
+    )
+    assert convert("qwen3", "--overwrite") == 0
+    assert (tmp_path / "out/config.json").is_file() and not list((tmp_path / "out").glob("*.gguf"))
+
+
+# Hides packages as if they were not installed, and runs a recipe.
+WITHOUT = """
+import runpy, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+hidden, *sys.argv = sys.argv[1:]
+sys.meta_path.insert(0, Missing())
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "package", "extra"), [("dpo", "trl", "trl"), ("grpo", "trl", "trl"), ("serve", "fastapi", "serve")]
+)
+def test_a_missing_extra_is_one_line(recipe, package, extra):
+    result = start([sys.executable, "-c", WITHOUT, package, str(ROOT / f"recipes/{recipe}.py"), "--help"])
+    assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout[-3000:]
+    assert result.stdout.splitlines()[-1].startswith("error: ")
+    assert result.stdout.rstrip().endswith(f'pip install "hf_pretrain[{extra}]"')
 
 
 @pytest.mark.distributed
@@ -224,6 +286,7 @@ RECIPES = {
     "sft": [*RUN, "--model_name_or_path"],
     "dpo": [*RUN, "--model_name_or_path"],
     "distill": [*RUN, "--teacher_name_or_path"],
+    "grpo": [*RUN, "--model_name_or_path"],
 }
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from hf_pretrain.runtime import locking
 from hf_pretrain.runtime.locking import LOCK_NAME, hold_output_dir, release_output_dir
+from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.resuming import checkpoint_to_resume
+from hf_pretrain.training.running import begin_run
 from tests.checkpoints.test_checkpointing import arguments
 from tests.training.test_trainer import make_documents, make_trainer
 
@@ -118,6 +120,13 @@ def test_the_heartbeat_goes_on(tmp_path, monkeypatch):
 def test_a_lock_is_no_run(tmp_path):
     hold_output_dir(tmp_path)
     assert checkpoint_to_resume(arguments(tmp_path)) is None
+
+
+def test_a_recipe_is_refused_before_it_writes(tmp_path, in_a_child):
+    child = in_a_child(lambda: hold_output_dir(tmp_path))
+    with pytest.raises(ValueError, match=f"in use by process {child}"):
+        begin_run(LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
 
 
 def test_two_trainers_do_not_write_into_one_directory(tmp_path, in_a_child):

@@ -82,6 +82,12 @@ def test_a_user_cannot_end_a_turn(chat, monkeypatch):
     assert chat.tokenizer.decode(control) == "<|im_start|><|im_end|><|im_start|>"
 
 
+def test_a_system_message_that_is_not_utf_8_is_refused(model, talker):
+    """As `--system` passes on the bytes of a terminal."""
+    with pytest.raises(ValueError, match=r"'Be \\udcff' is not UTF-8"):
+        Chat(model, load_tokenizer(talker), system="Be \udcff")
+
+
 def test_an_answer_ends_where_the_positions_do(chat):
     chat.model.config.max_position_embeddings, positions = 20, chat.model.config.max_position_embeddings
     try:

@@ -366,10 +366,14 @@ def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_a_padded_batch_generates_what_its_prompts_do_alone(build_model, tmp_path):
-    save_tokenizer(train_tokenizer(["some words of a text"], vocab_size=300), tmp_path)
+@pytest.mark.parametrize("name", ["ours", "v1"])
+def test_a_padded_batch_generates_what_its_prompts_do_alone(build_model, tmp_path, name):
+    """MiniMind's own tokenizers say that they pad on the right."""
+    ours = train_tokenizer(["some words of a text"], vocab_size=300)
+    save_tokenizer(ours if name == "ours" else load_tokenizer(V1), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    model = build_model(vocab_size=300)
+    assert tokenizer.padding_side == "left"
+    model = build_model(vocab_size=len(tokenizer))
     prompts = ["some words of a", "text"]
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     together = model.generate(**tokenizer(prompts, padding=True, return_tensors="pt"), **settings)[:, -8:]

@@ -83,8 +83,10 @@ def test_bare_bf16_flag(tmp_path):
         (["--num_train_epochs", "0"], None, "--num_train_epochs 0 must be above 0"),
         (["--num_train_epochs", "-1"], None, "--num_train_epochs -1 must be above 0"),
         (["--num_train_epochs", "nan"], None, "--num_train_epochs nan must be above 0"),
+        (["--num_train_epochs", "inf"], None, "--num_train_epochs inf must be above 0 and finite"),
         (["--gradient_accumulation_steps", "0"], None, "--gradient_accumulation_steps 0 must be at least 1"),
         (["--per_device_train_batch_size", "0"], None, "--per_device_train_batch_size 0 must be at least 1"),
+        (["--per_device_eval_batch_size", "0"], None, "--per_device_eval_batch_size 0 must be at least 1"),
         (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
 )

@@ -169,6 +169,14 @@ def test_the_divergence_from_the_teacher_is_told():
     assert (result.metric_name, result.metric_value) == ("KL divergence from the teacher (nats per token)", 0.25)
 
 
+def test_a_run_without_held_out_data_keeps_the_last_model(tmp_path, caplog):
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = LMTrainingArguments(output_dir=str(tmp_path), eval_on_start=True, load_best_model_at_end=True, **often)
+    args.evaluate_never()
+    assert (args.eval_strategy, args.eval_on_start, args.load_best_model_at_end) == ("no", False, False)
+    assert "no validation set to choose by: the run keeps the last model" in caplog.text
+
+
 @pytest.mark.parametrize("recipe", [pretrain, grpo])
 def test_without_held_out_data_nothing_is_evaluated(tmp_path, checkpoint, monkeypatch, recipe):
     words = [

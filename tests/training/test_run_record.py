@@ -46,6 +46,7 @@ def test_a_run_is_recorded(make_arguments, tmp_path):
     # Flags that nobody gave are there, too.
     assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
     assert entry["versions"]["torch"] == torch.__version__ and entry["launcher"] == "python"
+    assert entry["commit"] == run_record._commit()
     assert "ended" not in entry
     add_to_record(args, data={"names": ["mine.jsonl"]})
     end_record(args, metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])

@@ -403,6 +403,7 @@ def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
             "is a Git LFS pointer.*`git lfs pull`",
         ),
         (b"\n<!DOCTYPE html><html></html>", "is a web page"),
+        (b"<html><head></head></html>", "is a web page"),
         (b"GGUF\x03\x00\x00\x00", "is a GGUF file"),
         (b"", "is empty"),
         (b"PK\x03\x04", "is damaged"),
@@ -466,6 +467,12 @@ def test_a_layer_far_away_is_refused_at_once(tmp_path):
         ("C_moe", {"router_aux_loss_coef": {}}, "router_aux_loss_coef={}; it must be a number"),
         ("C_dense", {"model_type": "qwen3", "layer_types": 3}, "The config is not valid for qwen3"),
         ("A_dense", {"rope_theta": None}, "The base of v1.s rotary table is unknown"),
+        (
+            "A_dense",
+            {"rope_theta": None, "rope_parameters": {"rope_theta": None}},
+            "The base of v1.s rotary table is unknown",
+        ),
+        ("B_dense", {"bos_token_id": "x"}, "B_dense: a field of the config is of the wrong type.*bos_token_id"),
     ],
 )
 def test_a_malformed_config_is_named(name, config, message):
