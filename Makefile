@@ -1,12 +1,12 @@
-# make pretrain                                            on what this machine has
+# make pretrain                                            on the devices of this machine
 # make pretrain GPUS=4                                     torchrun, four processes
-# make pretrain GPUS=2 DEVICE=cpu                          the same on CPU processes over gloo
+# make pretrain GPUS=2 DEVICE=cpu                          two CPU processes over gloo
 # make pretrain GPUS=2 LAUNCHER=deepspeed DS=zero3         the deepspeed launcher
 # make pretrain GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2
-# make pretrain ARGS="--max_steps 100"                     anything else for the recipe
+# make pretrain ARGS="--max_steps 100"                     any other flag of the recipe
 # make sft, then make dpo | distill | grpo                 the other stages, launched alike
 # make chat | serve | evaluate                             talk to the newest model, serve it, measure it
-# make bench                                               ours and others, side by side
+# make bench                                               compare the speed with other programs
 # make tokenizer | test | faults | quality
 # make docs                                                the documentation as a website, in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
@@ -14,11 +14,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The GPUs to use, by number: those of CUDA_VISIBLE_DEVICES, or all that there are.
+# The numbers of the GPUs to use: CUDA_VISIBLE_DEVICES, or all GPUs of the machine.
 comma := ,
 PRESENT := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p')
 VISIBLE := $(or $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)),$(PRESENT))
-# Without NVIDIA's the recipes choose: another accelerator that torch knows, or the CPU.
+# Without an NVIDIA GPU the recipe chooses: another accelerator that torch finds, or the CPU.
 DEVICE ?= $(if $(PRESENT),cuda,auto)
 GPUS ?= $(if $(filter cuda,$(DEVICE)),$(words $(VISIBLE)),1)
 LAUNCHER ?= torchrun
@@ -35,8 +35,9 @@ ARGS ?=
 help:
 	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
-# One launcher line each. On CPU, DeepSpeed counts devices by LOCAL_SIZE, and each process gets its share of the cores.
-# glibc gives large blocks back to the system after every step; keeping them makes a step about 1.3 times as fast.
+# The environment and the launch command. On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE, and
+# OMP_NUM_THREADS divides the cores among the processes. By default, glibc returns large blocks to the system after
+# every step; keeping them makes a step about 1.3 times as fast.
 ifneq ($(DEVICE),cuda)
   CPU_ARGS := $(if $(filter cpu,$(DEVICE)),--use_cpu)
   ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
@@ -51,7 +52,7 @@ ifeq ($(DEVICE),cuda)
     ifneq ($(words $(wordlist 1,$(GPUS),$(VISIBLE))),$(GPUS))
       $(error GPUS=$(GPUS), but this machine has $(words $(VISIBLE)) to offer: $(VISIBLE))
     endif
-    # DeepSpeed ignores CUDA_VISIBLE_DEVICES beside --include: there it has to become the include list.
+    # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
     DEVICES := $(shell echo $(wordlist 1,$(GPUS),$(VISIBLE)) | tr ' ' ,)
   endif
   ifneq ($(LAUNCHER),deepspeed)
@@ -74,14 +75,14 @@ else
   $(error LAUNCHER=$(LAUNCHER) is unknown: use torchrun, accelerate or deepspeed)
 endif
 
-# torchrun --standalone finds a port by itself, the others take MASTER_PORT.
+# torchrun --standalone finds a free port by itself. The other launchers use MASTER_PORT.
 FREE_PORT := import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(("", $(MASTER_PORT)))
 ifneq ($(LAUNCHER),torchrun)
   CHECK_PORT := @$(BIN)/python -c '$(FREE_PORT)' 2>/dev/null || \
     { echo "Port $(MASTER_PORT) is in use; choose another: make ... MASTER_PORT=$$(( $(MASTER_PORT) + 1 ))" >&2; exit 1; }
 endif
 
-# What a stage needs beside the package: an extra of pyproject.toml.
+# Extras of pyproject.toml that single stages need.
 dpo grpo: $(VENV)/.installed-trl
 serve: $(VENV)/.installed-serve
 evaluate: $(VENV)/.installed-eval
@@ -96,15 +97,16 @@ chat serve evaluate: $(VENV)/.installed
 tokenizer: $(VENV)/.installed
 	$(BIN)/python recipes/tokenizer.py $(ARGS)
 
-# Tests wait for processes that start, die or hang most of the time: two at once, whatever the machine.
+# Two workers on every machine: most of the time, tests wait for processes that start, die or hang.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# The whole fault table, into faults.json. N=300 kills that many runs at random moments.
+# Run all fault tests and write faults.json. N=300 kills 300 runs at random moments.
 faults: $(VENV)/.installed-test
 	FAULTS_JSON=faults.json $(BIN)/python -m pytest tests/faults -m "faults or not faults" -n 2 --dist worksteal $(ARGS)
 
-# Useful tokens a second beside a bare loop, stock Trainer, TRL and a loop as MiniMind's. SIZES=all for more models and rows.
+# Compare useful tokens/s with a bare loop, stock Trainer, TRL and a loop like MiniMind's. SIZES=all adds models and
+# sequence lengths.
 SIZES ?= 26M
 bench: $(VENV)/.installed-trl
 	$(BENCH_ENV) $(BIN)/python -m benchmarks.bench --sizes $(SIZES) $(ARGS)
@@ -115,11 +117,11 @@ quality: $(VENV)/.installed-test
 	$(BIN)/mypy hf_pretrain recipes benchmarks examples
 	$(BIN)/lint-imports
 
-# Warnings are errors: a broken link or a flag that vanished ends the build.
+# Warnings are errors: a broken link or a missing flag fails the build.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs build/docs
 
-# The torch range of pyproject.toml admits a CPU wheel that the machine provides. Tests need no other index.
+# The bounds of torch in pyproject.toml accept a CPU wheel that the machine provides, so tests need no other index.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -131,7 +133,7 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora,plots,$*]"
 	touch $@ $(VENV)/.installed
 
-# Not $(VENV), which may be somebody's own environment.
+# This removes .venv and not $(VENV), which may be the user's own environment.
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find hf_pretrain recipes benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
