@@ -1,4 +1,4 @@
-"""Toy models that every test may ask for: two layers, width 32, a fixed seed."""
+"""Toy models for all tests: two layers, width 32, a fixed seed."""
 
 import os
 import signal
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# As the processes that tests start: sums over several threads end in other bits on some CPUs.
+# One thread, as in the processes that tests start: on some CPUs, sums over several threads give other bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if hasattr(signal, "SIGHUP"):
-    # `nohup make test` ignores it, and so would every run that a test starts.
+    # `nohup make test` ignores SIGHUP, and every run that a test starts would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402
@@ -26,7 +26,7 @@ TOY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    # Large enough that attention is not uniform and that the router has preferences.
+    # Large enough for attention that is not uniform, and for a router with preferences.
     "initializer_range": 0.3,
 }
 GENERATIONS = {
@@ -38,7 +38,7 @@ GENERATIONS = {
 
 @pytest.fixture(scope="session")
 def build_model() -> Callable[..., MiniMindForCausalLM]:
-    """A function from config overrides to a toy model in eval mode, the same weights at every call."""
+    """Return a function that builds a toy model in eval mode from config overrides, with equal weights per call."""
 
     def build(**overrides) -> MiniMindForCausalLM:
         torch.manual_seed(0)
@@ -49,19 +49,19 @@ def build_model() -> Callable[..., MiniMindForCausalLM]:
 
 @pytest.fixture(params=GENERATIONS)
 def model(request, build_model) -> MiniMindForCausalLM:
-    """A toy model of each generation."""
+    """Return a toy model, one per MiniMind generation."""
     return build_model(**GENERATIONS[request.param])
 
 
 @pytest.fixture(scope="session")
 def input_ids() -> torch.Tensor:
-    """Random ids of shape (2, 24), special tokens left out."""
+    """Return random ids of shape (2, 24), without special tokens."""
     return torch.randint(3, TOY["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory):
-    """The directory of a toy model that has learnt the answers of `tests/talking.py` by heart."""
+    """Return the directory of a toy model that has memorized the answers of `tests/talking.py`."""
     path = tmp_path_factory.mktemp("talker")
     train_talker(path)
     return path

@@ -28,7 +28,7 @@ GITATTRIBUTES = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for s
 
 
 class Request(NamedTuple):
-    """A request as it arrived: the path with its query and percent signs, header names in lower case."""
+    """A request as it arrived: the path with query and percent-encoding, header names in lower case."""
 
     method: str
     path: str
@@ -47,7 +47,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 class HubError(Exception):
-    """An answer that refuses the request; `headers` are sent along."""
+    """An error response, sent with `headers`."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str):
         super().__init__(message)
@@ -64,7 +64,7 @@ def git_oid(kind: str, content: bytes) -> str:
 
 
 def describe_file(path: str, content: bytes) -> dict[str, Any]:
-    """The entry of a file in a tree."""
+    """Return the entry of a file in a tree."""
     if not is_lfs(path, len(content)):
         return {"type": "file", "path": path, "size": len(content), "oid": git_oid("blob", content)}
     sha256 = hashlib.sha256(content).hexdigest()
@@ -74,7 +74,7 @@ def describe_file(path: str, content: bytes) -> dict[str, Any]:
 
 
 def describe_tree(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
-    """The entries of all files, and of the directories that they are in, by path."""
+    """Return the entries of all files and of their directories, by path."""
     entries = {path: describe_file(path, content) for path, content in files.items()}
     for path in files:
         for parent in map(str, list(PurePosixPath(path).parents)[:-1]):
@@ -107,7 +107,7 @@ class Repo:
     A model repo with one branch, `main`.
 
     Args:
-        private (`bool`): Whether it takes the token to read it.
+        private (`bool`): Whether reading needs the token.
         commits (`list[tuple[str, str]]`): Sha and message of each commit, oldest first.
         snapshots (`dict[str, dict[str, bytes]]`): The files at each commit.
         objects (`dict[str, bytes]`): The LFS objects that were uploaded, by sha256.
@@ -124,11 +124,11 @@ class Repo:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files at the head, by path."""
+        """Return the files at the head, by path."""
         return self.snapshots[self.sha]
 
     def resolve(self, revision: str) -> tuple[str, dict[str, bytes]]:
-        """The sha of a revision, and its files."""
+        """Return the sha of a revision, and its files."""
         sha = self.sha if revision == "main" else revision
         if sha not in self.snapshots:
             raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
@@ -146,7 +146,7 @@ ROUTES: list[tuple[re.Pattern[str], Callable[..., Any]]] = []
 
 
 def route(pattern: str) -> Callable:
-    """Registers a method for the requests whose method and unquoted path match `pattern`."""
+    """Register a method for the requests whose method and unquoted path match `pattern`."""
     groups = {"repo": r"(?P<repo_id>[^/]+/[^/]+)", "rev": r"(?P<revision>[^/]+)", "path": r"(?P<path>.+)"}
 
     def register(function: Callable) -> Callable:
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         response = self.server.hub.answer(Request(self.command, self.path, headers, body))
         self.send_response(response.status)
         self.send_header("Content-Length", str(len(response.body)))
-        # No connection outlives the server.
+        # Connections end with the server.
         self.send_header("Connection", "close")
         for name, value in response.headers.items():
             self.send_header(name, value)
@@ -188,21 +188,21 @@ class _Server(ThreadingHTTPServer):
 
 class HubServer:
     """
-    A context manager that serves model repos at `endpoint`, to clients of this process and of others.
+    A context manager that serves model repos at `endpoint`, to clients in this process and in others.
 
     Other processes need `HF_ENDPOINT`, `HF_HUB_OFFLINE=0`, and to push LFS files `HF_HUB_DISABLE_XET=1`. There are no
-    branches or pull requests, and LFS objects are uploaded in one part.
+    branches or pull requests, and clients upload LFS objects in one part.
 
     Args:
-        token (`str`): The only token that is accepted. Its owner, `user`, may write to every repo.
+        token (`str`): The only valid token. Its owner, `user`, may write to every repo.
 
     Attributes:
         endpoint (`str`): The URL to set as `HF_ENDPOINT`.
         repos (`dict[str, Repo]`): The repos by id.
         requests (`list[Request]`): Every request received.
         fail (`Callable[[str, str], int | None]`, *optional*):
-            Called with the method and the path of each request; the status that it returns is answered instead.
-        preupload_seconds (`float`): How long a commit takes to begin, as on a slow line.
+            Called with the method and the path of each request. If it returns a status, the server answers with it.
+        preupload_seconds (`float`): Delay before a commit begins, as on a slow line.
     """
 
     def __init__(self, token: str):
@@ -228,8 +228,8 @@ class HubServer:
 
     def bytes_received(self) -> bytes:
         """
-        All that was received but for the Authorization headers: request lines, headers and bodies as they came, then
-        the paths without their percent signs, the texts without their JSON escapes, the files without their base64.
+        Return everything that was received except the Authorization headers: request lines, headers and bodies as
+        they came, then the paths without percent-encoding, the texts without JSON escapes, the files without base64.
         """
         parts = []
         for method, path, headers, body in self.requests:
@@ -243,7 +243,7 @@ class HubServer:
         self.requests.append(request)
         try:
             if self.fail is not None and (status := self.fail(request.method, request.path)) is not None:
-                # Without the header, the client sleeps ever longer between its attempts.
+                # Without this header, the client sleeps longer and longer between its attempts.
                 raise HubError(status, "Told to fail", **{"Retry-After": "0"})
             if request.headers.get("authorization") not in (None, f"Bearer {self.token}"):
                 raise HubError(401, "Invalid credentials in Authorization header")
@@ -325,7 +325,7 @@ class HubServer:
 
     @route("PUT /{repo}.git/info/lfs/objects/(?P<oid>[0-9a-f]{{64}})")
     def _lfs_upload(self, request: Request, repo_id: str, oid: str) -> Response:
-        # The client sends no token here, as the URLs of the real Hub are signed.
+        # The client sends no token here, because the real Hub signs these URLs.
         if hashlib.sha256(request.body).hexdigest() != oid:
             raise HubError(400, "The content does not have the expected sha256")
         self.repos[repo_id].objects[oid] = request.body

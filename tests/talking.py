@@ -1,4 +1,4 @@
-"""A toy model that has learnt a few answers by heart: with reasoning, with a tool call, with neither."""
+"""A toy model that has memorized a few answers: with reasoning, with a tool call, with neither."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ CONVERSATIONS = [
 
 
 def train_talker(path: Path, *, num_steps: int = 150) -> None:
-    """Trains on the assistant's tokens of `CONVERSATIONS` until it knows them, and saves model and tokenizer."""
+    """Train on the assistant's tokens of `CONVERSATIONS` until the model reproduces them; save model and tokenizer."""
     texts = [str(messages) for messages, _ in CONVERSATIONS] * 3
     tokenizer = train_tokenizer(texts, vocab_size=500)
     rows = [

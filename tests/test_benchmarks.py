@@ -1,4 +1,4 @@
-"""The programs that `make bench` compares are compared in one precision."""
+"""`make bench` runs all programs in one precision."""
 
 import pytest
 import torch
@@ -46,10 +46,10 @@ def test_all_programs_compute_in_the_same_precision(tmp_path, bf16):
 
 
 @pytest.mark.parametrize("quiet", [1.0, 1e15])
-def test_the_limit_is_the_best_measurement_and_never_below_what_was_reached(tmp_path, monkeypatch, quiet):
+def test_the_limit_is_the_best_measurement_and_never_below_the_reached_speed(tmp_path, monkeypatch, quiet):
     rates = iter([1.0, quiet, 1.0, 1.0])
     monkeypatch.setattr(bench, "measure_gemm_rate", lambda device, dtype: next(rates))
-    # With experts there are two programs.
+    # A model with experts has two programs.
     found = bench.compare(make_setting(tmp_path, **EXPERTS), rounds=2, steps=1)
     share = max(row["share_of_limit"] for row in found["programs"].values())
     assert share == pytest.approx(1.0) if quiet == 1.0 else found["gemm_flops_per_second"] == quiet

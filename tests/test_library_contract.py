@@ -1,4 +1,4 @@
-"""The private names of other libraries that docs/architecture.md lists, as the installed versions have them."""
+"""Check that the installed libraries have the private names that docs/architecture.md lists."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from hf_pretrain.training.trainer import MaskedLossTrainer
 
 trl = pytest.importorskip("trl")
 TABLE = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
-# The arguments that our code passes on by position or by name.
+# The arguments that our code passes by position or by name.
 SIGNATURES = {
     "_get_dataloader": ["dataset", "description", "batch_size", "sampler_fn", "is_training"],
     "_maybe_log_save_evaluate": ["tr_loss", "grad_norm", "model", "trial", "epoch"],
@@ -36,7 +36,7 @@ SIGNATURES = {
     "_init_training_state": ["max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint"],
     "_track_num_input_tokens": ["inputs"],
 }
-# In this order in the source of a method.
+# The source of each method contains these calls in this order.
 ORDERS = {
     "_run_epoch": ["get_batch_samples(", "_get_grad_norm(", "optimizer.step()", "_maybe_log_save_evaluate("],
     "_save_checkpoint": ["_get_output_dir(", "save_model(output_dir, _internal_call=True)", "_save_optimizer_and"],

@@ -1,4 +1,4 @@
-"""The files around the code say what the code says."""
+"""Check that the files around the code agree with the code and with each other."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ def shell_lines(workflow: str) -> list[str]:
 
 
 def dependencies() -> set[str]:
-    """The names of all packages that pyproject.toml lists."""
+    """Return the names of all packages that pyproject.toml lists."""
     extras = PROJECT["project"]["optional-dependencies"].values()
     lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
     return {re.match(r"[\w-]+", line)[0] for line in lines}
@@ -42,7 +42,7 @@ def test_the_scheduled_workflow_upgrades_dependencies_of_the_project():
 
 
 def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
-    """In the first error of a checkpoint's code, in the card beside it, in the README, and where it is installed."""
+    """Compare pyproject.toml with the error in a checkpoint's code, the model card and both READMEs."""
     (line,) = [line for line in PROJECT["project"]["dependencies"] if line.startswith("transformers>=")]
     version = re.match(r"transformers>=([\d.]+),", line)[1]
     code = (ROOT / "hf_pretrain/model/configuration_minimind.py").read_text()

@@ -1,4 +1,4 @@
-"""Check the commands of both READMEs and of the documentation: parse each one, and run those of the README."""
+"""Check the commands of both READMEs and of the documentation: parse all of them, and run the README's."""
 
 import ast
 import importlib
@@ -50,7 +50,7 @@ def code_blocks(page: str, language: str) -> list[str]:
 
 @cache
 def commands(page: str) -> tuple[str, ...]:
-    """The lines of all bash blocks, and what stands between backticks elsewhere and begins with a known program."""
+    """Return the lines of all bash blocks, and all other inline code that begins with a known program."""
     lines = [line for block in code_blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     found = [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
     prose = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -72,14 +72,14 @@ def parse_recipe(words: list[str]) -> None:
 
 
 def check_make(words: list[str]) -> None:
-    """Every variable is one of the Makefile, and what make would start can be parsed."""
+    """Check that the Makefile has every variable, and parse the commands that make would start."""
     makefile = (ROOT / "Makefile").read_text()
     for name in (word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)):
         assert re.search(rf"\b{name}\b", makefile), f"The Makefile has no variable {name}"
     machine = [f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES="]
     command = ["make", "-n", "--no-print-directory", *words, *machine]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    # A target that is .PHONY and has no rule is no error for make.
+    # make accepts a target that is .PHONY and has no rule.
     assert result.returncode == 0 and "Nothing to be done" not in result.stdout, result.stdout + result.stderr
     for line in result.stdout.replace("\\\n", " ").splitlines():
         if "recipes/" in line:
@@ -181,7 +181,7 @@ def test_the_readmes_stay_short():
 # Runs
 
 
-# What makes a command of the README small: recipe -> flags.
+# Flags that reduce a command of the README to toy size, by recipe.
 TOY_FLAGS = {
     "pretrain": "--config_overrides num_hidden_layers=1,hidden_size=64 --vocab_size 320 --max_steps 2 --max_length 32 "
     "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --validation_fraction 0.1 --use_cpu --bf16 false",
@@ -202,7 +202,7 @@ print("all done")
 
 @pytest.fixture
 def home(tmp_path) -> Path:
-    """The files that the README's commands start from, at toy size."""
+    """Return a directory with the files that the README's commands start from, at toy size."""
     texts = [
         f"the {size} {animal} walks under the bridge" for size in ("small", "tall", "old") for animal in "abcdefgh"
     ]
@@ -221,7 +221,7 @@ def home(tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_the_python_commands_of_the_readme_run(home):
-    """In one process, one after the other, as a reader would type them."""
+    """Run them in one process, in the order of the README."""
     steps: list[tuple[list[str], str]] = []
     for command in commands("README.md"):
         program, *words = shlex.split(command)
@@ -251,7 +251,7 @@ def test_the_python_commands_of_the_readme_run(home):
 
 @cache
 def messages() -> tuple[str, ...]:
-    """Every text of the package, the recipes and the Makefile; what is filled in is a control character."""
+    """Return every string of the package, the recipes and the Makefile, with a NUL for each placeholder."""
     found = [re.sub(r"\$\([A-Z_]+\)", "\0", line) for line in (ROOT / "Makefile").read_text().splitlines()]
     for path in (*(ROOT / "hf_pretrain").rglob("*.py"), *(ROOT / "recipes").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -262,7 +262,7 @@ def messages() -> tuple[str, ...]:
     return tuple(found)
 
 
-def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
+def test_the_code_prints_the_messages_of_the_troubleshooting_page():
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     foreign = ("on_train_begin", "No space left on device")
     missing = []
@@ -274,7 +274,7 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
     assert not missing, f"docs/troubleshooting.md quotes messages that no code prints: {missing}"
 
 
-def test_the_lines_of_the_report_are_those_that_a_run_prints(tmp_path):
+def test_a_run_prints_the_documented_lines_of_the_report(tmp_path):
     metrics = {metric.key: 1.0 for metric in HEADLINES}
     args = LMTrainingArguments(str(tmp_path), use_cpu=True)
     report = format_report(args, metrics=metrics, unigram=2.0, samples=[("a", "b")])

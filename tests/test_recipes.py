@@ -1,4 +1,4 @@
-"""Every YAML, every row of the launcher table, and the mistakes that people make when they launch."""
+"""Every YAML file, every row of the launcher table, and common mistakes in launch commands."""
 
 import json
 import random
@@ -33,7 +33,7 @@ RECIPE = str(ROOT / "recipes/pretrain.py")
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory) -> Path:
-    """A toy checkpoint to start from and a few sentences."""
+    """Return a directory with a toy checkpoint and a few sentences."""
     path = tmp_path_factory.mktemp("recipes")
     generator = random.Random(0)
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet"]
@@ -70,13 +70,13 @@ def test_every_preset_has_a_yaml_that_names_it_and_parses(preset, tmp_path):
         ],
     )
     assert model.model_preset == preset
-    # MiniMind's own rate, which the presets inherit, unless they have one of theirs.
+    # MiniMind's own learning rate, which the presets inherit unless they set another.
     rates = {"tiny": 4e-3, "minimind2-small": 1e-3, "minimind-large": 2e-4}
     assert training.learning_rate == rates.get(preset, 5e-4)
     assert training.output_dir == str(tmp_path)
 
 
-def test_minimind_large_is_run_as_people_run_it(tmp_path):
+def test_minimind_large_trains_with_its_published_settings(tmp_path):
     path = ROOT / "recipes/minimind-large/pretrain.yaml"
     _, data, training = parse_args(
         ModelArguments, DataArguments, LMTrainingArguments, argv=["--config", str(path), "--output_dir", str(tmp_path)]
@@ -101,7 +101,7 @@ def test_deepspeed_configs_leave_everything_to_the_trainer(path):
     assert config["zero_optimization"]["stage"] == int(path.stem[4])
 
 
-# What a run that is redirected prints before its report.
+# The lines that a redirected run prints before its report.
 PROGRESS = [
     r"1 process\(es\) on CPU, float32.*",
     r"\d+ documents, [\d,]+ tokens in \d+ rows, [\d.]+% filled, 0 tokens cut at --max_length 32",
@@ -111,9 +111,9 @@ PROGRESS = [
 ]
 
 
-def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
+def test_the_recipe_trains_saves_and_reports(workspace):
     output = start([*launcher_command("python"), RECIPE, *toy_arguments(workspace, "plain")]).stdout
-    # No bars, no codes for a terminal, no library that tells what it does.
+    # No progress bars, no terminal codes, no messages of other libraries.
     assert not set("\r\x1b") & set(output)
     progress = output[: output.index("Checkpoint ")].splitlines()
     for pattern in PROGRESS:
@@ -142,7 +142,7 @@ def test_the_recipe_trains_saves_and_says_what_came_out(workspace):
     assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["train"]["rows"] > 0
     assert entry["data"]["train"]["digest"] != entry["data"]["held_out"]["digest"]
     assert entry["metrics"]["eval_loss"] == final["eval_loss"] and "\n".join(entry["report"]) in output
-    # The command that continues, as printed.
+    # Run the printed command that continues training.
     command = next(line.split(maxsplit=2)[2] for line in output.splitlines() if line.startswith("Continue with"))
     assert "Validation loss" in start(command.split()).stdout
 
@@ -212,21 +212,21 @@ def test_make_builds_the_command(words, expected):
         assert part in " ".join(output.split()), output
 
 
-def test_make_leaves_the_device_to_the_recipes_where_nvidia_has_none():
-    """On a Mac, say, whose GPU nvidia-smi does not know."""
+def test_make_without_nvidia_lets_the_recipe_choose_the_device():
+    """Simulate a Mac, whose GPU nvidia-smi does not know."""
     command = ["make", "-n", "pretrain", f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES="]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "recipes/pretrain.py --config recipes/tiny/pretrain.yaml" in output and "--use_cpu" not in output
 
 
-def test_make_refuses_more_gpus_than_there_are():
+def test_make_refuses_more_gpus_than_the_machine_has():
     command = ["make", "-n", "pretrain", "DEVICE=cuda", "GPUS=3", "CUDA_VISIBLE_DEVICES=0,1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode != 0 and "GPUS=3, but this machine has 2 to offer: 0 1" in result.stderr
 
 
 def test_bare_make_prints_help():
-    # Under `make test` it would be a make within a make, which also names the directories that it enters.
+    # Under `make test`, a make within a make would also print the directories that it enters.
     output = subprocess.run(
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -251,7 +251,7 @@ def test_make_refuses_an_unknown_launcher():
 
 
 def make(workspace: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    # An installed environment is taken as it is.
+    # make uses an installed environment as it is.
     (Path(sys.prefix) / ".installed").touch()
     arguments = f"ARGS={' '.join(toy_arguments(workspace, name))}"
     return start(["make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, arguments])
@@ -267,7 +267,7 @@ def test_make_runs_two_processes(workspace, launcher):
     assert "Validation loss" in result.stdout
 
 
-def test_make_meets_a_port_in_use(workspace):
+def test_make_reports_a_port_in_use(workspace):
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
@@ -296,7 +296,7 @@ def test_two_launch_agents_on_one_host(workspace):
     assert "Validation loss" in outputs[0] and "Validation loss" not in outputs[1]
 
 
-# Of a model with experts: processes and flags.
+# Launches of a model with experts: number of processes, and flags.
 LAYOUTS = {
     "fsdp": (2, ["--fsdp_size", "2"]),
     "fsdp-ep": (2, ["--fsdp_size", "2", "--ep_size", "2"]),
@@ -308,7 +308,7 @@ LAYOUTS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sharded_run_goes_on_and_ends_as_if_it_had_not_stopped(layout, workspace):
+def test_a_resumed_sharded_run_equals_an_uninterrupted_one(layout, workspace):
     processes, flags = LAYOUTS[layout]
     losses = []
     for name, max_steps in (("whole", ["3"]), ("stopped", ["2", "3"])):
@@ -324,7 +324,7 @@ def test_a_sharded_run_goes_on_and_ends_as_if_it_had_not_stopped(layout, workspa
         history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
         losses.append([entry["loss"] for entry in history if "loss" in entry])
     assert len(losses[0]) == 3 and losses[0] == losses[1]
-    # Whatever the layout was, the files are those of one process.
+    # Every layout writes the same files as one process.
     assert MiniMindForCausalLM.from_pretrained(workspace / f"{layout}-stopped").config.num_experts == 4
 
 
@@ -336,8 +336,8 @@ def test_fsdp_through_accelerate_is_refused_on_cpu(workspace):
 
 
 @pytest.mark.distributed
-def test_deepspeed_says_which_devices_run(workspace):
-    """Beside --include the launcher ignores CUDA_VISIBLE_DEVICES, and says so; the recipe says what it runs on."""
+def test_deepspeed_reports_its_devices(workspace):
+    """With --include, the launcher ignores CUDA_VISIBLE_DEVICES and prints that; the recipe prints its devices."""
     command = [*launcher_command("deepspeed"), RECIPE, *toy_arguments(workspace, "devices")]
     result = start([*command, "--deepspeed", "ds_configs/zero2.json"], CUDA_VISIBLE_DEVICES="1")
     assert result.returncode == 0, result.stdout[-3000:]
@@ -362,7 +362,7 @@ def test_deepspeed_says_which_devices_run(workspace):
         ({"zero_optimization": {"stage": 3}}, ["--optim_preset", "muon"], "not possible with ZeRO-3"),
     ],
 )
-def test_deepspeed_configs_that_change_the_optimizer_are_met(workspace, block, arguments, message):
+def test_deepspeed_configs_that_change_the_optimizer_are_reported(workspace, block, arguments, message):
     config = json.loads((ROOT / "ds_configs/zero2.json").read_text()) | block
     path = workspace / f"{next(iter(block))}.json"
     path.write_text(json.dumps(config))
@@ -383,7 +383,7 @@ def chats(workspace) -> str:
     return write_jsonl(workspace / "chats.jsonl", records)
 
 
-def test_sft_shows_what_it_trains_on(workspace, chats):
+def test_sft_previews_the_trained_tokens(workspace, chats):
     command = [sys.executable, str(ROOT / "recipes/sft.py"), "--model_name_or_path", str(workspace / "toy")]
     result = start([*command, "--dataset_name", chats, "--preview", "2", "--output_dir", str(workspace / "none")])
     assert result.returncode == 0, result.stdout[-3000:]
@@ -397,7 +397,7 @@ OPTIONS = {"plain": [], "streaming": ["--streaming"], "adapter": ["--use_peft"],
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_sft_runs_and_says_what_changed(workspace, chats, options):
+def test_sft_runs_and_reports_the_change(workspace, chats, options):
     output_dir = workspace / f"sft{''.join(options)}"
     data = str(workspace / "train.jsonl") if "text" in options else chats
     arguments = [
@@ -427,7 +427,7 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_help_is_printed(stage):
-    """A percent sign in a help text would break all of it."""
+    """A percent sign in one help text would break the whole output."""
     assert "--learning_rate" in HfArgumentParser(STAGES[stage]).format_help()
 
 
@@ -437,10 +437,10 @@ def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
     path = ROOT / f"recipes/{preset}/{stage}.yaml"
     argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
     content = read_config(path)
-    if stage == "distill" and "teacher_name_or_path" not in content:  # the largest one
+    if stage == "distill" and "teacher_name_or_path" not in content:  # no preset is larger
         argv += ["--teacher_name_or_path", "out/mine"]
     model, *_, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
-    # The tiny student is made anew, smaller than its teacher.
+    # The tiny student starts from random weights and is smaller than its teacher.
     start = (
         None if (stage, preset) == ("distill", "tiny") else f"out/{'pretrain' if stage == 'sft' else 'sft'}-{preset}"
     )
@@ -449,12 +449,12 @@ def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
     if stage == "grpo":
         rewards = content["rewards"]
         load_reward_functions([rewards] if isinstance(rewards, str) else rewards)
-    # Flags that all recipes share mean the same in each.
+    # Shared flags mean the same in all recipes.
     assert not training.gradient_checkpointing and training.save_total_limit == 2
     assert training.logging_steps == content.get("logging_steps", 10)
 
 
-def test_a_stage_without_a_model_says_so():
+def test_a_stage_without_a_model_is_refused():
     with pytest.raises(ValueError, match="This stage starts from a trained model: pass --model_name_or_path"):
         ModelArguments().base_model  # noqa: B018
 

@@ -16,21 +16,21 @@ EXPERTS = {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.
 
 
 def toy_model(**fields: Any) -> MiniMindForCausalLM:
-    """Two layers of width 32 with four heads, the same weights at every call; `fields` of the config win."""
+    """Return a model with two layers of width 32 and four heads, with equal weights in each call."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
     return MiniMindForCausalLM(MiniMindConfig(**sizes | fields))
 
 
 def write_jsonl(path: Path, records: Iterable[dict | str]) -> str:
-    """A line for each record; a string is the record `{"text": string}`. Returns `path` as it is typed."""
+    """Write one line per record, a string as `{"text": string}`, and return `path` as a string."""
     rows = ({"text": record} if isinstance(record, str) else record for record in records)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
 class WithoutFloat64(TorchDispatchMode):
-    """What runs in here runs where there is no float64 and no complex128, such as on MPS."""
+    """Raise an error for float64 and complex128, as a device without them would, such as MPS."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
 """
-Trains a toy model on a system that lacks what Windows lacks: `python -m tests.without_unix OUTPUT_DIR`.
+Train a toy model without the Unix features that Windows lacks: `python -m tests.without_unix OUTPUT_DIR`.
 
-Linux plays that system. Modules and names are hidden before the package is imported, and calls refuse what they refuse
-there.
+The script runs on Linux. It hides modules and names before it imports the package, and lets calls fail that fail on
+Windows.
 """
 
 import errno
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# They know on which system they run.
+# These modules check the system when they are imported, so import them before anything is hidden.
 import accelerate  # noqa: F401
 import datasets  # noqa: F401
 import huggingface_hub  # noqa: F401
@@ -40,7 +40,7 @@ def hide_unix() -> None:
         delattr(signal, name)
     for name in HIDDEN_CALLS:
         delattr(os, name)
-    # It removes directories by their descriptors elsewhere.
+    # On Linux, this function removes directories by their descriptors.
     shutil._use_fd_functions = False
     _refuse("open", _is_directory)
     _refuse("fsync", _is_read_only)
@@ -78,7 +78,7 @@ def _is_read_only(descriptor: int) -> bool:
 
 
 def _is_open(path: Any) -> bool:
-    """Whether this process has the file, or one below the directory, open or mapped."""
+    """Return whether this process has the file, or a file below the directory, open or mapped."""
     path = os.path.realpath(path)
     files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
     files += [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -103,13 +103,13 @@ def main(output_dir: Path) -> None:
     assert map_parts([[1], [1, 2]], len, num_proc=1, desc="Counting") == [1, 2]
     trainer = make_toy_trainer(output_dir / "whole")
     trainer.train()
-    # Over the model that is there, as a second run does.
+    # Save over the existing model, as a second run does.
     for _ in range(2):
         trainer.save_model()
     shutil.copytree(output_dir / "whole/checkpoint-2", output_dir / "resumed/checkpoint-2")
     trainer = make_toy_trainer(output_dir / "resumed")
     trainer.train(resume_from_checkpoint=str(output_dir / "resumed/checkpoint-2"))
-    # Step 4 was there: another run went on from step 2.
+    # Save step 4 over an existing one, as a run that resumed from step 2 does.
     trainer = make_toy_trainer(output_dir / "resumed")
     trainer.train(resume_from_checkpoint=str(output_dir / "resumed/checkpoint-2"))
     trainer.save_model()

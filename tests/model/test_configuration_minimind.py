@@ -98,7 +98,7 @@ def test_bad_sizes_are_refused(sizes, said):
         MiniMindConfig(**sizes)
 
 
-def test_a_head_dim_of_its_own_is_allowed(build_model, input_ids):
+def test_an_explicit_head_dim_is_allowed(build_model, input_ids):
     model = build_model(head_dim=12)
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (48, 32)
     assert model(input_ids).logits.isfinite().all()
@@ -113,7 +113,7 @@ def test_format_version_survives_saving(build_model, tmp_path):
 
 @pytest.fixture
 def upstream_directory(build_model, tmp_path) -> Path:
-    """MiniMind2's own layout: `model_type`, names and shapes as ours, but no word about the rotary layout."""
+    """Return a directory in MiniMind2's layout: our `model_type`, names and shapes, but no rotary layout."""
     build_model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["format_version"]
@@ -136,7 +136,7 @@ TRAVELLING = [name.removesuffix(".py") for name in CODE_FILES]
 
 
 @pytest.mark.parametrize("name", TRAVELLING)
-def test_remote_code_imports_only_what_travels_with_it(name):
+def test_remote_code_imports_only_files_beside_it(name):
     tree = ast.parse((Path(hf_pretrain.__file__).parent / "model" / f"{name}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:

@@ -1,4 +1,4 @@
-"""The masked loss and the router loss against their formulas, written out one token at a time."""
+"""Compare the masked loss and the router loss with their formulas, written out one token at a time."""
 
 import math
 
@@ -18,7 +18,7 @@ from hf_pretrain.model.loss import (
 
 
 def written_out_cross_entropy(logits, labels, weights) -> tuple[float, float]:
-    """Sum of `w * CE` and sum of `w`, in double precision."""
+    """Return the sum of `w * CE` and the sum of `w`, in double precision."""
     total = items = 0.0
     for row in range(labels.shape[0]):
         for t in range(1, labels.shape[1]):
@@ -31,7 +31,7 @@ def written_out_cross_entropy(logits, labels, weights) -> tuple[float, float]:
 
 
 def written_out_router_loss(router_logits, documents, top_k) -> float:
-    """`documents` are lists of token numbers. Mean over documents of the sum over layers of `E * sum(f * P)`."""
+    """Return the mean over documents (lists of token numbers) of the sum over layers of `E * sum(f * P)`."""
     total = 0.0
     for tokens in documents:
         for logits in router_logits:
@@ -49,7 +49,7 @@ def written_out_router_loss(router_logits, documents, top_k) -> float:
 
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits (3, 10, 13), labels with holes, float weights some of which are zero."""
+    """Return logits (3, 10, 13), labels with gaps, and float weights, some of them zero."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 10, 13, generator=generator) * 3
     labels = torch.randint(0, 13, (3, 10), generator=generator)
@@ -97,7 +97,7 @@ def test_micro_batches_add_up(batch):
 
 @pytest.fixture
 def head() -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (3, 10, 8) and the weight of a head (13, 8)."""
+    """Return hidden states (3, 10, 8) and the weight of a head (13, 8)."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(3, 10, 8, generator=generator), torch.randn(13, 8, generator=generator)
 
@@ -105,7 +105,7 @@ def head() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("rows_at_a_time", [1, 7, 30, 100])
 @pytest.mark.parametrize("num_items", [None, 7.5])
 def test_linear_cross_entropy_is_the_formula(batch, head, rows_at_a_time, num_items, monkeypatch):
-    """The gradients against autograd's of the formula in double precision, times a gradient of the loss."""
+    """Compare also the gradients, with autograd through the formula in double precision and a gradient of the loss."""
     monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 13 * rows_at_a_time))
     monkeypatch.setattr(loss_module, "MIN_ROWS", 1)
     _, labels, weights = batch
@@ -124,7 +124,7 @@ def test_linear_cross_entropy_is_the_formula(batch, head, rows_at_a_time, num_it
         assert torch.linalg.vector_norm(actual - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
 
 
-def test_linear_cross_entropy_under_autocast_is_autocasts(batch, head):
+def test_linear_cross_entropy_under_autocast_equals_autocast(batch, head):
     _, labels, weights = batch
     found = []
     for fused in (False, True):
@@ -149,14 +149,14 @@ def test_linear_cross_entropy_of_a_frozen_head(batch, head):
     assert hidden.grad.abs().sum() > 0 and weight.grad is None
 
 
-def test_linear_cross_entropy_computes_no_gradient_that_nobody_wants(batch, head):
+def test_linear_cross_entropy_computes_no_unneeded_gradient(batch, head):
     hidden, weight = (tensor.requires_grad_() for tensor in head)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         linear_masked_cross_entropy(hidden, weight, batch[1])
     assert counter.get_total_flops() == 2 * hidden.numel() * len(weight)
 
 
-def test_a_label_that_is_no_token_is_an_error(batch, head):
+def test_a_label_outside_the_vocabulary_is_an_error(batch, head):
     labels = batch[1].clone()
     labels[1, 3] = -1
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
@@ -172,7 +172,7 @@ def test_prediction_weights():
 
 
 @pytest.mark.parametrize("masked_by", ["labels", "loss_mask"])
-def test_nothing_to_learn_is_zero(model, input_ids, masked_by):
+def test_the_loss_without_trained_tokens_is_zero(model, input_ids, masked_by):
     labels = torch.full_like(input_ids, -100) if masked_by == "labels" else input_ids
     loss_mask = torch.zeros(input_ids.shape) if masked_by == "loss_mask" else None
     outputs = model.train()(input_ids, labels=labels, loss_mask=loss_mask)
@@ -192,7 +192,7 @@ def test_nothing_to_learn_is_zero(model, input_ids, masked_by):
             [1] * 8,
             3,
         ),
-        # A long document cut in two goes on where it stopped; any other step begins a document.
+        # The second part of a split document continues its positions; any other step begins a document.
         ({"position_ids": torch.tensor([[4, 5, 2, 3]] * 2)}, [0, 0, 1, 1, 2, 2, 3, 3], [1] * 8, 4),
         (
             {"attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])},
@@ -200,7 +200,7 @@ def test_nothing_to_learn_is_zero(model, input_ids, masked_by):
             [0, 0, 1, 1, 1, 1, 1, 0],
             2,
         ),
-        # The tail of a packed row and a row that fills up the last batch train nothing.
+        # The tail of a packed row, and a padding row of the last batch, train nothing.
         (
             {
                 "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]),
@@ -232,14 +232,14 @@ def test_router_loss_of_packed_rows(router_logits, top_k):
     labels = torch.where(position_ids == 0, -100, 5)
     labels[1, 6:] = -100
     documents = find_documents((2, 8), position_ids=position_ids, labels=labels)
-    # Token 7 is a document of one token, which has nothing to predict; 14 and 15 are padding.
+    # Token 7 is a document of one token, which predicts nothing. Tokens 14 and 15 are padding.
     rows = [[0, 1, 2], [3, 4, 5, 6], list(range(8, 14))]
     expected = written_out_router_loss(router_logits, rows, top_k)
     assert router_loss(router_logits, top_k, documents).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("level", ["sequence", "batch"])
-def test_router_loss_leaves_padding_out(router_logits, level):
+def test_router_loss_ignores_padding(router_logits, level):
     attention_mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0]])
     documents = find_documents((2, 8), attention_mask=attention_mask)
     rows = [list(range(2, 8)), list(range(8, 13))]
@@ -247,7 +247,7 @@ def test_router_loss_leaves_padding_out(router_logits, level):
     assert router_loss(router_logits, 2, documents, level=level).item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_even_load_is_one_a_layer():
+def test_router_loss_of_an_even_load_is_one_per_layer():
     logits = torch.eye(4).repeat(6, 1) * 3
     assert router_loss((logits, logits), 1, find_documents((1, 24))).item() == pytest.approx(2.0, rel=1e-6)
 
@@ -276,7 +276,7 @@ def test_model_reports_the_formula(build_model, input_ids, level, padding_side):
 
 
 @pytest.mark.parametrize("by_documents", [True, False])
-def test_router_loss_is_divided_as_asked(build_model, input_ids, by_documents):
+def test_router_loss_is_divided_by_the_given_divisors(build_model, input_ids, by_documents):
     model = build_model(num_experts=4)
     alone = model(input_ids, labels=input_ids).aux_loss
     items = {"num_items_in_batch": torch.tensor(46 * 4.0)}
@@ -334,8 +334,8 @@ def test_stock_trainer_gets_the_right_loss(build_model, tmp_path, batch_size):
 @pytest.mark.parametrize("lengths", [[16] * 8, [16, 2, 9, 3, 16, 5, 2, 12]], ids=["equal", "ragged"])
 def test_stock_trainer_does_not_inflate_the_router_loss(build_model, tmp_path, lengths):
     """
-    The stock Trainer knows no documents: each micro-batch brings its router loss by its share of the labels. With
-    equal counts that is the mean over documents; with ragged ones a weighted mean.
+    The stock Trainer does not count documents: it weights the router loss of each micro-batch by its share of the
+    labels. With equal counts this is the mean over documents, otherwise a weighted mean.
     """
     rows = ragged_rows(lengths)
     logged = {}

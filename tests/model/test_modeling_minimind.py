@@ -32,7 +32,7 @@ from tests.invariants.launching import ROOT, cpu_environment
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, rel: float = 1e-5):
-    """Compares by norm, relative to the whole of `expected`."""
+    """Compare by the norm of the difference, relative to the norm of `expected`."""
     assert actual.shape == expected.shape
     difference = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)
     assert difference.item() <= rel
@@ -43,7 +43,7 @@ def gradients(model: MiniMindForCausalLM) -> torch.Tensor:
 
 
 def to_half_split(state_dict: dict[str, torch.Tensor], head_dim: int) -> dict[str, torch.Tensor]:
-    """Channels `(2i, 2i + 1)` of each head, which MiniMind turns together, to `(i, i + head_dim / 2)`."""
+    """Move channels `(2i, 2i + 1)` of each head, which MiniMind rotates together, to `(i, i + head_dim / 2)`."""
     permuted = {}
     for name, value in state_dict.items():
         if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
@@ -54,7 +54,7 @@ def to_half_split(state_dict: dict[str, torch.Tensor], head_dim: int) -> dict[st
 
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("head_dim", [8, 12])
-def test_logits_are_those_of_llama_and_qwen3(qk_norm, head_dim, build_model, input_ids):
+def test_logits_equal_llamas_and_qwen3s(qk_norm, head_dim, build_model, input_ids):
     model = build_model(qk_norm=qk_norm, head_dim=head_dim, rms_norm_eps=1e-6)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -115,7 +115,7 @@ def test_packed_is_separate(model, input_ids, attn_implementation, arguments):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"attention_mask": torch.ones(1, 24)}], ids=["no-mask", "ones"])
-def test_packed_training_is_one_document_a_row(model, input_ids, arguments):
+def test_packed_training_equals_one_document_per_row(model, input_ids, arguments):
     documents = input_ids[0].split(LENGTHS)
     rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(d) for d in documents], batch_first=True)
@@ -124,7 +124,7 @@ def test_packed_training_is_one_document_a_row(model, input_ids, arguments):
     expected = gradients(model)
     model.zero_grad()
 
-    # The row's tail is padding: a document of its own, of which nothing is learnt.
+    # The tail of the row is padding: a separate document that trains nothing.
     tail = torch.zeros(1, 6, dtype=torch.long)
     labels = input_ids[:1].masked_fill(packed_positions() == 0, -100)
     arguments = {name: torch.ones(1, 30) for name in arguments}
@@ -149,7 +149,7 @@ def test_packed_with_padding_mask_is_refused(build_model, input_ids):
 
 
 def left_padded(input_ids: torch.Tensor, num_pads: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row 0 shortened and padded on the left, row 1 whole."""
+    """Return a batch with row 0 shortened and padded on the left, and row 1 whole."""
     mask = torch.ones_like(input_ids)
     mask[0, :num_pads] = 0
     return torch.cat([F.pad(input_ids[:1, :-num_pads], (num_pads, 0)), input_ids[1:]]), mask
@@ -181,7 +181,7 @@ def test_implementations_agree_with_eager(model, input_ids, attn_implementation)
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "packed"])
 @pytest.mark.parametrize("documents", [LENGTHS, (24,), (1,) * 24, (2, 17, 1, 4)], ids=str)
 def test_gradients_agree_with_eager(model, input_ids, attn_implementation, documents):
-    """The second row is one document; lengths of one group and of several."""
+    """The second row is one document. The lengths form one group, or several."""
     positions = torch.stack([torch.cat([torch.arange(length) for length in documents]), torch.arange(24)])
     found = []
     for name in ("eager", attn_implementation):
@@ -202,14 +202,14 @@ def test_packed_groups_hold_each_token_once_with_little_padding():
     assert sum(count for count, _ in documents.groups) == 40
     num_slots = sum(count * length for count, length in documents.groups)
     assert num_slots == len(documents.gather) <= 1.25 * positions.shape[1]
-    # Places of a group's rows go on by one until the padding.
+    # Positions in the rows of a group increase by one up to the padding.
     first = positions[0, documents.gather][: documents.groups[0][1]]
     assert first.tolist() == list(range(documents.groups[0][1])) == list(range(int(lengths.max())))
 
 
 @torch.no_grad()
-def test_documents_begin_where_positions_do_not_go_on(model, input_ids):
-    """At 0 or anywhere else, as transformers' own masks have it."""
+def test_documents_begin_where_positions_are_not_consecutive(model, input_ids):
+    """A document may begin at position 0 or any other, as in transformers' own masks."""
     positions = torch.cat([torch.arange(5), torch.arange(7, 16), torch.arange(3, 13)])[None]
     outputs = []
     for attn_implementation in ("eager", "packed"):
@@ -246,8 +246,8 @@ def test_packed_is_separate_in_half_precision(model, input_ids):
     assert_near(packed.float(), separate.float(), 2e-2)
 
 
-def test_packed_attention_sees_no_square_of_the_row(model, input_ids):
-    """No mask is made, and no tensor of the size of a row squared."""
+def test_packed_attention_creates_no_quadratic_tensor(model, input_ids):
+    """Check that attention creates no mask, and no tensor of size seq_len squared."""
     model.set_attn_implementation("packed")
     shapes = []
 
@@ -264,7 +264,7 @@ def test_packed_attention_sees_no_square_of_the_row(model, input_ids):
     assert shapes and not [shape for shape in shapes if shape[-2:] == (24, 24)]
 
 
-def test_a_loss_without_logits_is_the_loss(model, input_ids):
+def test_the_loss_without_logits_is_the_same(model, input_ids):
     labels = input_ids.masked_fill(packed_positions(2) == 0, -100)
     found = []
     for skip_logits in (False, True):
@@ -290,7 +290,7 @@ def test_greedy_is_the_argmax_without_cache(model, input_ids):
 
 
 @torch.no_grad()
-def test_left_padded_batch_generates_what_each_row_does(model, input_ids):
+def test_a_left_padded_batch_generates_like_its_rows_alone(model, input_ids):
     greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     ids, mask = left_padded(input_ids)
     batch = model.generate(ids, attention_mask=mask, **greedy)
@@ -311,7 +311,7 @@ def test_sampling_follows_the_seed_and_the_distribution(model, input_ids):
 
 
 @torch.no_grad()
-def test_beam_scores_are_those_of_the_whole_sequence(model, input_ids):
+def test_beam_scores_equal_the_scores_of_the_whole_sequence(model, input_ids):
     search = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     beams = model.generate(input_ids, num_beams=4, **search, return_dict_in_generate=True, output_scores=True)
 
@@ -349,7 +349,7 @@ def loop_over_experts(mlp: torch.nn.Module, hidden_states: torch.Tensor) -> torc
     ("top_k", "norm_topk_prob", "num_shared_experts"),
     [(2, True, 1), (2, False, 2), (1, False, 0), (1, True, 0), (3, True, 0)],
 )
-def test_experts_are_a_loop_over_experts(build_model, implementation, top_k, norm_topk_prob, num_shared_experts):
+def test_experts_equal_a_loop_over_experts(build_model, implementation, top_k, norm_topk_prob, num_shared_experts):
     model = build_model(
         num_experts=4,
         num_experts_per_tok=top_k,
@@ -369,7 +369,7 @@ def test_experts_are_a_loop_over_experts(build_model, implementation, top_k, nor
     (output, grads), (expected, expected_grads) = results
     assert_near(output, expected)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        # The router of a normalised top-1 gets no gradient but rounding noise.
+        # The router of a normalised top-1 gets no gradient except rounding noise.
         assert (grad - expected_grad).norm() <= 1e-5 * expected_grad.norm() + 1e-4
 
 
@@ -386,13 +386,13 @@ def attention_without_causality(module, query, key, value, attention_mask, scali
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """No implementation has been compared with the reference yet."""
+    """Forget which implementations have been compared with the reference."""
     monkeypatch.setattr(attention_check, "_CHECKED_ATTENTION", set())
 
 
 @pytest.mark.parametrize("name", ["not_causal", "no_mask_function"])
-def test_attention_that_is_not_the_reference_is_an_error(model, input_ids, unchecked, name):
-    # transformers gives no mask at all to a name that AttentionMaskInterface does not know.
+def test_attention_that_differs_from_the_reference_is_an_error(model, input_ids, unchecked, name):
+    # transformers passes no mask to an implementation that AttentionMaskInterface does not know.
     implementation = attention_without_causality if name == "not_causal" else sdpa_attention_forward
     AttentionInterface.register(name, implementation)
     model.set_attn_implementation(name)
@@ -403,7 +403,7 @@ def test_attention_that_is_not_the_reference_is_an_error(model, input_ids, unche
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "packed"])
-def test_right_attention_is_checked_once_and_draws_nothing(
+def test_correct_attention_is_checked_once_without_using_random_numbers(
     model, input_ids, unchecked, monkeypatch, attn_implementation, dtype
 ):
     model.to(dtype).set_attn_implementation(attn_implementation)
@@ -411,16 +411,16 @@ def test_right_attention_is_checked_once_and_draws_nothing(
     model(input_ids)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(attention_check._CHECKED_ATTENTION) == 1
-    # The reference is not asked again.
+    # The second pass does not run the reference again.
     monkeypatch.setattr(attention_check, "eager_attention_forward", None)
     model(input_ids)
-    # Training may take another path, which has not been compared yet.
+    # Training may take another code path, which has not been compared yet.
     with pytest.raises(TypeError):
         model.train()(input_ids)
 
 
 def test_continuous_batching_is_not_compared_with_packed_rows(build_model, unchecked):
-    """It brings a paged cache and masks of its own, and may be the first that a process does with a model."""
+    """It has its own paged cache and masks, and may be the first use of a model in a process."""
     model, prompts = build_model(), [[1, 20, 30, 40], [50, 60, 70]]
     model.set_attn_implementation("sdpa")
     greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
@@ -434,7 +434,7 @@ def test_continuous_batching_is_not_compared_with_packed_rows(build_model, unche
 
 
 def weights_by_document(query, key, cu_seq_lens, window_size, scale):
-    """Slices of the documents with their scores and attention weights `(num_heads, length, length)`, written out."""
+    """Yield the documents' slices, scores and attention weights `(num_heads, length, length)`, written out."""
     left, right = (size if size >= 0 else len(query) for size in window_size or (-1, -1))
     for start, stop in cu_seq_lens.unfold(0, 2, 1).tolist():
         part = slice(start, stop)
@@ -471,7 +471,7 @@ def varlen_kernel(monkeypatch):
             of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
             of_query[part] = torch.einsum("hqk,khd->qhd", of_scores, keys[part])
             of_key[part] = torch.einsum("hqk,qhd->khd", of_scores, query[part])
-        # Query heads that share a key head add up.
+        # The gradients of query heads that share a key head add up.
         shared = (states.unflatten(1, (num_heads, -1)).sum(2) for states in (of_key, of_value))
         return of_query, *shared
 
@@ -486,7 +486,7 @@ def varlen_kernel(monkeypatch):
 
 @pytest.mark.parametrize("counted", [True, False], ids=["collator", "positions"])
 def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
-    """The branch for GPUs in half precision, with a written-out kernel in place of FlashAttention's."""
+    """Check the branch for GPUs in half precision, with a written-out kernel in place of FlashAttention."""
     arguments = {"position_ids": packed_positions(2), "labels": input_ids, "use_cache": False}
     model.set_attn_implementation("eager")
     expected = model(input_ids, **arguments)
@@ -509,7 +509,7 @@ def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
     assert_near(gradients(model), expected_gradients, 1e-4)
     assert longest < 24
     assert varlen_kernel[-1] == (cu_seq_lens.tolist(), *[longest if counted else 24] * 2)
-    # On a GPU, `nonzero` waits for all that was asked of it before.
+    # On a GPU, `nonzero` waits for all queued kernels.
     assert ("aten.nonzero.default" in operators.names) is not counted
 
 
@@ -521,7 +521,7 @@ def test_lengths_of_another_batch_are_refused(build_model, input_ids):
 
 
 class Operators(TorchDispatchMode):
-    """Notes the names of all operators."""
+    """Record the names of all operators."""
 
     def __init__(self):
         super().__init__()
@@ -533,7 +533,7 @@ class Operators(TorchDispatchMode):
 
 
 class GroupedProducts(TorchDispatchMode):
-    """Notes the dtypes that every grouped product gets."""
+    """Record the dtypes of the operands of every grouped product."""
 
     def __init__(self):
         super().__init__()
@@ -550,7 +550,7 @@ def test_experts_compute_in_the_dtype_of_autocast(build_model, input_ids):
     model.set_experts_implementation("grouped_mm")
     with GroupedProducts() as products:
         model(input_ids, labels=input_ids).loss.backward()
-    # Two layers, two products each, and two more for the gradients of each.
+    # Two layers with two products each, and two more products for the gradients of each.
     assert products.dtypes == [{torch.float32}] * 12
     with GroupedProducts() as products:
         with torch.autocast("cpu", torch.bfloat16):
@@ -580,7 +580,7 @@ def test_compiled_experts_stay_one_graph_of_grouped_products(build_model, fresh_
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_an_expert_without_tokens_has_a_zero_gradient(build_model, input_ids, implementation):
-    """Not none: a rank whose gradient is missing would hang the others."""
+    """The gradient must exist: a rank without it would make the others hang."""
     model = build_model(num_experts=4, num_experts_per_tok=1)
     model.set_experts_implementation(implementation)
     with torch.no_grad():
@@ -659,7 +659,7 @@ def test_activation_checkpointing_changes_nothing(model, input_ids):
 
 
 def test_reentrant_checkpointing(build_model, input_ids):
-    """Right without experts; with them it would lose the router loss's gradient, and is refused."""
+    """It is correct without experts. With experts it would lose the gradient of the router loss, and is refused."""
     dense, kwargs = build_model(), {"use_reentrant": True}
     dense(input_ids, labels=input_ids).loss.backward()
     expected = gradients(dense)
@@ -700,7 +700,7 @@ def test_dropout(build_model, input_ids):
     assert len(residual) == 2
     for dropped in (*residual, outputs.hidden_states[0], outputs.attentions[0][:, :, ~future]):
         assert 0.4 < (dropped == 0).float().mean() < 0.6
-    # Dropout doubles the values that remain, so that the mean stays the same.
+    # Dropout doubles the remaining values, so that the mean stays the same.
     embeddings = model.model.embed_tokens(input_ids)
     kept = outputs.hidden_states[0] != 0
     torch.testing.assert_close(outputs.hidden_states[0][kept], 2 * embeddings[kept])
@@ -714,7 +714,7 @@ def fresh_compiler():
 
 
 def no_complex_operators(graph: torch.fx.GraphModule, _):
-    """A backend that runs the graph as it is, and refuses what Inductor would generate no code for."""
+    """Return the graph uncompiled, and raise an error for operators that Inductor generates no code for."""
     for node in graph.graph.nodes:
         value = node.meta.get("example_value")
         assert not (isinstance(value, torch.Tensor) and value.is_complex()), node
@@ -741,7 +741,7 @@ def test_whole_model_is_one_graph_of_real_numbers(model, input_ids, packed, fres
 def test_inductor(build_model, input_ids, fresh_compiler):
     model = build_model()
     arguments = {"position_ids": packed_positions(2), "use_cache": False}
-    # From a cached graph no warning would come.
+    # A cached graph would give no warning.
     with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = torch.compile(model, fullgraph=True)(input_ids, **arguments)
@@ -750,7 +750,7 @@ def test_inductor(build_model, input_ids, fresh_compiler):
 
 
 def test_compiled_models_keep_their_own_tables(build_model, input_ids, fresh_compiler):
-    """Same code, same shapes, another base: the second model must not run on the graph of the first."""
+    """With the same code and shapes but another base, the second model must not run the graph of the first."""
     for theta in (1e6, 1e2):
         model = build_model(rope_theta=theta)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -766,7 +766,7 @@ def test_each_layer_compiles_without_a_break(build_model, input_ids, fresh_compi
 
 
 def test_each_sparse_layer_compiles(build_model, input_ids, fresh_compiler):
-    """Recording the router's logits breaks the graph; values and gradients must stay."""
+    """Recording the router's logits breaks the graph, but values and gradients must stay the same."""
     model = build_model(num_experts=4, router_aux_loss_coef=0.5)
     compiled = copy.deepcopy(model)
     for layer in compiled.model.layers:
@@ -778,7 +778,7 @@ def test_each_sparse_layer_compiles(build_model, input_ids, fresh_compiler):
     assert_near(gradients(compiled), gradients(model))
 
 
-def test_generation_leaves_the_layers_graphs_alone(model, input_ids, fresh_compiler):
+def test_generation_does_not_run_the_compiled_layers(model, input_ids, fresh_compiler):
     num_graphs = 0
 
     def counting(graph: torch.fx.GraphModule, _):
@@ -815,7 +815,7 @@ print(peak_memory_bytes(torch.device("cpu")) - before)
 
 @pytest.mark.slow
 def test_the_loss_of_many_tokens_takes_a_quarter_of_the_memory():
-    """Against float32 logits of all positions; a narrow model, so that the logits are what counts in both."""
+    """Compare with float32 logits of all positions, in a narrow model, where the logits dominate the memory."""
     taken = {}
     for way in ("fused", "full"):
         words = [sys.executable, "-c", MEMORY, way]

@@ -1,6 +1,6 @@
 """
-Two ranks over gloo give the single process's logits and gradients: DDP, and transformers' own `DistributedConfig` with
-tensor, expert and pipeline parallelism and FSDP2, which read the plans of `MiniMindConfig`.
+Two ranks over gloo give the same logits and gradients as one process: under DDP, and under transformers' own
+`DistributedConfig` with tensor, expert and pipeline parallelism and FSDP2, which read the plans of `MiniMindConfig`.
 """
 
 import os
@@ -38,7 +38,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank: int) -> dict:
-    """Logits, gradients, table and greedy continuation of one layout; `None` is a single process."""
+    """Return logits, gradients, table and greedy continuation of one layout; `None` is a single process."""
     config = DistributedConfig(**LAYOUTS[layout]) if LAYOUTS.get(layout) else None
     model = MiniMindForCausalLM.from_pretrained(directory, distributed_config=config)
     result = {"sharded": {name for name, value in model.named_parameters() if isinstance(value, dist.tensor.DTensor)}}
@@ -49,7 +49,7 @@ def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank:
         result["layers"] = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     else:
         called = torch.nn.parallel.DistributedDataParallel(model) if layout == "ddp" else model
-        # Data-parallel ranks see a row each, the others both.
+        # Each data-parallel rank sees one row. Other ranks see both rows.
         rows = input_ids[rank : rank + 1] if layout in ("ddp", "fsdp", "fsdp-ep") else input_ids
         with torch.no_grad():
             fused = called(rows, labels=rows, use_cache=False, skip_logits=True)
@@ -78,7 +78,7 @@ def worker(rank: int, directory: Path, input_ids: torch.Tensor):
 
 @pytest.fixture(scope="module")
 def directory(build_model, input_ids, tmp_path_factory) -> Path:
-    """Where both ranks left what they found: one start of two processes for all cases."""
+    """Return the directory with the results of both ranks. The two processes start once for all cases."""
     directory = tmp_path_factory.mktemp("parallelism")
     for name, overrides in MODELS.items():
         build_model(**overrides).save_pretrained(directory / name)
@@ -88,7 +88,7 @@ def directory(build_model, input_ids, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_two_ranks_are_one_process(directory, input_ids, name, layout, rank):
+def test_two_ranks_equal_one_process(directory, input_ids, name, layout, rank):
     expected = evaluate(directory / name, None, input_ids, 0)
     result = torch.load(directory / f"{name}-{layout}-{rank}.pt", weights_only=False)
     assert torch.equal(result["pos_cis"], expected["pos_cis"])
@@ -104,7 +104,7 @@ def test_two_ranks_are_one_process(directory, input_ids, name, layout, rank):
 
 
 @pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "pp"])
-def test_loss_without_logits_wherever_the_head_is_whole(directory, name, layout):
+def test_the_loss_needs_no_logits_unless_the_head_is_sharded(directory, name, layout):
     result = torch.load(directory / f"{name}-{layout}-0.pt", weights_only=False)
     torch.testing.assert_close(result["fused_loss"], result["loss"], rtol=1e-5, atol=0)
     assert result["has_all_logits"] == layout.startswith("tp")
@@ -129,7 +129,7 @@ def test_layout_shards_the_matrices(directory, name, layout):
 
 
 @pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] not in ("ddp", "pp")])
-def test_sharded_model_saves_what_it_read(directory, name, layout):
+def test_a_sharded_model_saves_the_weights_that_it_loaded(directory, name, layout):
     read, saved = (load_file(directory / part / "model.safetensors") for part in (name, f"saved-{name}-{layout}"))
     assert saved.keys() == read.keys()
     for parameter in read:

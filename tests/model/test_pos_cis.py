@@ -1,4 +1,4 @@
-"""The complex rotary table is exact after everything that happens to a model."""
+"""The complex rotary table stays exact through casts, moves, saving and loading."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ THETA, LENGTH, HEAD_DIM = 1e6, 256, 8
 
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
-    """MiniMind v1's `precompute_pos_cis`, written out."""
+    """Return the result of MiniMind v1's `precompute_pos_cis`, written out."""
     frequencies = 1.0 / (THETA ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
     angles = torch.outer(torch.arange(LENGTH).float(), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
@@ -96,7 +96,7 @@ def test_exact_after(operation, build_model, expected):
 )
 def test_exact_after_from_pretrained(auto_class, arguments, build_model, tmp_path, expected):
     build_model().save_pretrained(tmp_path)
-    # An allocation that nobody fills would return the memory of the table that was freed.
+    # Overwrite the freed memory of the old table, which an unfilled allocation would get.
     torch.empty(LENGTH, HEAD_DIM // 2, dtype=torch.complex64).fill_(7)
     assert_exact(auto_class.from_pretrained(tmp_path, **arguments), expected)
 

@@ -33,7 +33,7 @@ from tests.weights.test_conversion import GOLDEN
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capfd):
-    """A function that runs a recipe here, as a program, and returns its exit status and what it wrote to stderr."""
+    """Return a function that runs a recipe in this process, and returns its exit status and its stderr."""
 
     def run(recipe: str, *words: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
             "Unknown argument '--learning_rat'; the nearest known one is --learning_rate",
         ),
         ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
-        # What transformers refuses.
+        # transformers refuses these.
         ("pretrain", ["--eval_strategy", "never", *RUN], "never is not a valid IntervalStrategy"),
         ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
         ("pretrain", ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), *RUN], "--deepspeed needs a launcher"),
@@ -100,7 +100,7 @@ def test_debug_shows_the_traceback(monkeypatch, tmp_path):
             runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def test_debug_with_a_value_is_that_of_trainer(tmp_path):
+def test_debug_with_a_value_goes_to_trainer(tmp_path):
     argv = ["--debug", "--use_cpu", "--output_dir", str(tmp_path)]
     assert parse_args(ModelArguments, LMTrainingArguments, argv=argv)[1].debug == []
     argv.insert(1, "underflow_overflow")
@@ -113,7 +113,7 @@ def bug_in_the_recipe():
 
 
 def bug_in_the_package():
-    # Three halves of experts: the ValueError is that of zip().
+    # Three halves of experts: zip() raises the ValueError.
     return LAYOUTS["v2"].join("experts.gate_up_proj", 3 * [torch.zeros(2)], MiniMindConfig())
 
 
@@ -122,7 +122,7 @@ def error_of_a_library():
 
 
 @pytest.mark.parametrize("bug", [bug_in_the_recipe, bug_in_the_package, error_of_a_library])
-def test_a_bug_passes(bug, capsys):
+def test_a_bug_keeps_its_traceback(bug, capsys):
     with pytest.raises(Exception) as raised, one_line_errors():
         bug()
     assert not isinstance(raised.value, SystemExit) and not is_mistake(raised.value)
@@ -133,7 +133,7 @@ def refuse(part):
     return load_tools(["nope"]) if part == "mistake" else json.loads("{")
 
 
-def test_a_mistake_that_a_worker_process_met_is_one_line_and_a_bug_is_not(capsys):
+def test_a_mistake_in_a_worker_process_is_one_line_and_a_bug_is_not(capsys):
     with pytest.raises(SystemExit), one_line_errors():
         map_parts(["mistake", "mistake"], refuse, num_proc=2, desc="Reading")
     assert capsys.readouterr().err.startswith("error: ")
@@ -153,13 +153,13 @@ def test_a_message_of_several_lines_becomes_one(capsys):
     assert line.startswith("error: 1 of 2 lines") and line.endswith("1 x broken JSON (first: a.jsonl:2)")
 
 
-def test_a_full_disk_is_no_bug(capsys):
+def test_a_full_disk_is_one_line(capsys):
     with pytest.raises(SystemExit) as end, one_line_errors():
         try:
             with open("/dev/full", "w") as file:
                 file.write("x")
         except OSError as error:
-            # As `datasets` says it.
+            # `datasets` raises it in this form.
             raise DatasetGenerationError("An error occurred while generating the dataset") from error
     message = capsys.readouterr().err
     assert end.value.code == 74 and message.startswith("error: [Errno 28] No space left on device. Free some space")
@@ -193,7 +193,7 @@ def test_convert_replaces_a_model_only_with_overwrite(monkeypatch, tmp_path, cap
         return 0
 
     assert convert("gguf") == 0
-    # The name that programs show is the source's.
+    # Programs show the name of the source.
     (field,) = [GGUFReader(path).fields["general.name"] for path in (tmp_path / "out").glob("*.gguf")]
     assert field.contents() == "C_dense"
     assert convert("qwen3") == 2 and "not an empty directory; choose another, or replace it with --overwrite" in (
@@ -203,7 +203,7 @@ def test_convert_replaces_a_model_only_with_overwrite(monkeypatch, tmp_path, cap
     assert (tmp_path / "out/config.json").is_file() and not list((tmp_path / "out").glob("*.gguf"))
 
 
-# Hides packages as if they were not installed, and runs a recipe.
+# Run a recipe as if these packages were not installed.
 WITHOUT = """
 import runpy, sys
 
@@ -235,7 +235,7 @@ def test_two_ranks_print_one_line(tmp_path):
     assert result.returncode != 0 and result.stdout.count("error: --max_steps 0") == 1, result.stdout
 
 
-def test_a_mistake_of_another_rank_alone_is_printed(monkeypatch, capsys):
+def test_a_mistake_on_another_rank_alone_is_printed(monkeypatch, capsys):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -263,7 +263,7 @@ class Tokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def hostile(tmp_path):
-    """A model whose code leaves a file `ran`; of a kind that transformers does not know."""
+    """Return a model of unknown `model_type`, whose code leaves a file `ran`."""
     directory = tmp_path / "hostile"
     train_tokenizer(["some words to learn from"] * 50, vocab_size=320).save_pretrained(directory)
     (directory / "code.py").write_text(HOSTILE.format(proof=str(tmp_path / "ran")))
@@ -291,7 +291,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_nobody_can_answer_yes_to_code_of_others(run, hostile, monkeypatch, tmp_path, recipe):
+def test_code_of_others_is_refused_without_a_question(run, hostile, monkeypatch, tmp_path, recipe):
     questions = []
     monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or "y")
     (tmp_path / "text.jsonl").write_text(30 * '{"text": "some words to learn from"}\n')
@@ -299,7 +299,7 @@ def test_nobody_can_answer_yes_to_code_of_others(run, hostile, monkeypatch, tmp_
     assert status == 2 and not questions and not (tmp_path / "ran").exists(), output
 
 
-def test_code_of_a_teacher_runs_where_it_is_asked_for(hostile, tmp_path):
+def test_code_of_a_teacher_runs_with_trust_remote_code(hostile, tmp_path):
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(**json.loads((hostile / "config.json").read_text()) | {"model_type": "llama"})

@@ -1,4 +1,4 @@
-"""One run for each output directory, whoever else is there."""
+"""Only one run at a time writes into an output directory."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def released(tmp_path):
 
 @pytest.fixture
 def in_a_child():
-    """A function that forks: the child calls a function, tells that it has, and waits to be killed."""
+    """Return a function that forks. The child calls a function, reports its return, and waits to be killed."""
     children = []
 
     def start(action) -> int:
@@ -54,11 +54,11 @@ def in_a_child():
         kill(child)
 
 
-def test_a_second_process_is_told_who_holds_it(tmp_path, monkeypatch, in_a_child):
+def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path, monkeypatch, in_a_child):
     child = in_a_child(lambda: hold_output_dir(tmp_path))
     with pytest.raises(ValueError, match=rf"{tmp_path} is in use by process {child} on .*, since 20.*stop it"):
         hold_output_dir(tmp_path)
-    # The kernel frees it with its holder, whose file is still there.
+    # The kernel frees the lock when its holder dies; the file stays.
     in_a_child.kill(child)
     monkeypatch.setattr(locking, "_stands_still", lambda *_: pytest.fail("it watched for the dead"))
     assert hold_output_dir(tmp_path) and not hold_output_dir(tmp_path)
@@ -67,18 +67,18 @@ def test_a_second_process_is_told_who_holds_it(tmp_path, monkeypatch, in_a_child
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_goes_on_waits_for_the_end_of_the_other(tmp_path, in_a_child):
+def test_a_resumed_run_waits_for_the_end_of_the_earlier_run(tmp_path, in_a_child):
     child = in_a_child(lambda: hold_output_dir(tmp_path))
     threading.Timer(0.5, in_a_child.kill, (child,)).start()
     assert hold_output_dir(tmp_path, patience_seconds=300)
 
 
-def test_workers_of_a_killed_run_do_not_keep_it(tmp_path, in_a_child):
-    """They were forked and live on for some seconds."""
+def test_workers_of_a_killed_run_do_not_keep_the_lock(tmp_path, in_a_child):
+    """The run forked them, and they survive it for some seconds."""
     hold_output_dir(tmp_path)
     worker = in_a_child(lambda: None)
-    # As the kernel does when this process is killed. A heartbeat that went on would write into whatever file gets this
-    # descriptor next.
+    # Do what the kernel does when this process is killed. A heartbeat that continues would write into the next file
+    # with this descriptor.
     _, lock = locking._held.popitem()
     lock._released.set()
     lock._thread.join()
@@ -88,7 +88,7 @@ def test_workers_of_a_killed_run_do_not_keep_it(tmp_path, in_a_child):
 
 
 @pytest.mark.parametrize("has_kernel_locks", [True, False])
-def test_another_machine_is_known_by_its_heartbeat(tmp_path, monkeypatch, has_kernel_locks):
+def test_another_machine_is_recognized_by_its_heartbeat(tmp_path, monkeypatch, has_kernel_locks):
     if not has_kernel_locks:
         monkeypatch.setattr(locking, "fcntl", None)
 
@@ -97,19 +97,19 @@ def test_another_machine_is_known_by_its_heartbeat(tmp_path, monkeypatch, has_ke
         (tmp_path / LOCK_NAME).write_text(json.dumps(holder))
 
     beat(0)
-    # It is waited for as long as need be.
+    # Watch long enough to see the heartbeat.
     monkeypatch.setattr(locking, "_SILENCE_SECONDS", 300)
     timer = threading.Timer(0.25, beat, (1,))
     timer.start()
     with pytest.raises(ValueError, match="in use by process 7 on elsewhere"):
         hold_output_dir(tmp_path)
     timer.join()
-    # It stopped.
+    # The heartbeat stopped.
     monkeypatch.setattr(locking, "_SILENCE_SECONDS", 0.5)
     assert hold_output_dir(tmp_path)
 
 
-def test_the_heartbeat_goes_on(tmp_path, monkeypatch):
+def test_the_heartbeat_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(locking, "_BEAT_SECONDS", 0.01)
     hold_output_dir(tmp_path)
     deadline = time.monotonic() + 300
@@ -117,7 +117,7 @@ def test_the_heartbeat_goes_on(tmp_path, monkeypatch):
         assert time.monotonic() < deadline
 
 
-def test_a_lock_is_no_run(tmp_path):
+def test_a_lock_file_is_no_run(tmp_path):
     hold_output_dir(tmp_path)
     assert checkpoint_to_resume(arguments(tmp_path)) is None
 
@@ -130,7 +130,7 @@ def test_a_recipe_is_refused_before_it_writes(tmp_path, in_a_child):
 
 
 def test_two_trainers_do_not_write_into_one_directory(tmp_path, in_a_child):
-    """Trainers without a recipe, too."""
+    """This also holds for trainers without a recipe."""
     arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     child = in_a_child(lambda: hold_output_dir(tmp_path))
     trainer = make_trainer(tmp_path, make_documents(), arguments=arguments)
@@ -138,5 +138,5 @@ def test_two_trainers_do_not_write_into_one_directory(tmp_path, in_a_child):
         trainer.train()
     in_a_child.kill(child)
     trainer.train()
-    # It is free again.
+    # The lock is free again.
     in_a_child(lambda: hold_output_dir(tmp_path))

@@ -1,4 +1,4 @@
-"""The table of headline metrics, and that everything that shows figures reads it."""
+"""The table of headline metrics, which every output of figures reads."""
 
 import pytest
 from transformers import TrainerControl, TrainerState

@@ -1,4 +1,4 @@
-"""Names of models and datasets, taken apart."""
+"""Parsing of the names of models and datasets."""
 
 import pytest
 from huggingface_hub import ModelCard

@@ -1,4 +1,4 @@
-"""Ranks that wait for the main process: as long as it takes, and no longer than it lives."""
+"""Ranks wait for the main process as long as it lives, and no longer."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ torch.distributed.barrier()
 
 
 def run_two(work: str, cwd) -> list[subprocess.Popen]:
-    """Two ranks without a launcher that would end one for the other."""
+    """Run two ranks without a launcher, which would end one rank when the other dies."""
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environment |= {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     return [
@@ -69,7 +69,7 @@ def test_waiting_outlasts_the_timeout_of_collectives(tmp_path):
         "raise ValueError('bad data')",
     ],
 )
-def test_nobody_waits_for_a_process_that_is_gone(tmp_path, work):
+def test_no_rank_waits_for_a_dead_process(tmp_path, work):
     ranks = run_two(work, tmp_path)
     ranks[0].wait(timeout=500)
     output = ranks[1].communicate(timeout=500)[0]

@@ -1,4 +1,4 @@
-"""One process trains where the modules, the calls and the signals are missing that Windows has not."""
+"""One process trains without the modules, calls and signals that Windows lacks."""
 
 import subprocess
 import sys
