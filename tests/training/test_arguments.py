@@ -1,4 +1,4 @@
-"""The command line: defaults, YAML, and what is refused."""
+"""The command line: defaults, YAML files and refused values."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_mistakes_are_named(tmp_path, words, config, message):
         parse(tmp_path, "--use_cpu", *words, config=config)
 
 
-def test_how_to_compile_is_for_the_layers_alone(tmp_path):
+def test_compile_options_apply_only_to_the_layers(tmp_path):
     args = parse(tmp_path, "--use_cpu", "--torch_compile_backend", "eager")[2]
     assert args.compiles_layers and args.compile_options == {"backend": "eager"} and not args.torch_compile
     args = parse(tmp_path, "--use_cpu", "--torch_compile", "false", "--torch_compile_mode", "default")[2]
@@ -111,11 +111,11 @@ def test_how_to_compile_is_for_the_layers_alone(tmp_path):
         (None, {}, False),
     ],
 )
-def test_layers_are_compiled_unasked_on_cuda_without_deepspeed(tmp_path, monkeypatch, kind, environment, expected):
+def test_layers_are_compiled_by_default_on_cuda_without_deepspeed(tmp_path, monkeypatch, kind, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     accelerator = torch.device(kind) if kind else None
-    # What torch says where there is such a device.
+    # Simulate torch on a machine with such a device.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
@@ -123,7 +123,7 @@ def test_layers_are_compiled_unasked_on_cuda_without_deepspeed(tmp_path, monkeyp
     assert args.compiles_layers is expected and args.bf16 is (kind is None and has_bfloat16_units("cpu"))
 
 
-def test_a_plug_in_that_is_not_used_is_refused_unless_the_cpu_is_asked_for(tmp_path, monkeypatch):
+def test_an_unused_plug_in_is_refused_without_use_cpu(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "torch_npu.py").write_text("raise ImportError('no driver')")
     with pytest.raises(ValueError, match="torch_npu is installed for an accelerator, but torch .* finds none"):
@@ -132,7 +132,7 @@ def test_a_plug_in_that_is_not_used_is_refused_unless_the_cpu_is_asked_for(tmp_p
     assert describe_search().endswith("found torch_npu")
 
 
-def test_bf16_without_units_is_warned_about(tmp_path, monkeypatch, caplog):
+def test_bf16_without_units_gives_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     for words in ([], ["--bf16", "false"]):
         parse(tmp_path, "--use_cpu", *words)
@@ -164,7 +164,7 @@ def test_fsdp_through_accelerate_on_cpu_is_refused(tmp_path, monkeypatch):
 
 
 def test_data_parallel_is_refused(tmp_path, monkeypatch):
-    # The one thing that this machine cannot have: two GPUs in one process.
+    # Simulate two GPUs in one process, which this machine does not have.
     monkeypatch.setattr(LMTrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match="torchrun --standalone --nproc_per_node 2"):
         parse(tmp_path, "--use_cpu")
@@ -201,7 +201,7 @@ def test_experts_are_a_loop_on_a_cpu(tokenizer):
     assert torch.accelerator.is_available() or model.config._experts_implementation == "eager"
 
 
-def test_vocab_size_of_a_tokenizer_trained_here_is_the_models(tokenizer):
+def test_the_model_gets_the_vocab_size_of_a_tokenizer_trained_here(tokenizer):
     assert load_config(ModelArguments(model_preset="tiny", vocab_size=8000), tokenizer).vocab_size == 8000
     kept = ModelArguments(model_preset="tiny", vocab_size=8000, tokenizer_name_or_path="somewhere")
     assert load_config(kept, tokenizer).vocab_size == 6400

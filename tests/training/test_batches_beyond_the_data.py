@@ -1,4 +1,4 @@
-"""A batch that is larger than the data makes no more padding rows than fill the devices."""
+"""A batch larger than the data gets only as many padding rows as the devices need."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def make_trainer(tmp_path, *, rows=ROWS, batch: int, accumulation: int = 1, max_
     )
 
 
-def test_a_batch_beyond_the_data_is_the_data(tmp_path, caplog, monkeypatch):
+def test_a_batch_beyond_the_data_shrinks_to_the_data(tmp_path, caplog, monkeypatch):
     told = []
     monkeypatch.setattr("hf_pretrain.training.row_source.logger.warning", told.append)
     huge, whole = make_trainer(tmp_path, batch=100_000), make_trainer(tmp_path, batch=22)
@@ -58,7 +58,7 @@ def test_a_step_beyond_the_data_is_refused(tmp_path):
     words = "--gradient_accumulation_steps 1000: 22 rows make 3 batches of 8 per device.*at most 3"
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, batch=8, accumulation=1000).train()
-    # The last batch of the step is filled up.
+    # Padding rows fill the last batch of the step.
     trainer = make_trainer(tmp_path, batch=8, accumulation=3)
     trainer.train()
     assert trainer.state.epoch == 2

@@ -1,4 +1,4 @@
-"""FLOPs and memory against counts written out and what a process is seen to take."""
+"""Compare FLOPs and memory with counts written out and with the measured memory of a process."""
 
 import re
 import subprocess
@@ -26,19 +26,19 @@ def test_active_parameters_and_flops():
     dense = toy_model(vocab_size=100)
     number = sum(parameter.numel() for parameter in dense.parameters())
     assert num_active_parameters(dense) == number and flops_per_token(dense) == 6 * number
-    # Read from, not multiplied with.
+    # An untied embedding is a lookup without a matrix product.
     untied = toy_model(vocab_size=100, tie_word_embeddings=False)
     assert num_active_parameters(untied) == number
     moe = toy_model(vocab_size=100, **EXPERTS)
     experts = sum(parameter.numel() for name, parameter in moe.named_parameters() if ".experts." in name)
     total = sum(parameter.numel() for parameter in moe.parameters())
     assert num_active_parameters(moe) == total - experts / 2
-    # Frozen weights need no gradient of their own.
+    # Frozen weights need no gradient.
     dense.model.embed_tokens.weight.requires_grad_(False)
     assert flops_per_token(dense) == 6 * number - 2 * dense.model.embed_tokens.weight.numel()
 
 
-def test_peaks_are_of_the_gpu_that_is_named():
+def test_peaks_match_the_name_of_the_gpu():
     assert known_peak("NVIDIA L40") == 181e12 and known_peak("NVIDIA L4") == 121e12
     assert known_peak("NVIDIA H100 80GB HBM3") == 989e12 > known_peak("NVIDIA H100 PCIe")
     assert known_peak("NVIDIA GeForce RTX 4090") == 165e12 and known_peak("Tesla K80") is None
@@ -48,21 +48,21 @@ def test_gemm_rate_is_a_rate():
     assert 1e9 < measure_gemm_rate(torch.device("cpu"), torch.float32) < 1e15
 
 
-def test_the_peak_is_the_best_measurement_and_never_below_what_was_reached(monkeypatch):
+def test_the_peak_is_the_best_measurement_and_never_below_the_reached_rate(monkeypatch):
     rates = iter([1e9, 4e9, 2e9, 3e9])
     monkeypatch.setattr(efficiency, "measure_gemm_rate", lambda *args, **kwargs: next(rates))
     peak = PeakRate(torch.device("cpu"), torch.float32)
     assert [peak.update(reached) for reached in (2e9, 2e9, 5e9)] == [4e9, 4e9, 5e9]
 
 
-def test_fixed_memory_is_the_papers():
-    """Table 1 of ZeRO: 16 bytes a parameter of Adam in half precision, and what each stage divides."""
+def test_fixed_memory_equals_the_zero_papers():
+    """Table 1 of the ZeRO paper: 16 bytes per parameter for Adam in half precision, divided as in each stage."""
     model = toy_model()
     number = sum(parameter.numel() for parameter in model.parameters())
     expected = {"zero1": 4 + 12 / 4, "zero2": 2 + 14 / 4, "zero3": 16 / 4}
     for strategy, bytes_a_parameter in expected.items():
         estimate = estimate_memory(model, max_length=32, strategy=strategy, world_size=4)
-        # Gradients of a share are there in float32 too before a step.
+        # Before a step, a rank also holds the gradients of its share in float32.
         fixed = estimate.parameters + estimate.gradients + estimate.optimizer - number
         assert fixed == pytest.approx(bytes_a_parameter * number)
     with pytest.raises(ValueError, match="strategy='zero9' is unknown; there are ddp, fsdp"):
@@ -74,7 +74,7 @@ def test_fixed_memory_is_the_papers():
 
 
 def kept_by_a_forward_pass(config: MiniMindConfig, length: int, dtype: torch.dtype) -> int:
-    """Bytes a row of real tensors that wait for the backward pass."""
+    """Return the bytes per row of the real tensors that are kept for the backward pass."""
     config._attn_implementation, config._experts_implementation = "packed", "eager"
     model = MiniMindForCausalLM(config).train()
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -101,14 +101,14 @@ def kept_by_a_forward_pass(config: MiniMindConfig, length: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("experts", "tolerance"), [({}, 0), (EXPERTS, 0.05)], ids=["dense", "moe"])
-def test_activations_without_values_are_those_of_a_forward_pass(experts, tolerance, dtype):
+def test_estimated_activations_equal_those_of_a_forward_pass(experts, tolerance, dtype):
     model = toy_model(vocab_size=160, hidden_size=64, num_key_value_heads=2, **experts)
     found = estimate_memory(model, max_length=96, dtype=dtype).activations_per_row
     assert found == pytest.approx(kept_by_a_forward_pass(model.config, 96, dtype), rel=tolerance)
 
 
-def test_an_estimate_computes_nothing():
-    """Of a model without values: 104M parameters on 2,048 tokens. A GPU's kernel keeps no attention weights."""
+def test_an_estimate_runs_no_forward_pass():
+    """Estimate for 104M parameters and 2,048 tokens without values. A GPU's kernel keeps no attention weights."""
     with torch.device("meta"):
         model = MiniMindForCausalLM(MiniMindConfig(**PRESETS["minimind2"]))
     gpu, cpu = (
@@ -118,9 +118,9 @@ def test_an_estimate_computes_nothing():
     assert 2**29 < gpu.activations_per_row < cpu.activations_per_row < 2**31
 
 
-def test_packed_weights_count_as_the_weights_that_they_are():
+def test_4_bit_weights_count_as_unpacked_weights():
     class Params4bit(torch.nn.Parameter):
-        """As bitsandbytes': two weights in a byte."""
+        """Two weights in a byte, as in bitsandbytes."""
 
     model, packed = toy_model(), toy_model()
     for module in packed.modules():
@@ -159,8 +159,8 @@ print("TAKEN", peak_memory_bytes(cpu) - before)
 """
 
 
-def test_a_peak_is_that_of_the_process_itself():
-    """Not of the one that started it, as getrusage would have it."""
+def test_the_peak_memory_excludes_the_parent_process():
+    """It must not include the parent process, unlike getrusage's peak."""
     words = [sys.executable, "-c", "from hf_pretrain.training.efficiency import *; import torch"]
     words[-1] += "; print(peak_memory_bytes(torch.device('cpu')))"
     held = bytearray(2**31)
@@ -169,13 +169,13 @@ def test_a_peak_is_that_of_the_process_itself():
 
 
 @pytest.mark.slow
-def test_the_estimate_is_what_training_takes():
+def test_the_estimate_is_near_the_measured_memory():
     """
-    Within 15 % of the resident memory of a process that trains, most of it activations. In float32, since bfloat16
-    takes minutes on a CPU without units for it.
+    The estimate is within 15 % of the resident memory of a training process, most of it activations. It is in
+    float32, because bfloat16 takes minutes on a CPU without units for it.
     """
     words = [sys.executable, "-c", MEASURE]
-    # What is freed is given back, so that holes in the heap do not count.
+    # The allocator returns freed memory, so that holes in the heap do not count.
     environment = cpu_environment(MALLOC_MMAP_THRESHOLD_="1000000")
     result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""What a run measures on held-out data, and when: against values computed here, and through the real Trainer."""
+"""Validation metrics and their timing, compared with values computed here, through the real Trainer."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory, tokenizer):
 
 
 def make_rows(tokenizer) -> list[dict]:
-    """A document a row, with weights of 0, 0.5, 1 and 2 in turn."""
+    """Return rows of one document each, with weights of 0, 0.5, 1 and 2 in turn."""
     weights = (0.5 * 2**number if number else 0.0 for number in map(lambda n: n % 4, count()))
     rows = []
     for text in TEXTS:
@@ -80,7 +80,7 @@ def test_bits_per_byte_by_hand(tmp_path, tokenizer):
     assert trainer.evaluate()["eval_bits_per_byte"] == pytest.approx(bits / num_bytes, rel=1e-5)
 
 
-def test_a_stream_comes_in_another_order_in_each_epoch(tmp_path, tokenizer):
+def test_a_stream_has_another_order_in_each_epoch(tmp_path, tokenizer):
     numbered = [{"input_ids": [1, 40 + number, 2], "seq_lengths": [3]} for number in range(24)]
     seen: list[int] = []
 
@@ -105,7 +105,7 @@ def test_a_stream_comes_in_another_order_in_each_epoch(tmp_path, tokenizer):
 
 
 class Spoiler(TrainerCallback):
-    """Makes the last step the worst."""
+    """Make the last step the worst."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step == state.max_steps:
@@ -125,7 +125,7 @@ def test_the_lowest_is_the_best(tmp_path, tokenizer, metric):
     assert metrics[name] == pytest.approx(min(measured.values()), rel=1e-6)
 
 
-def test_what_is_best_can_be_said(tmp_path):
+def test_metric_for_best_model_may_be_chosen(tmp_path):
     def is_greater(metric, **given):
         return LMTrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, **given).greater_is_better
 
@@ -161,7 +161,7 @@ def test_evaluations_are_spaced_and_the_last_one_counts(tmp_path, tokenizer, arg
     assert metrics.keys() >= {"eval_perplexity", "eval_bits_per_byte"} and "step" not in metrics
 
 
-def test_the_divergence_from_the_teacher_is_told():
+def test_the_divergence_from_the_teacher_is_reported():
     metrics = {"eval_loss": 2.0, "eval_kl": 0.25}
     report = format_report(LMTrainingArguments(output_dir="out/a"), metrics=metrics, unigram=None, samples=[])
     assert "KL divergence from the teacher 0.2500 nats per token" in report
@@ -169,7 +169,7 @@ def test_the_divergence_from_the_teacher_is_told():
     assert (result.metric_name, result.metric_value) == ("KL divergence from the teacher (nats per token)", 0.25)
 
 
-def test_a_run_without_held_out_data_keeps_the_last_model(tmp_path, caplog):
+def test_a_run_without_validation_data_keeps_the_last_model(tmp_path, caplog):
     often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     args = LMTrainingArguments(output_dir=str(tmp_path), eval_on_start=True, load_best_model_at_end=True, **often)
     args.evaluate_never()
@@ -178,7 +178,7 @@ def test_a_run_without_held_out_data_keeps_the_last_model(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("recipe", [pretrain, grpo])
-def test_without_held_out_data_nothing_is_evaluated(tmp_path, checkpoint, monkeypatch, recipe):
+def test_without_validation_data_nothing_is_evaluated(tmp_path, checkpoint, monkeypatch, recipe):
     words = [
         *("--model_name_or_path", checkpoint, "--output_dir", str(tmp_path / "run"), "--validation_fraction", "0"),
         *("--eval_on_start", "true", "--load_best_model_at_end", "true", "--max_steps", "2", "--save_steps", "1"),

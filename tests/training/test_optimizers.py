@@ -1,4 +1,4 @@
-"""Muon against torch's own, a singular value decomposition, and itself resumed."""
+"""Compare Muon with torch's own Muon, with a singular value decomposition, and with a resumed run."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def test_orthogonalized_is_near_the_singular_vectors(shape):
     ("has_units", "dtype", "tolerance"), [(True, torch.bfloat16, 2e-2), (False, torch.float32, 1e-4)]
 )
 def test_the_iteration_is_in_bfloat16_only_where_there_are_units_for_it(monkeypatch, has_units, dtype, tolerance):
-    """Against the same five steps written out in float64."""
+    """Compare with the same five steps, written out in float64."""
     monkeypatch.setattr(optimizers, "has_bfloat16_units", lambda device_type: has_units)
     matrix = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
     expected = matrix.double() / matrix.double().norm()
@@ -64,7 +64,7 @@ def test_bfloat16_units_are_read_from_the_cpu(monkeypatch, features, expected):
     assert has_bfloat16_units("cpu") is expected
 
 
-def test_which_matrices_are_muons():
+def test_muon_trains_the_matrices_of_the_layers():
     model = toy_model(**EXPERTS)
     names = {name for name, parameter in model.named_parameters() if is_matrix_of_muon(name, parameter)}
     kinds = {name.split("layers.")[1].split(".", 1)[1] for name in names}
@@ -99,7 +99,7 @@ def test_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw():
             optimizer.step()
     for name, parameter in model.named_parameters():
         moved, expected = parameter - start[name], named[name] - start[name]
-        # Both iterate in bfloat16, here matrices of one shape together.
+        # Both iterate in bfloat16. Ours stacks matrices of one shape.
         tolerance = 2e-2 if is_matrix_of_muon(name, parameter) else 1e-5
         assert (moved - expected).norm() <= tolerance * expected.norm(), name
 
@@ -108,7 +108,7 @@ def test_stacked_experts_are_orthogonalized_one_by_one():
     stacked = torch.nn.Parameter(torch.zeros(4, 24, 16))
     single = [torch.nn.Parameter(torch.zeros(24, 16)) for _ in range(4)]
     gradient = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(0))
-    # One of them is much larger: together, it alone would be made orthogonal.
+    # One expert is much larger: without a separate iteration, only this expert would become orthogonal.
     gradient[0] *= 1000
     stacked.grad = gradient.clone()
     for parameter, part in zip(single, gradient, strict=True):
@@ -119,22 +119,22 @@ def test_stacked_experts_are_orthogonalized_one_by_one():
     assert stacked[1].norm() > 0.5 * stacked[0].norm()
 
 
-def test_deepspeeds_weight_decay_is_ours():
-    """Of a matrix wide enough that the two sizes of an update differ much: 0.2 * sqrt(512) is 4.5."""
+def test_deepspeeds_weight_decay_equals_ours():
+    """The matrix is wide, so that the two scales of an update differ clearly: 0.2 * sqrt(512) is 4.5."""
     for build_optimizer in (Muon, partial(deepspeed_muon, betas=(0.9, 0.95), eps=1e-8)):
         matrix = torch.nn.Parameter(torch.ones(512, 512))
         matrix.grad = torch.zeros_like(matrix)
         optimizer = build_optimizer([{"params": [matrix], "use_muon": True, "weight_decay": 0.1}], lr=0.01)
         optimizer.step()
         torch.testing.assert_close(matrix.detach(), torch.full((512, 512), 1 - 0.01 * 0.1))
-    # The last one is DeepSpeed's.
+    # `optimizer` is now DeepSpeed's.
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
     is_half = ns_compute_dtype(optimizer.param_groups[0]["ns_method"]) != torch.float32
     assert is_half == has_bfloat16_units("cpu")
 
 
-def test_many_matrices_move_as_few_at_a_time_do(monkeypatch):
+def test_the_number_of_matrices_per_iteration_changes_nothing(monkeypatch):
     model, reference = toy_model(**EXPERTS), toy_model(**EXPERTS)
     for net, at_a_time in ((model, 1), (reference, 2**24)):
         monkeypatch.setattr(optimizers, "MAX_ELEMENTS", at_a_time)
@@ -144,7 +144,7 @@ def test_many_matrices_move_as_few_at_a_time_do(monkeypatch):
         torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_saved_state_goes_on_in_the_same_bits(tmp_path):
+def test_a_loaded_state_continues_bit_for_bit(tmp_path):
     whole, half = toy_model(**EXPERTS), toy_model(**EXPERTS)
     optimizers = [build(whole), build(half)]
     for step in range(2):

@@ -1,4 +1,4 @@
-"""The figures and lines at the end of a run."""
+"""The report and the loss curve at the end of a run."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ from hf_pretrain.training.reporting import continue_command, format_report, plot
 def test_unigram_loss_is_the_formula():
     train = Dataset.from_dict({"input_ids": [[1, 5, 5, 2, 1, 6, 2]], "seq_lengths": [[4, 3]]})
     held_out = Dataset.from_dict({"input_ids": [[1, 5, 2], [1, 7, 2]], "seq_lengths": [[3], [3]]})
-    # Predicted in training: 5 5 2 6 2; each of 8 entries counts one more.
+    # Training predicts 5 5 2 6 2. Add-one smoothing counts each of the 8 entries once more.
     probability = {2: 3 / 13, 5: 3 / 13, 6: 2 / 13, 7: 1 / 13}
     expected = -sum(math.log(probability[token]) for token in (5, 2, 7, 2)) / 4
     assert unigram_loss(train, held_out, vocab_size=8) == pytest.approx(expected)
@@ -32,7 +32,7 @@ def test_continue_command_replaces_directories(monkeypatch, tmp_path):
     words = ["recipes/pretrain.py", "--output_dir=out/a", "--model_name_or_path", "out/0", "--max_steps", "3"]
     monkeypatch.setattr("sys.argv", words)
     monkeypatch.chdir(tmp_path)
-    # The YAML that was read without being named has to be named now, when there is a checkpoint to start from.
+    # The run read its preset's YAML by default. The printed command must name it, because it starts from a checkpoint.
     args = LMTrainingArguments(output_dir="out/a/", config="recipes/tiny/pretrain.yaml")
     assert continue_command(args) == (
         f"{sys.executable} recipes/pretrain.py --max_steps 3 --config recipes/tiny/pretrain.yaml "

@@ -1,4 +1,4 @@
-"""What a run prints is kept, and nobody has to read it."""
+"""`train.log` keeps the whole output of a run, even if nobody reads the output."""
 
 import logging
 import os
@@ -39,12 +39,12 @@ def test_lines_are_kept_and_bars_are_not(tmp_path, capsys):
     shown = capsys.readouterr()
     assert "1 of 3" in shown.err and shown.out.endswith("after\n") and shown.err.endswith("told\nafter\n")
     logger.removeHandler(handler)
-    # A second run adds to it.
+    # A second run appends to the log.
     begin_log(tmp_path / LOG_NAME)
     assert (tmp_path / LOG_NAME).read_text().startswith(begin)
 
 
-def test_nobody_reads(tmp_path, monkeypatch):
+def test_lines_are_kept_without_a_reader(tmp_path, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as stream:
@@ -57,7 +57,7 @@ def test_nobody_reads(tmp_path, monkeypatch):
     assert (tmp_path / LOG_NAME).read_text().count("one\n") == 2
 
 
-def test_a_full_disk_below_a_redirected_output(small_disk, tmp_path, monkeypatch):  # noqa: F811
+def test_lines_are_kept_when_the_disk_of_the_output_is_full(small_disk, tmp_path, monkeypatch):  # noqa: F811
     disk = small_disk(1)
     with open(disk / "output", "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -69,7 +69,7 @@ def test_a_full_disk_below_a_redirected_output(small_disk, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_its_reader_ends(workspace, tmp_path):  # noqa: F811
+def test_a_run_continues_when_its_reader_ends(workspace, tmp_path):  # noqa: F811
     with start(command(workspace, tmp_path / "run")) as process:
         assert process.stdout.readline()
         process.stdout.close()

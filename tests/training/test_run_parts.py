@@ -1,4 +1,4 @@
-"""The parts that `RunTrainer` connects, each without a Trainer."""
+"""The parts that `RunTrainer` connects, each tested without a Trainer."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ def write_checkpoint(writer, tmp_path, step: int, value: float):
     return target
 
 
-def test_a_checkpoint_gets_its_name_when_it_is_whole(writer, tmp_path):
+def test_a_complete_checkpoint_gets_its_final_name(writer, tmp_path):
     target = write_checkpoint(writer, tmp_path, 3, 1.0)
     assert find_damage(target) == [] and read_manifest(target)["run"] == {"step": 3}
     assert not (tmp_path / SAVING).exists()
@@ -50,7 +50,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(writer, tmp_path):
     assert again == target and find_damage(target) == [] and not (tmp_path / SAVING).exists()
 
 
-def test_a_checkpoint_that_reads_back_otherwise_is_set_aside(writer, tmp_path, monkeypatch):
+def test_a_checkpoint_that_reads_back_differently_is_renamed(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "hf_pretrain.checkpoints.writer.find_damage", lambda path: ["model.safetensors has another sha256"]
     )
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_reads_back_otherwise_is_set_aside(writer, tmp_path, m
     assert not (tmp_path / "checkpoint-3").exists()
 
 
-def test_shards_of_an_earlier_model_go_and_config_comes_last(writer, tmp_path, monkeypatch):
+def test_shards_of_an_earlier_model_are_removed_and_config_comes_last(writer, tmp_path, monkeypatch):
     target, source = tmp_path / "run", tmp_path / "run" / SAVING / "model"
     target.mkdir()
     (target / "model-00001-of-00002.safetensors").touch()
@@ -90,13 +90,13 @@ def test_a_full_disk_ends_with_74_and_other_errors_pass(writer, tmp_path, capsys
 # Signals and ranks
 
 
-def test_the_first_signal_is_noted_and_a_late_second_one_is_impatience(monkeypatch):
+def test_the_first_signal_is_recorded_and_a_late_second_one_means_impatience(monkeypatch):
     listener, before = SignalListener(), signal.getsignal(signal.SIGTERM)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with listener.listening():
         os.kill(os.getpid(), signal.SIGTERM)
-        # The launcher's copy of the same signal.
+        # The launcher forwards a copy of the same signal.
         os.kill(os.getpid(), signal.SIGINT)
         assert listener.number == signal.SIGTERM and not listener.is_impatient
         now[0] += 3
@@ -118,7 +118,7 @@ def test_one_rank_agrees_with_itself_and_passes_errors_on():
 # Steps
 
 
-def test_the_guard_counts_what_it_lets_pass(tmp_path):
+def test_the_guard_counts_the_steps_that_it_skips(tmp_path):
     guard = NonfiniteGuard(tmp_path / "run", skips=True)
     assert [guard.may_skip() for _ in range(MAX_SKIPPED_STEPS + 1)] == [True] * MAX_SKIPPED_STEPS + [False]
     assert not NonfiniteGuard(tmp_path, skips=False).may_skip()
@@ -128,7 +128,7 @@ def test_the_guard_counts_what_it_lets_pass(tmp_path):
     assert "nonfinite-5.json has the 1 row(s)" in guard.describe(5, "The loss is not finite", content["rows"])
 
 
-def test_the_meter_gives_means_and_takes_pauses_out(monkeypatch):
+def test_the_meter_returns_means_and_excludes_pauses(monkeypatch):
     class Peak:
         def update(self, reached):
             return 1000.0
@@ -146,13 +146,13 @@ def test_the_meter_gives_means_and_takes_pauses_out(monkeypatch):
         now[0] += 40.0
     assert meter.read_tokens() == 90 and meter.read_tokens() == 0
     logs = meter.measure(meter.losses, 190, torch.device("cpu"))
-    # 90 tokens in two seconds; the third step counts as tokens, not as a loss.
+    # 90 tokens in two seconds. The third step counts for the tokens, but not for the loss.
     assert (logs["ce_loss"], logs["aux_loss"], logs["tokens_per_second"]) == (3.0, 1.0, 45.0)
     assert (logs["model_flops_per_second"], logs["mfu"]) == (270.0, 0.135)
     assert meter.losses is None and meter.num_steps == 0
 
 
-def test_a_position_is_saved_and_read_also_from_the_first_version(tmp_path):
+def test_a_position_is_saved_and_loaded_also_from_the_first_version(tmp_path):
     position = DataPosition(epoch=2, num_rows=48, evaluation_is_due=True, num_skipped_steps=1)
     position.save(tmp_path)
     assert DataPosition.load(tmp_path) == position
@@ -162,7 +162,7 @@ def test_a_position_is_saved_and_read_also_from_the_first_version(tmp_path):
     assert DataPosition.load(tmp_path / "none") is None
 
 
-def test_the_tracker_counts_from_where_a_run_resumes():
+def test_the_tracker_counts_from_the_resumed_position():
     tracker = PositionTracker()
     tracker.start(3, 10)
     places = []
@@ -176,7 +176,7 @@ def test_the_tracker_counts_from_where_a_run_resumes():
 # Rows
 
 
-def test_batches_fit_the_data_and_rows_are_padded_to_whole_ones():
+def test_batches_fit_the_data_and_padding_rows_complete_them():
     rows = list(range(10))
     assert fit_batch_size(rows, 4, 2, 1, is_training=True) == 4
     assert fit_batch_size(rows, 100, 2, 1, is_training=False) == 5
@@ -191,7 +191,7 @@ def test_batches_fit_the_data_and_rows_are_padded_to_whole_ones():
 # The Hub
 
 
-def test_the_pusher_waits_for_the_push_under_way_and_pushes_the_newest(tmp_path, monkeypatch, writer):
+def test_the_pusher_waits_for_the_push_in_progress_and_pushes_the_newest(tmp_path, monkeypatch, writer):
     def write_card():
         (tmp_path / "README.md").write_text("card")
 

@@ -1,4 +1,4 @@
-"""`run.json`: what it says of a run, and what it keeps to itself."""
+"""The content of `run.json`, which must hold no token."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"
 
 @pytest.fixture
 def make_arguments(tmp_path, monkeypatch):
-    """Those of a run in `tmp_path`, with a token on the command line and another one in the environment."""
+    """Return the arguments of a run in `tmp_path`, with one token on the command line and one in the environment."""
 
     def make(**fields) -> LMTrainingArguments:
         words = ["recipes/pretrain.py", "--hub_token", TOKEN, f"--run_name={TOKEN}", "--max_steps", "3"]
@@ -43,7 +43,7 @@ def test_a_run_is_recorded(make_arguments, tmp_path):
     begin_record(args, (DataArguments(dataset_name=["mine.jsonl"]),), checkpoint=None)
     (entry,) = read(tmp_path)
     assert "recipes/pretrain.py --hub_token '<token>'" in entry["command"] and "--max_steps 3" in entry["command"]
-    # Flags that nobody gave are there, too.
+    # The record also has flags that the command line lacks.
     assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
     assert entry["versions"]["torch"] == torch.__version__ and entry["launcher"] == "python"
     assert entry["commit"] == run_record._commit()
@@ -63,7 +63,7 @@ def test_no_token_is_recorded(make_arguments, tmp_path):
     assert TOKEN not in text and "of <token>" in text and "pushed with <token>" in text
 
 
-def test_a_run_that_goes_on_adds_an_entry(make_arguments, tmp_path):
+def test_a_resumed_run_adds_an_entry(make_arguments, tmp_path):
     args = make_arguments()
     for checkpoint in (None, "out/checkpoint-2"):
         begin_record(args, (), checkpoint=checkpoint)
@@ -84,15 +84,15 @@ def test_a_full_disk_does_not_matter(make_arguments, tmp_path):
     end_record(args)
 
 
-def test_a_run_that_did_not_start_may_be_tried_again(make_arguments):
+def test_a_run_that_did_not_start_may_be_repeated(make_arguments):
     args = make_arguments()
     begin_record(args, (), checkpoint=None)
     assert checkpoint_to_resume(args) is None
 
 
-def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
+def test_the_record_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert run_record._commit() in (head, f"{head}-dirty") if head else run_record._commit() is None
-    # Installed, the package has none, whatever repository lies around it.
+    # An installed package has no commit, whatever repository contains the environment.
     monkeypatch.setattr(run_record, "__file__", str(tmp_path / "hf_pretrain" / Path(package).name))
     assert run_record._commit() is None

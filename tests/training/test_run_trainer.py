@@ -1,4 +1,4 @@
-"""`RunTrainer`, the base of every stage's trainer, and `MaskedLossTrainer` as a notebook uses it."""
+"""Test `RunTrainer`, the base of every stage's trainer, and `MaskedLossTrainer` in a notebook."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ ARGUMENTS = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm"
 
 
 def make_run_trainer(output_dir, **arguments) -> RunTrainer:
-    """Return a trainer without the masked loss, as the TRL stages have it."""
+    """Return a trainer without the masked loss, as in the TRL stages."""
     arguments = ARGUMENTS | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2} | arguments
     return RunTrainer(
         model=toy_model(vocab_size=64),
@@ -32,8 +32,8 @@ def make_run_trainer(output_dir, **arguments) -> RunTrainer:
     )
 
 
-def test_a_finished_run_trains_no_further_step(tmp_path):
-    # An epoch has two steps, so that the run ends within its second one.
+def test_a_finished_run_trains_no_more_steps(tmp_path):
+    # An epoch has two steps, so that the run ends within the second epoch.
     arguments = {"max_steps": 3, "save_steps": 1}
     make_run_trainer(tmp_path, **arguments).train()
     finished = make_run_trainer(tmp_path, **arguments)
@@ -41,7 +41,7 @@ def test_a_finished_run_trains_no_further_step(tmp_path):
     finished.train(resume_from_checkpoint=True)
     assert finished.state.global_step == 3
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
-    # It loaded the weights of the last checkpoint.
+    # The trainer has loaded the weights of the last checkpoint.
     assert any(not torch.equal(before[name], value) for name, value in finished.model.named_parameters())
 
 
@@ -57,7 +57,7 @@ def test_a_schedule_that_needs_the_number_of_steps_works_in_every_stage(tmp_path
 
 
 class SignalInEvaluation(TrainerCallback):
-    """Send SIGTERM within the evaluation after a step."""
+    """Send SIGTERM during the evaluation after a step."""
 
     def __init__(self, step: int):
         self.step = step
@@ -102,7 +102,7 @@ def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path,
             if state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    # Interactive sessions have this attribute.
+    # Only interactive sessions have this attribute.
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     handler = signal.getsignal(signal.SIGINT)
     trainer = make_trainer(tmp_path, make_documents(), arguments={"save_strategy": "steps", "save_steps": 2})
@@ -114,7 +114,7 @@ def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path,
     trainer.remove_callback(ctrl_c)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
-    # A new trainer around the same model, whose config training has changed.
+    # Make a new trainer for the same model, whose config the first run has changed.
     arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
     again = make_trainer(tmp_path, make_documents(), model=trainer.model, arguments=arguments)
     again.train(resume_from_checkpoint=True)
@@ -122,7 +122,7 @@ def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path,
 
 
 def test_our_arguments_need_no_validation_set(tmp_path):
-    """As in the example of `hf_pretrain.training`."""
+    """Use the example of `hf_pretrain.training`."""
     args = LMTrainingArguments(output_dir=str(tmp_path), **{k: v for k, v in ARGUMENTS.items() if k[:4] != "eval"})
     trainer = MaskedLossTrainer(toy_model(vocab_size=64), args, train_dataset=make_documents())
     trainer.train()

@@ -1,4 +1,4 @@
-"""Signals to a training process, and what else may end it, in this one."""
+"""Signals and other events that end a run, tested in this process."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.training.test_trainer import make_documents, make_trainer
 
 
 class AtStep(TrainerCallback):
-    """Does something after a step, once."""
+    """Call a function once, after a step."""
 
     def __init__(self, step: int, action):
         self.step, self.action = step, action
@@ -46,7 +46,7 @@ def test_a_closed_terminal_stops_a_run_at_a_step(tmp_path, restored, capfd):
     assert find_damage(tmp_path / "checkpoint-2") == []
 
 
-def test_under_nohup_it_does_not(tmp_path, restored):
+def test_under_nohup_a_closed_terminal_does_not_stop_a_run(tmp_path, restored):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     hang_up = AtStep(2, lambda: os.kill(os.getpid(), signal.SIGHUP))
     trainer = make_trainer(tmp_path, make_documents(), callbacks=[hang_up])
@@ -56,7 +56,7 @@ def test_under_nohup_it_does_not(tmp_path, restored):
 
 
 def test_a_signal_ends_an_evaluation(tmp_path, restored, capfd):
-    """Which the run that goes on makes up for, in the bits of one that was not stopped."""
+    """The resumed run repeats the evaluation, and ends with the same bits as an uninterrupted run."""
     arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 6}
 
     class InEvaluation(TrainerCallback):
@@ -74,7 +74,7 @@ def test_a_signal_ends_an_evaluation(tmp_path, restored, capfd):
     with pytest.raises(SystemExit) as status:
         trainer("run", callbacks=[InEvaluation()]).train()
     assert status.value.code == 143 and "Stopped by SIGTERM after step 2." in capfd.readouterr().err
-    # Four batches have the thirteen rows.
+    # The thirteen rows fill four batches.
     assert InEvaluation.num_batches == 2
     (resumed := trainer("run")).train(resume_from_checkpoint=True)
     (whole := trainer("whole")).train()
@@ -96,7 +96,7 @@ def test_a_signal_ends_the_evaluation_before_the_first_step(tmp_path, restored, 
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_was_trained_is_saved_when_data_cannot_be_read(tmp_path, capfd, num_workers):
+def test_a_run_saves_its_steps_when_data_cannot_be_read(tmp_path, capfd, num_workers):
     class Stream(IterableDataset):
         def __iter__(self):
             yield from 4 * make_documents()[:4]
@@ -112,7 +112,7 @@ def test_what_was_trained_is_saved_when_data_cannot_be_read(tmp_path, capfd, num
 
 
 @pytest.mark.parametrize("change", ["renamed", "deleted"])
-def test_an_output_directory_that_goes_away(tmp_path, change, caplog):
+def test_a_renamed_output_directory_is_replaced(tmp_path, change, caplog):
     output_dir = tmp_path / "run"
 
     def act():
@@ -131,7 +131,7 @@ def test_an_output_directory_that_goes_away(tmp_path, change, caplog):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
-def test_shared_memory_that_cannot_be_used_is_met_at_once(tmp_path, monkeypatch):
+def test_unusable_shared_memory_is_refused_at_once(tmp_path, monkeypatch):
     def arguments(**flags):
         return LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, **flags)
 

@@ -1,4 +1,4 @@
-"""MaskedLossTrainer in one process: against formulas written out, and against itself under other batches."""
+"""MaskedLossTrainer in one process, compared with written-out formulas and with itself at other batch sizes."""
 
 import copy
 import json
@@ -100,7 +100,7 @@ def train(trainer: MaskedLossTrainer) -> list[dict]:
 
 
 def written_out_loss(model: MiniMindForCausalLM, documents: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy and router loss of documents, one forward pass each, by the formulas of the design."""
+    """Return cross-entropy and router loss by their formulas, with one forward pass per document."""
     ce = weight_sum = aux = num_documents = torch.zeros(())
     for document in documents:
         ids = torch.tensor([document["input_ids"]])
@@ -122,7 +122,7 @@ def as_lists(documents: list[dict]) -> list[dict]:
 
 
 def as_a_tokenizer_pads(documents: list[dict]) -> Dataset:
-    """To 32 tokens, on the left."""
+    """Pad to 32 tokens on the left."""
     rows = []
     for document in documents:
         ids, padding = document["input_ids"], 32 - len(document["input_ids"])
@@ -137,7 +137,7 @@ def as_a_dataset_with_labels(documents: list[dict]) -> Dataset:
 
 @pytest.mark.parametrize("batch", [1, 7])
 @pytest.mark.parametrize("make_rows", [as_lists, as_a_tokenizer_pads, as_a_dataset_with_labels])
-def test_what_a_notebook_does_is_the_formula_too(tmp_path, make_rows, batch):
+def test_plain_use_in_a_notebook_follows_the_formula(tmp_path, make_rows, batch):
     documents = make_documents()
     model = make_model(4)
     ce_loss, aux_loss = written_out_loss(model, documents)
@@ -153,12 +153,12 @@ def test_what_a_notebook_does_is_the_formula_too(tmp_path, make_rows, batch):
     steps = train(trainer)
     assert steps[0]["loss"] == pytest.approx((ce_loss + 0.5 * aux_loss).item(), rel=1e-5)
     assert steps[1]["loss"] < steps[0]["loss"]
-    # On from the first epoch, to the same end.
+    # Resume from the first epoch, and reach the same end.
     arguments.eval_steps = 0.1
     again = MaskedLossTrainer(make_model(4), arguments, train_dataset=rows, eval_dataset=rows)
     with CaptureLogger(logging.get_logger("transformers.trainer")) as captured:
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    # Not of a tied head that is in no file, nor of a share of the steps that became a number.
+    # No warning about a tied head, which no file holds, or about a share of the steps that became a number.
     assert "missing keys" not in captured.out and "do not match" not in captured.out
     assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
 
@@ -295,7 +295,7 @@ def test_compute_metrics_sees_every_row_once(tmp_path):
     assert seen["shape"] == ((13, 20, 64), (13, 20))
 
 
-def test_a_loss_of_the_callers_own_stays(tmp_path):
+def test_compute_loss_func_replaces_the_loss(tmp_path):
     def summed(outputs, labels, num_items_in_batch=None):
         return outputs.logits.float().square().sum() / 1000
 
@@ -328,7 +328,7 @@ def test_a_broken_model_fails_its_evaluation(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [{"label_smoothing_factor": 0.1}, {"train_sampling_strategy": "batch_rebalance"}]
 )
-def test_what_would_train_something_else_is_refused(tmp_path, arguments):
+def test_arguments_that_would_change_the_loss_are_refused(tmp_path, arguments):
     with pytest.raises(ValueError, match=f"--{next(iter(arguments))}"):
         make_trainer(tmp_path, make_documents(), arguments=arguments)
 
@@ -344,7 +344,7 @@ def test_order_depends_on_seed_and_epoch_alone(tmp_path, strategy):
     rows = Dataset.from_list([{"input_ids": [1, 10 + n, 2], "seq_lengths": [3], "length": n % 5} for n in range(16)])
 
     def order(epoch: int) -> list[int]:
-        torch.rand(epoch + 7 * len(seen))  # other uses of the global generator, as dropout is one
+        torch.rand(epoch + 7 * len(seen))  # another use of the global generator, such as dropout
         trainer = make_trainer(tmp_path, rows, batch=4, arguments={"train_sampling_strategy": strategy})
         loader = trainer.get_train_dataloader()
         loader.set_epoch(epoch)
@@ -427,7 +427,7 @@ def test_logs_have_throughput_and_tokens(tmp_path):
 
 
 def make_packed_rows(num_rows: int = 24) -> list[dict]:
-    """Rows of 40 tokens, each cut into documents of its own lengths."""
+    """Return rows of 40 tokens, each cut into documents of different lengths."""
     generator = random.Random(0)
     rows = []
     for _ in range(num_rows):
@@ -446,7 +446,7 @@ class GraphCounter(TrainerCallback):
 
 
 def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
-    """Rows of any composition: after the first steps no graph is added."""
+    """Whatever the rows contain, no graph is added after the first steps."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, counter = make_model(), GraphCounter()
@@ -461,12 +461,12 @@ def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
     assert [step["loss"] for step in compiled] == pytest.approx([step["loss"] for step in plain], rel=1e-5)
 
 
-def test_layers_are_compiled_only_where_asked_for_on_a_cpu(tmp_path):
+def test_layers_are_compiled_on_a_cpu_only_with_the_flag(tmp_path):
     assert make_trainer(tmp_path, make_documents()).args.compiles_layers is False
 
 
-def test_a_profile_is_written_of_one_step_in_so_many(tmp_path, capfd):
-    # The second of six steps and one more, which is not reached and leaves nothing.
+def test_a_profile_covers_one_step_per_interval(tmp_path, capfd):
+    # An interval of 3 traces two of the six steps. An interval of 7 traces no step and leaves no file.
     for interval in (3, 7):
         profiler = ProfilerCallback(interval)
         for directory in (tmp_path, tmp_path / "again"):
@@ -489,7 +489,7 @@ def test_logs_have_flops_and_memory(tmp_path):
     assert 0.1 < step["peak_memory_gib"] < 100
 
 
-def test_mfu_recovers_from_a_peak_measured_at_a_bad_moment(tmp_path, monkeypatch):
+def test_mfu_recovers_from_a_low_measured_peak(tmp_path, monkeypatch):
     measure, rates = efficiency.measure_gemm_rate, []
 
     def slow_at_first(*args, **kwargs):
@@ -500,7 +500,7 @@ def test_mfu_recovers_from_a_peak_measured_at_a_bad_moment(tmp_path, monkeypatch
     steps = train(make_trainer(tmp_path, make_documents()))
     assert len(rates) == 1 + len(steps) == 7
     for number, step in enumerate(steps):
-        # No step of so small a model reaches what a large product does.
+        # A step of such a small model never reaches the rate of a large matrix product.
         assert (
             step["mfu"] == pytest.approx(step["model_flops_per_second"] / max(rates[: number + 2])) and step["mfu"] < 1
         )
@@ -534,8 +534,8 @@ def test_training_evaluating_saving_and_resuming_need_no_float64(tmp_path, num_e
     assert again.state.num_input_tokens_seen == trainer.state.num_input_tokens_seen
 
 
-def test_tokens_and_held_out_losses_are_added_up_beyond_the_digits_of_float32(tmp_path):
-    """From 2**24 on, float32 knows even numbers alone; these documents have 7, 19 and 5 tokens."""
+def test_tokens_and_validation_losses_are_summed_beyond_float32_precision(tmp_path):
+    """From 2**24 on, float32 represents only even integers; these documents have 7, 19 and 5 tokens."""
     trainer = make_trainer(tmp_path, make_documents())
     trainer._meter = Meter(1.0, PeakRate(torch.device("cpu"), torch.float32))
     trainer._meter.count_step(torch.tensor(2**24))
@@ -547,7 +547,7 @@ def test_tokens_and_held_out_losses_are_added_up_beyond_the_digits_of_float32(tm
     assert trainer._add_up([large, small]) == [2.0**24 + 1, 1 + 2.0**-30]
 
 
-def test_rows_of_a_batch_are_read_at_once(tmp_path):
+def test_rows_of_a_batch_are_read_in_one_call(tmp_path):
     rows = Dataset.from_list(make_documents())
     read = []
 
