@@ -1,4 +1,4 @@
-"""Talking to a model: what is shown, what is remembered, what a user cannot do; and the recipe as it is typed."""
+"""Chat with a model: output, history and limits of the user's input; and the recipe on the command line."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def test_history_and_system_message_reach_the_model(chat):
     assert chat.messages == [{"role": "system", "content": "Answer in capitals."}]
 
 
-def test_a_tool_is_called_and_its_result_is_taken(chat, tools_file, tmp_path):
+def test_a_tool_is_called_and_its_result_is_used(chat, tools_file, tmp_path):
     assert chat.run_command(f"/tools {tools_file}") == "tools: get_weather"
     chat.say("weather in Oslo?")
     shown = []
@@ -83,7 +83,7 @@ def test_a_user_cannot_end_a_turn(chat, monkeypatch):
 
 
 def test_a_system_message_that_is_not_utf_8_is_refused(model, talker):
-    """As `--system` passes on the bytes of a terminal."""
+    """`--system` may pass on any bytes of a terminal."""
     with pytest.raises(ValueError, match=r"'Be \\udcff' is not UTF-8"):
         Chat(model, load_tokenizer(talker), system="Be \udcff")
 
@@ -100,7 +100,7 @@ def test_an_answer_ends_where_the_positions_do(chat):
         chat.model.config.max_position_embeddings = positions
 
 
-def test_an_interrupt_keeps_what_was_written(chat):
+def test_an_interrupt_keeps_the_partial_answer(chat):
     def interrupt(text: str):
         if "them" in text:
             raise KeyboardInterrupt
@@ -118,7 +118,7 @@ def test_an_interrupt_keeps_what_was_written(chat):
         ("/save /nowhere/file", "/save: .*No such file"),
     ],
 )
-def test_mistakes_are_said(chat, line, message):
+def test_mistakes_are_reported(chat, line, message):
     with pytest.raises(ValueError, match=message):
         chat.run_command(line)
     assert chat.run_command("/help").count("\n") == 6
@@ -132,7 +132,7 @@ def test_tools_of_another_form_are_refused(chat, tmp_path, content):
 
 
 def test_published_tokenizers_without_a_response_template(chat, build_model):
-    """MiniMind2's knows no reasoning: its answers are content, without their stop token."""
+    """MiniMind2's tokenizer has no reasoning: an answer is its content, without the stop token."""
     tokenizer = load_tokenizer(ROOT / "tests/fixtures/tokenizers/v1")
     options = {"do_sample": False, "max_new_tokens": 5, "forced_eos_token_id": tokenizer.eos_token_id}
     chat = Chat(build_model(vocab_size=len(tokenizer)), tokenizer, **options)
@@ -162,7 +162,7 @@ def test_the_recipe_answers_once(talker, tmp_path, tools_file):
 
 
 def test_the_recipe_talks(talker, tmp_path, tools_file):
-    # Two bytes that are not UTF-8, as Python keeps them.
+    # Two bytes that are not UTF-8, as Python represents them.
     lines = [
         "/think off",
         "two and two?",

@@ -1,4 +1,4 @@
-"""Distillation against its formula written out, the cache of the teacher's answers, and what it is good for."""
+"""Distillation compared with its written-out formula, the teacher cache, and the benefit for a student."""
 
 import json
 import random
@@ -58,13 +58,13 @@ def make_distiller(
         ),
         data_collator=DataCollatorForPackedRows(pad_token_id=0),
         train_dataset=Dataset.from_list(rows),
-        # In another order, so that no row of one set can be taken for one of the other.
+        # In another order, so that a row of one set never passes for a row of the other set.
         eval_dataset=Dataset.from_list(rows[::-1]),
     )
 
 
 def written_out_loss(model, teacher, documents, *, kl, temperature, ce_weight):
-    """The formula, document by document: the loss, its cross-entropy and its divergence."""
+    """Return loss, cross-entropy and divergence by the formula, document by document."""
     divergence = weight_sum = torch.zeros(())
     for document in documents:
         ids = torch.tensor([document["input_ids"]])
@@ -109,7 +109,7 @@ def test_a_step_is_the_formula(tmp_path, kl, temperature, ce_weight, num_experts
         torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=1e-5)
 
 
-def test_model_flops_count_the_teachers_forward_pass_while_it_is_asked(tmp_path):
+def test_model_flops_include_the_forward_pass_of_a_teacher_in_memory(tmp_path):
     for cache, teachers in ((None, 2), (64, 0)):
         rows, path = pack(make_documents(), SIZES), tmp_path / str(cache)
         trainer = make_distiller(path, rows, cache_teacher_logits=cache)
@@ -128,7 +128,7 @@ def test_no_float64_is_needed(tmp_path, cache):
         trainer.save_model()
 
 
-def test_the_teacher_is_left_alone(tmp_path):
+def test_the_teacher_does_not_change(tmp_path):
     teacher = make_teacher(dropout=0.5)
     weights = {name: p.clone() for name, p in teacher.named_parameters()}
     trainer = make_distiller(tmp_path, make_documents(weighted=True), teacher=teacher, arguments={"max_steps": 3})
@@ -140,7 +140,7 @@ def test_the_teacher_is_left_alone(tmp_path):
 
 
 def test_heads_padded_to_other_widths_share_the_vocabulary(tmp_path):
-    """Entries past the shared ones have no part in the divergence, whoever has more of them."""
+    """The divergence ignores entries beyond the shared vocabulary, in the teacher or in the student."""
     documents = make_documents(weighted=True)
     teacher = make_teacher()
     wider = make_teacher(vocab_size=70)
@@ -191,7 +191,7 @@ def test_a_smaller_cache_joins_the_rest_into_one_class(tmp_path, kl):
     assert train(trainer)[0]["grad_norm"] > 0
 
 
-def test_a_cache_is_taken_again_only_for_the_same_question(tmp_path, monkeypatch):
+def test_a_cache_is_reused_only_for_equal_rows_teacher_and_settings(tmp_path, monkeypatch):
     rows = make_documents(weighted=True)
     asked = []
     ask = DistillationTrainer._ask
@@ -213,7 +213,7 @@ def test_a_cache_is_taken_again_only_for_the_same_question(tmp_path, monkeypatch
         num_asked()
         assert num_asked(**change) > 0, change
         assert num_asked(**change) == 0, change
-    # A cache that was not finished.
+    # An incomplete cache.
     for content in (None, b"", b'{"rows": '):
         path = tmp_path / "teacher_logits/meta.json"
         path.unlink() if content is None else path.write_bytes(content)
@@ -221,7 +221,7 @@ def test_a_cache_is_taken_again_only_for_the_same_question(tmp_path, monkeypatch
         assert num_asked() == 0
 
 
-def test_a_resumed_run_goes_on_with_the_cache(tmp_path):
+def test_a_resumed_run_uses_the_cache(tmp_path):
     rows = make_documents(weighted=True)
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}
     whole = make_distiller(tmp_path, rows, arguments=arguments, cache_teacher_logits=5)
@@ -233,7 +233,7 @@ def test_a_resumed_run_goes_on_with_the_cache(tmp_path):
 
 
 @pytest.mark.parametrize("top_k", [0, 65])
-def test_a_cache_that_cannot_be_is_refused(tmp_path, top_k):
+def test_a_cache_of_impossible_size_is_refused(tmp_path, top_k):
     with pytest.raises(
         ValueError, match=f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of 64"
     ):
@@ -255,11 +255,11 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3)).eval()
 
 
-def test_teachers_that_keep_packed_documents_apart_are_told_from_others():
+def test_teachers_that_mix_packed_documents_are_detected():
     assert keeps_documents_apart(make_teacher())
     assert keeps_documents_apart(llama())
     blind = llama()
-    # As an architecture that knows nothing of packed rows.
+    # Simulate an architecture that does not support packed rows.
     original = blind.forward
     blind.forward = lambda **kwargs: original(**kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])})
     assert not keeps_documents_apart(blind)
@@ -270,7 +270,7 @@ def test_a_llama_teaches_packed_rows(tmp_path):
     teacher = llama().requires_grad_(False)
     flags = {"kl": "forward", "temperature": 1.5, "ce_weight": 0.3}
     model = make_model()
-    # Of its 320 entries the student shares 64.
+    # The student shares 64 of the teacher's 320 entries.
     full = teacher.forward
     cut = lambda ids: type("Output", (), {"logits": full(ids).logits[..., :64]})  # noqa: E731
     loss, *_ = written_out_loss(model, cut, documents, **flags)
@@ -301,8 +301,8 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
         check_same_vocabulary(longer, tokenizer)
 
 
-def test_learned_positions_keep_nothing_apart():
-    """GPT-2 looks at the mask alone, or keeps documents apart as transformers' masks do: the check says what is so."""
+def test_learned_positions_do_not_separate_documents():
+    """GPT-2 uses only the mask, or separates documents by transformers' masks; the check must detect which."""
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)).eval()
     ids = torch.arange(12)[None]
@@ -326,11 +326,11 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         DistillationArguments(**{"teacher_name_or_path": "teacher"} | arguments)
 
 
-# What it is good for
+# Benefit for a student
 
 
 def chain_rows(seed: int, num_rows: int) -> list[dict]:
-    """Rows of a Markov chain over 61 words, of which nobody knows more than such samples."""
+    """Return rows sampled from a Markov chain over 61 words."""
     table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(61, (num_rows, 1), generator=generator)
@@ -340,7 +340,7 @@ def chain_rows(seed: int, num_rows: int) -> list[dict]:
 
 
 def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
-    """At the same steps on the same rows in the same order, from the same first weights; on rows that nobody saw."""
+    """Both students have equal steps, rows, order and initial weights. The comparison uses unseen rows."""
     arguments = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 100, "logging_steps": 100}
     teacher = make_teacher(initializer_range=0.1, hidden_size=64)
     teaching = make_distiller(
@@ -349,7 +349,7 @@ def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
     )
     teaching.train()
     held_out = Dataset.from_list(chain_rows(3, 60))
-    # Not a teacher of noise: log(61) is 4.11, and the entropy of the chain 2.45.
+    # The teacher has learned the chain: log(61) is 4.11, and the entropy of the chain is 2.45.
     assert teaching.evaluate(held_out)["eval_loss"] < 3
     closeness = {}
     for ce_weight in (1.0, 0.5, 0.0):
@@ -368,7 +368,7 @@ def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
 
 @pytest.mark.distributed
 def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
-    """Of packed rows: alive under ZeRO-3, which has to leave the teacher whole, and from a cache made by two ranks."""
+    """On packed rows: with a teacher in memory, which ZeRO-3 must not shard, and with a cache from two ranks."""
     generator = random.Random(1)
     words = ["river", "stone", "green", "light", "walks", "under"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(40)]

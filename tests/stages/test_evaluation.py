@@ -1,4 +1,4 @@
-"""Figures checked against the formulas written out, and the recipe against the run that it measures again."""
+"""Compare the metrics with written-out formulas, and the recipe with the run that it evaluates again."""
 
 import json
 import math
@@ -43,7 +43,7 @@ ROLLING = "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> Path:
-    """A directory of two task files, multiple choice and perplexity, and their examples."""
+    """Return a directory with two task files, multiple choice and perplexity, and their examples."""
     path = tmp_path_factory.mktemp("tasks")
     data = path / "data.jsonl"
     write_jsonl(data, EXAMPLES)
@@ -72,16 +72,16 @@ def task_results(model, tokenizer, tasks):
 
 
 def log_probabilities(model, ids: list[int]) -> torch.Tensor:
-    """Of each id but the first, given those before it."""
+    """Return the log-probability of each id except the first, given the ids before it."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def test_multiple_choice_is_scored_behind_bos(model, tokenizer, task_results):
+def test_multiple_choice_is_scored_after_bos(model, tokenizer, task_results):
     num_right, num_right_by_length = 0, 0
     for example in EXAMPLES:
-        # eos is no part of a question.
+        # eos does not belong to a question.
         (question,) = encode_documents([example["question"]], tokenizer)
         scores = []
         for choice in example["choices"]:
@@ -96,7 +96,7 @@ def test_multiple_choice_is_scored_behind_bos(model, tokenizer, task_results):
     assert task_results["toy_choice"]["num_examples"] == 3
 
 
-def test_log_likelihoods_are_those_of_the_model(model, tokenizer):
+def test_log_likelihoods_equal_the_models(model, tokenizer):
     from lm_eval.api.instance import Instance
 
     from hf_pretrain.stages.harness import BosHFLM
@@ -155,7 +155,7 @@ RESULTS = {
 }
 
 
-def test_results_go_into_a_card_whose_text_stays(tmp_path):
+def test_results_enter_a_card_and_its_text_stays(tmp_path):
     text = "---\nlicense: mit\ntags:\n- own\n---\n\n# Mine\n\nA [text](x) | a table.\n"
     (tmp_path / "README.md").write_text(text)
     mine, other = tmp_path / "my.jsonl", tmp_path / "other.jsonl"
@@ -179,7 +179,7 @@ def test_results_go_into_a_card_whose_text_stays(tmp_path):
     }
 
 
-def test_without_a_card_one_of_figures_alone_is_made(tmp_path):
+def test_without_a_card_a_card_with_only_the_metrics_is_written(tmp_path):
     write_results({"held_out": {}, "tasks": {}}, RunFacts(), directory=tmp_path / "nothing")
     assert not (tmp_path / "nothing/README.md").exists()
     write_results(RESULTS, RunFacts(datasets=["my.jsonl"]), directory=tmp_path / "some")
@@ -203,7 +203,7 @@ def test_the_table():
 
 @pytest.fixture(scope="module")
 def run(talker, tmp_path_factory) -> tuple[Path, list[str]]:
-    """A run of two steps, and the flags of its data."""
+    """Return a run of two steps, and the flags of its data."""
     path = tmp_path_factory.mktemp("run")
     texts = [f"It rains in Oslo, and {number} and two is four. " * (number % 5 + 1) for number in range(60)]
     write_jsonl(path / "train.jsonl", texts)
@@ -220,7 +220,7 @@ def evaluate(launcher: str, *arguments: str, **environment: str):
 
 
 @pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.distributed)])
-def test_the_recipe_gives_the_figures_that_the_run_ended_with(run, launcher, tmp_path):
+def test_the_recipe_gives_the_final_metrics_of_the_run(run, launcher, tmp_path):
     directory, data = run
     result = evaluate(launcher, "--output_dir", str(directory), "--results_dir", str(tmp_path), *data)
     assert result.returncode == 0, result.stdout[-3000:]
@@ -266,7 +266,7 @@ def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks,
         (".", {"results_dir": "out", "push_to_hub": True}, "leave out --results_dir"),
     ],
 )
-def test_mistakes_are_met_before_anything_is_loaded(name, options, message):
+def test_mistakes_are_refused_before_anything_is_loaded(name, options, message):
     args = EvaluationArguments(use_cpu=True, bf16=False, **options)
     assert isinstance(args, TrainingArguments)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""DPO against its formula written out, the router loss in it, and what a run leaves."""
+"""DPO compared with its written-out formula, its router loss, and the files of a run."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def build_trainer(build_model, tokenizer, tmp_path):
         arguments_class, trainer_class = ALGORITHMS[algorithm]
         overrides = {"vocab_size": len(tokenizer), **(experts or {})}
         policy, reference = build_model(**overrides), build_model(**overrides)
-        with torch.no_grad():  # Apart from each other, or every reward would be 0.
+        with torch.no_grad():  # Model and reference differ, or every reward would be 0.
             for parameter in policy.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         pairs, _ = prepare_pairs(documents(), tokenizer, max_length=64)
@@ -74,14 +74,14 @@ def build_trainer(build_model, tokenizer, tmp_path):
 
 
 def log_probability(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Sum over the answer's tokens of the log-probability of each."""
+    """Return the sum of the log-probabilities of the answer's tokens."""
     ids = torch.tensor([prompt + answer])
     log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
     return log_probs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
 
 
 def switch_loss(model, rows: list[list[int]]) -> torch.Tensor:
-    """Equations 4 to 6 of Switch Transformers for each row, summed over layers: the mean over rows."""
+    """Return the mean over rows of equations 4 to 6 of Switch Transformers, summed over layers."""
     total = 0.0
     for ids in rows:
         output = model(input_ids=torch.tensor([ids]), output_router_logits=True)
@@ -94,7 +94,7 @@ def switch_loss(model, rows: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
-def test_loss_and_gradient_are_those_of_the_formula(build_trainer, experts):
+def test_loss_and_gradient_follow_the_formula(build_trainer, experts):
     trainer = build_trainer(experts=experts)
     policy, reference, beta = trainer.model, trainer.ref_model, 0.3
     pairs = list(trainer.train_dataset)
@@ -139,7 +139,7 @@ def simpo(trainer) -> torch.Tensor:
 
 
 def orpo(trainer) -> torch.Tensor:
-    """Equations 4 to 7 of the paper; the likelihood is that of prompt and answer, as TRL has it."""
+    """Equations 4 to 7 of the paper. The likelihood covers prompt and answer, as in TRL."""
     losses, nll, num_tokens = [], 0.0, 0
     for prompt, chosen, rejected in answers(trainer):
         p = [(log_probability(trainer.model, prompt, ids) / len(ids)).exp() for ids in (chosen, rejected)]
@@ -151,7 +151,7 @@ def orpo(trainer) -> torch.Tensor:
 
 
 def kto(trainer) -> torch.Tensor:
-    """Equation 8 of the paper; the KL is that of the answers before each in the batch."""
+    """Equation 8 of the paper. The KL term pairs each prompt with the answer before it in the batch."""
     rows = [(row["prompt_ids"], row["completion_ids"], row["label"]) for row in trainer.train_dataset]
     wanted = [
         (prompt, ids, liked)
@@ -177,7 +177,7 @@ def kto(trainer) -> torch.Tensor:
 
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
 @pytest.mark.parametrize("formula", [kto, orpo, simpo])
-def test_the_other_algorithms_are_those_of_their_papers(build_trainer, formula, experts):
+def test_the_other_algorithms_follow_their_papers(build_trainer, formula, experts):
     trainer = build_trainer(
         algorithm=formula.__name__, experts=experts, per_device_train_batch_size=8 if formula is kto else 4
     )
@@ -210,7 +210,7 @@ def test_the_router_coefficient_can_be_given(build_trainer, coef):
     assert losses[coef] - losses[None] == pytest.approx((coef - 0.5) * aux_losses[0], rel=1e-4)
 
 
-def test_layers_are_compiled_where_that_is_asked_for(build_trainer):
+def test_layers_are_compiled_with_the_flag(build_trainer):
     for compiles in (False, True):
         trainer = build_trainer(torch_compile=compiles)
         assert all((layer._compiled_call_impl is not None) == compiles for layer in trainer.model.model.layers)
@@ -231,7 +231,7 @@ def test_evaluation_has_no_router_loss(build_trainer):
 
 
 def test_accumulation_and_whole_batches(build_trainer):
-    """Three pairs, two at a time: one is left out of each epoch, whether accumulated or not."""
+    """Three pairs in batches of two: each epoch drops one pair, with and without accumulation."""
     histories = []
     for batch in (
         {"per_device_train_batch_size": 2},
@@ -242,7 +242,7 @@ def test_accumulation_and_whole_batches(build_trainer):
         )
         trainer.train()
         histories.append([(e["loss"], e["grad_norm"], e["epoch"]) for e in trainer.state.log_history if "loss" in e])
-    assert len(histories[0]) == 4 and histories[0][-1][2] == 4  # one step an epoch
+    assert len(histories[0]) == 4 and histories[0][-1][2] == 4  # one step per epoch
     for one, two in zip(*histories, strict=True):
         assert one == pytest.approx(two, rel=1e-4)
     trainer = build_trainer(num_pairs=1, per_device_train_batch_size=2)
@@ -250,7 +250,7 @@ def test_accumulation_and_whole_batches(build_trainer):
         trainer.train()
 
 
-def test_pairs_are_cut_and_dropped(tokenizer):
+def test_pairs_are_truncated_and_dropped(tokenizer):
     pairs, report = prepare_pairs(documents(), tokenizer, max_length=64)
     for pair, (prompt, chosen, rejected) in zip(pairs, TEXTS, strict=True):
         assert tokenizer.decode(pair["prompt_ids"]) == f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
@@ -264,7 +264,7 @@ def test_pairs_are_cut_and_dropped(tokenizer):
 
 
 def test_a_template_whose_prompt_depends_on_the_answer():
-    """minimind-3's writes an empty thought into the prompt of an answer without one."""
+    """minimind-3's template writes an empty thought into the prompt of an answer without a thought."""
     v3 = load_tokenizer(ROOT / "tests/fixtures/tokenizers/v3")
     mark_template(v3)
     thought = {"role": "assistant", "content": "hello", "reasoning_content": "greet"}
@@ -279,14 +279,14 @@ def test_a_template_whose_prompt_depends_on_the_answer():
             assert v3.decode(pair["prompt_ids"] + pair[name]) + "\n" == rendered
 
 
-def test_a_small_held_out_set_is_measured(build_trainer):
+def test_a_small_validation_set_is_evaluated(build_trainer):
     trainer = build_trainer(per_device_eval_batch_size=8)
     assert trainer.evaluate()["eval_loss"] > 0  # two pairs
 
 
 @pytest.fixture
 def command(build_model, tokenizer, tmp_path) -> list[str]:
-    """The recipe on a toy model and four pairs, up to the steps and the output directory."""
+    """Return the recipe's command on a toy model and four pairs, without the steps and the output directory."""
     build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "toy")
     tokenizer.save_pretrained(tmp_path / "toy")
     records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in TEXTS]
@@ -300,7 +300,7 @@ def command(build_model, tokenizer, tmp_path) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_what_deepspeed_would_do_to_muon_is_refused_here_too(command, tmp_path):
+def test_muon_under_deepspeed_is_checked_here_too(command, tmp_path):
     words = command[len(launcher_command("python")) :]
     words += ["--deepspeed", "ds_configs/zero2.json", "--optim_preset", "muon", "--output_dir", str(tmp_path / "muon")]
     result = start([*launcher_command("deepspeed"), *words])
@@ -309,7 +309,7 @@ def test_what_deepspeed_would_do_to_muon_is_refused_here_too(command, tmp_path):
 
 @pytest.mark.distributed
 def test_the_recipe_runs_and_resumes(command, tmp_path):
-    """Two steps and two more after a resume, against four in one go; what is saved can be loaded and pushed."""
+    """Compare two steps and two more after a resume with four steps in one run, and check the saved files."""
     command = [*command, "--max_steps", "4", "--save_steps", "2"]
     whole = start([*command, "--output_dir", str(tmp_path / "whole")])
     assert whole.returncode == 0, whole.stdout[-3000:]
@@ -336,7 +336,7 @@ def test_the_recipe_takes_the_other_algorithms_and_adapters(command, tmp_path, a
     files = {path.name for path in (tmp_path / "run").glob("*.safetensors")}
     assert files == ({"adapter_model.safetensors"} if adapter else {"model.safetensors"})
     if adapter:
-        # Trained: B starts at zero. The first loss is log 2, as the reference is the model without the adapter.
+        # B starts at zero, so the adapter is trained. The first loss is log 2: the reference has no adapter.
         trained = load_file(tmp_path / "run/adapter_model.safetensors")
         assert all(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
         assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -82,7 +82,7 @@ def toy_trainer(tokenizer, tmp_path, *, model=None, algorithm="grpo", trainer=No
 
 
 def written_router_loss(model: MiniMindForCausalLM, input_ids: torch.Tensor, mask: torch.Tensor) -> float:
-    """Switch Transformers' loss, expert by expert and token by token, from the routers' own logits."""
+    """Return Switch Transformers' loss, expert by expert and token by token, from the routers' logits."""
     logits_of: list[torch.Tensor] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda module, args, output: logits_of.append(output[0]))
@@ -137,7 +137,7 @@ def test_the_router_loss_is_ours_by_its_formula(tokenizer, tmp_path, algorithm, 
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     expected = COEFFICIENT * written_router_loss(model, ids, mask)
-    # TRL's GRPO divides by the micro-batches itself, Trainer does so for its RLOO.
+    # TRL's GRPO itself divides by the number of micro-batches. For RLOO, Trainer does.
     expected /= num_micro_batches if algorithm == "grpo" else 1
     assert (losses[0] - losses[1]).item() == pytest.approx(expected, rel=1e-5)
     losses[0].backward()
@@ -165,7 +165,7 @@ def test_the_router_loss_of_an_adapter(tokenizer, tmp_path):
     trainer = toy_trainer(tokenizer, tmp_path, model=model)
     trainer.train()
     logged = [entry["aux_loss"] for entry in trainer.state.log_history if "aux_loss" in entry]
-    # Two layers whose load is nearly even.
+    # Two layers with a nearly even load.
     assert len(logged) == 2 and all(value == pytest.approx(2.0, rel=0.1) for value in logged)
 
 
@@ -202,12 +202,12 @@ def test_no_float64_is_needed(tokenizer, tmp_path, algorithm):
         trainer.save_model()
 
 
-def test_the_reference_is_the_policy_as_it_was(tokenizer, tmp_path):
+def test_the_reference_is_the_policy_at_the_start(tokenizer, tmp_path):
     model = make_model()
     start_weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = toy_trainer(tokenizer, tmp_path, model=model, beta=0.1, max_steps=3, warmup_steps=0)
     trainer.train()
-    # It drops nothing out.
+    # The reference has no dropout.
     assert not any(module.training for module in trainer.ref_model.modules())
     reference = trainer.ref_model.state_dict()
     assert all(torch.equal(reference[name], value) for name, value in start_weights.items())
@@ -262,7 +262,7 @@ def test_thinking_on_and_off(tokenizer, tmp_path, thinking, has_empty_thought):
     trainer = toy_trainer(tokenizer, tmp_path, enable_thinking=thinking)
     (ids,) = trainer._tokenize_prompts([[{"role": "user", "content": "Sky?"}]])[0]
     assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is has_empty_thought
-    # MiniMind-3's own template reads another name.
+    # MiniMind-3's own template uses another variable name.
     assert (trainer.args.chat_template_kwargs or {}).get("open_thinking") is thinking
 
 
@@ -270,7 +270,7 @@ def test_thinking_on_and_off(tokenizer, tmp_path, thinking, has_empty_thought):
 
 
 def teach(model: MiniMindForCausalLM, tokenizer, conversation: list[dict], tools: list) -> None:
-    """Fits a toy model to one conversation until it repeats it."""
+    """Train a toy model on one conversation until it reproduces it."""
     encoding = tokenizer.apply_chat_template(
         conversation, tools=tools, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
     )
@@ -305,7 +305,7 @@ Desk.calculator.__doc__ = calculator.__doc__
 
 
 @pytest.mark.parametrize("means", ["tools", "environment"])
-def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(tokenizer, tmp_path, means):
+def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(tokenizer, tmp_path, means):
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12 + 30"}}}
     conversation = [
         {"role": "user", "content": "What is 12 + 30?"},
@@ -348,7 +348,7 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_learns_from_its_own_words(t
         assert [message["role"] for message in rollout] == ["assistant", "tool", "assistant"]
         assert rollout[0]["tool_calls"] == [call]
         assert rollout[1]["content"] == "42" and rollout[2]["content"] == "Blue 42."
-    # The tool's words are seen and not learnt.
+    # The model sees the tool's words, but does not train on them.
     ids, mask = inputs["completion_ids"][0], inputs["tool_mask"][0]
     assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(ids[mask == 0])
     assert "42" not in tokenizer.decode(ids[mask == 1]).split("</tool_call>")[0].replace("12 + 30", "")
@@ -363,8 +363,8 @@ CALL = '{"name": "get_current_weather", "arguments": {"location": %s}}'
 
 
 @pytest.mark.parametrize("tools", [None, MINIMIND_TOOLS])
-def test_a_run_survives_whatever_the_model_writes(tokenizer, tmp_path, tools):
-    """Of generation, the sampling alone is replaced: parsing, tools, rendering and rewards are real."""
+def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
+    """Replace only the sampling: parsing, tools, rendering and rewards are real."""
     calls = [
         *(
             '{"name": {}, "arguments": {}}',
@@ -383,14 +383,14 @@ def test_a_run_survives_whatever_the_model_writes(tokenizer, tmp_path, tools):
         written.pop() if written else [[]] * len(prompt_ids),
         None,
     )
-    # As TRL sets them up before it generates.
+    # TRL creates these before it generates.
     trainer._sync_tool_dicts = [{tool.__name__: tool for tool in tools or []}] * len(texts)
     trainer._async_tool_dicts = [{}] * len(texts)
     prompts = [[{"role": "user", "content": "Weather?"}] for _ in texts]
     completions = trainer._generate(prompts)[3]
     rewards = tool_call_reward(completions, tools=[json.dumps(TOOLS)] * len(texts))
     assert len(rewards) == len(texts) and max(rewards) <= 0.25
-    # Of what can be called, one was.
+    # The model called one tool.
     if tools:
         assert [message["role"] for message in completions[-1]][:2] == ["assistant", "tool"]
 
@@ -419,7 +419,7 @@ def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
 # Arguments
 
 
-def test_flags_default_to_what_they_do_in_every_recipe(tmp_path):
+def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
     from hf_pretrain.training.arguments import LMTrainingArguments
 
     ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
@@ -445,7 +445,7 @@ def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
         GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
 
 
-def test_the_method_names_a_loss_where_there_are_several(tmp_path):
+def test_the_method_names_the_loss_of_grpo(tmp_path):
     methods = [GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, algorithm=a).method for a in ALGORITHMS]
     assert methods == ["grpo, dapo loss", "rloo"]
 
@@ -455,7 +455,7 @@ def test_rloo_refuses_tools(tokenizer, tmp_path):
         toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"tools": [calculator]})
 
 
-def test_rewards_that_concern_no_task_are_refused_before_training(tokenizer, tmp_path):
+def test_rewards_that_apply_to_no_task_are_refused_before_training(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="--rewards format concerns no task of --dataset_name toy"):
         MiniMindGRPOTrainer(
             make_model(),
@@ -494,7 +494,7 @@ def log_of(workspace, output_dir: str) -> list[dict]:
     return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
 
 
-def test_the_recipe_saves_pushes_and_resumes_where_it_stopped(workspace, tmp_path):
+def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
     saving = ("--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4")
     environment = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_toy"}
     with HubServer("hf_toy") as server:
@@ -510,7 +510,7 @@ def test_the_recipe_saves_pushes_and_resumes_where_it_stopped(workspace, tmp_pat
     assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
     (held_out,) = [entry["eval_reward"] for entry in log_of(workspace, "whole") if "eval_reward" in entry]
     assert f"Mean reward        {held_out:.4f}" in whole.stdout and "Validation loss" not in whole.stdout
-    # Of a generation batch of four, two prompts.
+    # A generation batch of four completions has two prompts.
     assert whole.stdout.count("Sample ") == 2
     card = pushed["README.md"].decode()
     assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "recipes/grpo.py" in card

@@ -1,4 +1,4 @@
-"""Every built-in reward on answers that are right, partly right and wrong, and the tasks that they are for."""
+"""Every built-in reward on right, partly right and wrong answers, and the tasks of the rewards."""
 
 import json
 import sys
@@ -56,7 +56,7 @@ def test_the_format_reward_counts_parts(shape, answer, reward):
     assert format_reward(says(answer), answer_format=[shape]) == [pytest.approx(reward)]
 
 
-def test_a_thought_that_was_parsed_counts_as_one_that_was_not():
+def test_a_parsed_thought_counts_like_an_unparsed_one():
     parsed = [[{"role": "assistant", "reasoning_content": "It is day.", "content": "Blue."}]]
     assert format_reward(parsed, answer_format=["reasoning"]) == [1.0]
 
@@ -73,13 +73,13 @@ def test_numbers_are_found_beside_chinese():
     assert solution_reward(answers, solution=[["84", "28"]] * 3) == [0.5, 0.5, 1.0]
 
 
-def test_an_idiom_is_finished_in_any_way_that_the_dictionary_knows():
+def test_an_idiom_may_have_any_ending_in_the_dictionary():
     solution = ["三窟", "狡兔三窟", "三穴", "狡兔三穴"]
     answers = says("三窟", "狡兔三穴。", "成语是狡兔三窟", "四窟", "我不知道啊", "rabbit")
     assert idiom_reward(answers, solution=[solution] * 6) == [1.0, 1.0, 1.0, 0.2, 0.0, 0.0]
 
 
-def test_the_solution_reward_is_upstreams_share_of_gt():
+def test_the_solution_reward_equals_upstreams_share_of_gt():
     answers = says("It is 1,200 and Sunny.", "It is 1200.0", "12000", '<tool_call>{"name": "1200"}</tool_call>')
     assert solution_reward(answers, solution=[["1200", "sunny"]] * 4) == [1.0, 0.5, 0.0, 0.0]
     assert solution_reward(says("yes"), solution=[[]]) == [None]
@@ -113,7 +113,7 @@ def test_a_tool_call_parses_fits_and_is_right(answer, reward):
     assert tool_call_reward(says(answer), solution=solution, **columns) == [reward]
 
 
-# What a model may write, and what a parser may make of it
+# Calls as a model may write them and as a parser may read them
 
 
 HOSTILE = {
@@ -149,7 +149,7 @@ words = (
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_is_no_call_is_worth_nothing(kind):
+def test_text_that_is_no_call_gets_no_reward(kind):
     assert tool_call_reward(says(HOSTILE[kind]), **ALL_COLUMNS) == [0.0]
     assert solution_reward(says(HOSTILE[kind]), solution=[["5"]]) == [0.0]
 
@@ -166,7 +166,7 @@ def test_no_answer_raises_an_error(answer):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("answer", ["<tool_call>" * 40_000, "<think>" + " a" * 60_000])
 def test_no_answer_takes_quadratic_time(answer):
-    """It takes a tenth of a second; in quadratic time, minutes."""
+    """Linear time takes a tenth of a second, quadratic time takes minutes."""
     for reward in (format_reward, solution_reward, tool_call_reward):
         reward(says(answer), **ALL_COLUMNS)
 
@@ -211,7 +211,7 @@ def test_a_tool_may_have_no_parameters(parameters):
 def test_a_faulty_schema_is_refused_before_training(tools):
     with pytest.raises(BadRecord, match="--rewards tool_call cannot use its 'tools'"):
         check_task([tool_call_reward], {"prompt": "A?", "tools": tools})
-    # Where nobody checks the tasks, it says at least what is wrong.
+    # Without a check of the tasks, the reward itself reports the mistake.
     with pytest.raises(ValueError, match="The column `tools` of a task must be JSON text: .* This is not: "):
         tool_call_reward(says(call("set_timer")), tools=[tools])
 
@@ -260,7 +260,7 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
         ([], "is empty"),
     ],
 )
-def test_a_reward_that_is_not_there_is_named(names, words):
+def test_a_missing_reward_is_named(names, words):
     with pytest.raises(ValueError, match=words):
         load_reward_functions(names)
 
@@ -269,7 +269,7 @@ def test_a_reward_that_is_not_there_is_named(names, words):
     ("dataset", "rewards", "fitting"),
     [("idiom-task", ["format"], "idiom, solution"), ("answer-format", ["arithmetic", "tool_call"], "format")],
 )
-def test_rewards_that_concern_no_task_are_refused(dataset, rewards, fitting):
+def test_rewards_that_apply_to_no_task_are_refused(dataset, rewards, fitting):
     names = [f"embedded:{dataset}"]
     tasks, _ = load_tasks(names, validation_fraction=0.0)
     words = f"--rewards {' '.join(rewards)} concerns no task of --dataset_name {names[0]}.*[(]{fitting}"
@@ -277,12 +277,12 @@ def test_rewards_that_concern_no_task_are_refused(dataset, rewards, fitting):
         check_rewards(load_reward_functions(rewards), tasks, dataset_names=names)
 
 
-def test_rewards_that_concern_some_tasks_are_not_refused():
+def test_rewards_that_apply_to_some_tasks_are_accepted():
     names = ["embedded:arithmetic", "embedded:idiom-task"]
     tasks, _ = load_tasks(names, validation_fraction=0.0)
     check_rewards([format_reward, idiom_reward], tasks, dataset_names=names)
     check_rewards([idiom_reward], tasks, dataset_names=names)
-    # What others say of an empty answer tells nothing.
+    # Scores of user-defined rewards for an empty answer prove nothing.
     check_rewards([lambda completions, **columns: [None]], tasks, dataset_names=names)
     with pytest.raises(ValueError, match="--rewards format concerns no task"):
         check_rewards([format_reward], tasks.remove_columns("answer_format"), dataset_names=names)
@@ -303,7 +303,7 @@ def test_embedded_tasks_are_the_same_for_the_same_seed():
 
 
 @pytest.mark.parametrize("name", EMBEDDED_TASKS)
-def test_the_solution_of_every_embedded_task_gets_the_whole_reward(name):
+def test_the_solution_of_every_embedded_task_gets_the_full_reward(name):
     rewards = {"answer-format": "format", "arithmetic": "arithmetic", "idiom-task": "idiom", "tool-call": "tool_call"}
     (reward,) = load_reward_functions([rewards[name]])
     tasks, _ = load_tasks([f"embedded:{name}"], validation_fraction=0.0)
@@ -319,7 +319,7 @@ def test_the_solution_of_every_embedded_task_gets_the_whole_reward(name):
     assert max(wrong) < 0.2
 
 
-def test_tools_are_described_as_the_chat_template_does():
+def test_tools_are_described_as_in_the_chat_template():
     tokenizer = train_tokenizer(["text"], vocab_size=300)
     question = {"role": "user", "content": "Hi"}
     system = {"role": "system", "content": "Be brief."}
@@ -341,7 +341,7 @@ def test_minimind_agent_records_become_tasks():
     assert [message["role"] for message in task["prompt"]] == ["system", "user"]
     assert task["prompt"][0]["content"] == tools_message(TOOLS, "Help.")
     assert task["solution"] == ["5", "timer"] and json.loads(task["tools"]) == TOOLS
-    # Beside tools that the trainer renders itself, the system message stays as it is.
+    # If the trainer renders the tools itself, the system message stays unchanged.
     assert read_task(record, describe_tools=False)["prompt"][0]["content"] == "Help."
     plain = read_task({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]})
     assert plain["prompt"] == [{"role": "user", "content": "Hi"}] and plain["solution"] == []
@@ -382,12 +382,12 @@ def test_trl_records_keep_their_columns():
         ({"conversations": [{"role": "system", "content": "", "tools": "[1]"}] * 2}, "no list of JSON schemas"),
     ],
 )
-def test_a_record_that_is_no_task_says_why(record, words):
+def test_a_record_that_is_no_task_has_a_reason(record, words):
     with pytest.raises(BadRecord, match=words):
         read_task(record)
 
 
-def test_bad_lines_are_set_aside_and_listed(tmp_path):
+def test_bad_lines_are_skipped_and_listed(tmp_path):
     good = [json.dumps({"prompt": f"Question {number}"}) for number in range(20)]
     (tmp_path / "tasks.jsonl").write_text("\n".join([*good, '{"text": "x"}']) + "\n")
     name, listed = str(tmp_path / "tasks.jsonl"), tmp_path / "rejected.jsonl"
@@ -429,7 +429,7 @@ def write_lines(path, records):
     return [str(path)]
 
 
-def test_tasks_that_no_run_can_use_are_set_aside(tmp_path):
+def test_unusable_tasks_are_rejected(tmp_path):
     good = {"prompt": "1+1?", "solution": "2", "level": 1.5, "task": None}
     bad = [(reason, record) for reason, records in UNUSABLE.items() for record in records]
     names = write_lines(tmp_path / "tasks.jsonl", [good, *(record for _, record in bad), {**good, "level": 3}])
@@ -441,7 +441,7 @@ def test_tasks_that_no_run_can_use_are_set_aside(tmp_path):
     assert [entry["line"] for entry in entries] == list(range(2, len(bad) + 2))
     for (reason, record), entry in zip(bad, entries, strict=True):
         assert reason in entry["reason"], record
-    # They count: two thirds of the lines are too many.
+    # These lines count as rejected: two thirds of the lines are too many.
     with pytest.raises(ValueError, match=f"{len(bad)} of {len(bad) + 2} lines .* are bad"):
         load_tasks(names, check=check)
 
@@ -461,7 +461,7 @@ def test_any_tasks_are_read_or_rejected_with_a_reason(records):
         train, _ = load_tasks(names, check=CHECK, **how)
         num_rejected = len(rejected.read_text().splitlines()) if rejected.is_file() else 0
         assert len(train) + num_rejected == 1 + len(records)
-        # What is accepted can be rewarded.
+        # Every accepted task can be rewarded.
         for name in ("arithmetic", "idiom", "solution", "format", "tool_call"):
             for row in train:
                 REWARDS[name](

@@ -1,4 +1,4 @@
-"""The server process, asked by the official `openai` client."""
+"""The server process, tested with the official `openai` client."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 @pytest.fixture(scope="module")
 def server(talker, tmp_path_factory):
-    """A client, and the log of the server that it talks to."""
+    """Return a client, and the log of its server."""
     port, path = free_port(), tmp_path_factory.mktemp("server")
     command = [sys.executable, str(ROOT / "recipes/serve.py"), "--port", str(port), "--device", "cpu"]
     (path / "out").mkdir()
@@ -58,7 +58,7 @@ def test_it_binds_to_loopback(server):
 
 
 def test_the_model_is_listed(server):
-    """Also on a machine that never downloaded anything."""
+    """This must also work on a machine without a Hub cache."""
     assert [model.id for model in server[0].models.list()] == ["out/run"]
 
 
@@ -108,11 +108,11 @@ def test_a_system_message_and_history(server):
     assert ask(server, messages).choices[0].message.content == "HELLO AGAIN"
 
 
-# What it refuses
+# Refused requests
 
 
 def post(server, path: str, body, **options):
-    """A request as any program may make it; `body` as JSON, or as the bytes that they are."""
+    """Send a request as any program may do; `body` is sent as JSON, or as it is if it is bytes."""
     url = str(server[0].base_url).removesuffix("/v1/") + path
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **options.pop("headers", {})}
@@ -128,7 +128,7 @@ def chat(**fields) -> dict:
 @pytest.mark.parametrize("path", ["/load_model", "/v1/chat/completions", "/v1/completions", "/v1/responses"])
 @pytest.mark.parametrize("model", ["owner/other", "/etc", "out/run@other", ["out/run"]])
 def test_no_other_model_is_loaded(server, path, model):
-    """Nor is the Hub asked for it."""
+    """The server must not ask the Hub for the model either."""
     answer = post(server, path, chat(model=model))
     assert answer.status_code == 400 and "serves out/run only" in answer.json()["detail"]
     assert "owner/other" not in server[1].read_text()
@@ -144,19 +144,19 @@ def test_its_own_model_may_be_loaded(server):
     [
         ({"Origin": "https://example.org"}, 403),
         ({"Origin": "null"}, 403),
-        # What a page may send without asking.
+        # A web page may send these requests without a preflight request.
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Content-Type": ""}, 415),
     ],
 )
 @pytest.mark.parametrize("path", ["/reset", "/v1/chat/completions"])
-def test_pages_of_other_origins_have_no_say(server, path, headers, status):
+def test_pages_of_other_origins_are_refused(server, path, headers, status):
     assert post(server, path, chat(), headers=headers).status_code == status
     assert '"cached": true' in post(server, "/load_model", {"model": "out/run"}).text
 
 
-def test_a_page_of_its_own_origin_has(server):
+def test_a_page_of_its_own_origin_is_accepted(server):
     origin = str(server[0].base_url).removesuffix("/v1/")
     answer = post(server, "/v1/chat/completions", chat(), headers={"Origin": origin})
     assert answer.json()["choices"][0]["message"]["content"] == "It is four."
@@ -171,14 +171,14 @@ def test_a_page_of_its_own_origin_has(server):
         ("chat_template", "must be an object"),
     ],
 )
-def test_a_request_brings_no_template(server, kwargs, words):
+def test_a_request_may_not_bring_a_template(server, kwargs, words):
     answer = post(server, "/v1/chat/completions", chat(chat_template_kwargs=kwargs))
     assert answer.status_code == 400 and words in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("stop", [[str(number) for number in range(1000)], ["x" * 1000], [3], {"a": 1}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_are_bounded(server, stop, stream):
+def test_stop_strings_are_limited(server, stop, stream):
     for fields in ({"stop": stop}, {"generation_config": json.dumps({"stop_strings": stop})}):
         answer = post(server, "/v1/chat/completions", chat(stream=stream, **fields))
         assert answer.status_code == 400 and "stop" in answer.json()["detail"]
@@ -186,7 +186,7 @@ def test_stop_strings_are_bounded(server, stop, stream):
 
 @pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_gets_one_answer(server, name, stream):
+def test_a_request_may_ask_for_one_answer_only(server, name, stream):
     answer = post(server, "/v1/chat/completions", chat(stream=stream, generation_config=json.dumps({name: 3000})))
     assert answer.status_code == 400 and f"{name} 3000" in answer.json()["detail"]
 
@@ -209,7 +209,7 @@ def test_a_body_beyond_the_positions_is_refused_unread(server, size):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_beyond_the_positions_is_refused_before_any_work(server, stream):
-    """The toy model has 1,024."""
+    """The toy model has 1,024 positions."""
     for path, fields in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x y" * 1000}]}),
         ("/v1/completions", {"prompt": "x y" * 1000}),
@@ -220,7 +220,7 @@ def test_a_prompt_beyond_the_positions_is_refused_before_any_work(server, stream
 
 
 def test_an_answer_ends_where_the_positions_do(server):
-    """It would go on past the table of positions, and end in an error."""
+    """Otherwise it would continue past the rotary table, and end in an error."""
     endless = json.dumps({"min_new_tokens": 1000, "max_new_tokens": 5000, "do_sample": False})
     body = {"model": "out/run", "prompt": "x y" * 300, "generation_config": endless}
     answer = post(server, "/v1/completions", body).json()
@@ -232,5 +232,5 @@ def test_a_body_that_is_no_object_is_refused(server, body):
     assert post(server, "/v1/chat/completions", body).status_code == 400
 
 
-def test_it_serves_on_after_all_that(server):
+def test_it_still_answers_after_all_refused_requests(server):
     assert ask(server, SUM[:1]).choices[0].message.content == "It is four."

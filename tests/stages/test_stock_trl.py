@@ -1,4 +1,4 @@
-"""TRL's own trainers, unchanged, on checkpoints of dense models and of ones with experts."""
+"""TRL's own trainers, unchanged, on checkpoints of dense models and of models with experts."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ TRAINERS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(build_model, tmp_path_factory):
-    """The directories of a dense toy model and of one with experts, with their tokenizer."""
+    """Return the directories of a dense toy model and of a toy model with experts, with their tokenizer."""
     path = tmp_path_factory.mktemp("toys")
     tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
     for name, overrides in MODELS.items():
