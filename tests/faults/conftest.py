@@ -1,7 +1,7 @@
 """
-Runs that every test here compares with, and the table of what was survived.
+Reference runs for every fault test, and the table of survived faults.
 
-`FAULTS_JSON=faults.json` keeps the table in a file, `N=300` asks for as many kills at random moments.
+`FAULTS_JSON=faults.json` writes the table to a file, and `N=300` sets the number of kills at random moments.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from tests.faults.driving import STEPS, command, final_bits, make_workspace, run
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory, worker_id):
-    """One for all workers of pytest-xdist, so that none trains again what another one has trained."""
+    """Return one directory for all workers of pytest-xdist, so that each reference run trains only once."""
     base = tmp_path_factory.getbasetemp()
     path = (base if worker_id == "master" else base.parent) / "faults"
     with FileLock(f"{path}.lock"):
@@ -30,7 +30,7 @@ def workspace(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="session")
 def reference(workspace):
-    """A function from a launcher and arguments to the output directory of a run that nothing happened to."""
+    """Return a function from a launcher and arguments to the output directory of an undisturbed run."""
 
     def get(launcher: str = "python", *arguments: str) -> Path:
         key = hashlib.sha256(repr((launcher, *arguments)).encode()).hexdigest()[:16]
@@ -47,7 +47,7 @@ def reference(workspace):
 
 @pytest.fixture
 def record(request):
-    """A function that counts trials of a fault, and is told whether they were survived."""
+    """Return a function that counts the trials of a fault, and how many of them the run survived."""
 
     def add(fault: str, survived: bool, trials: int = 1) -> None:
         request.node.user_properties.append(("fault", [fault, survived, trials]))
@@ -58,8 +58,8 @@ def record(request):
 @pytest.fixture
 def ends_like(workspace, reference, record):
     """
-    A function that goes on with the run in a directory and sees to it that it ends in the bits of the reference,
-    checkpoint and log included. Returns what the run printed.
+    Return a function that resumes the run in a directory, checks that it ends with the same bits as the reference
+    run, including checkpoint and log, and returns the output of the run.
     """
 
     def check(fault: str, output_dir: Path, launcher: str = "python", *arguments: str, trials: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""A small run under every launcher, the bits that it ends with, and ways to do it harm."""
+"""A small run under every launcher, digests of its result, and tools to disturb it."""
 
 import hashlib
 import json
@@ -22,13 +22,13 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 
 RECIPE = str(ROOT / "recipes/pretrain.py")
 STEPS = 8
-# What no two runs log alike.
+# Log entries that differ from run to run.
 CLOCKS = ("tokens_per_second", "model_flops_per_second", "mfu", "peak_memory_gib")
 CLOCKS += ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
 def make_workspace(path: Path) -> Path:
-    """A toy model with experts and dropout, and sentences enough for two passes and a half of `STEPS` steps."""
+    """Write a toy model with experts and dropout, and enough sentences for `STEPS` steps in two and a half passes."""
     generator = random.Random(0)
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet", "birds", "home", "far", "to"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 18))) for _ in range(26)]
@@ -43,7 +43,7 @@ def make_workspace(path: Path) -> Path:
 def command(
     workspace: Path, output_dir: Path, *arguments: str, launcher: str = "python", processes: int = 2
 ) -> list[str]:
-    """Eight steps with a global batch of eight rows, a checkpoint after each second one."""
+    """Return the command of eight steps with a global batch of eight rows and a checkpoint after every second step."""
     batch = ["4", "2"] if launcher == "python" or processes == 1 else ["2", "2"]
     return [
         *(*launcher_command(launcher, processes), RECIPE, "--use_cpu", "--bf16", "false"),
@@ -67,7 +67,7 @@ def run(words: list[str], *, timeout: float = 500, **environment: str) -> subpro
 
 @contextmanager
 def start(words: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A process group of its own, of which nothing is left at the end."""
+    """Start a command in its own process group, and kill what is left of the group at the end."""
     process = subprocess.Popen(words, start_new_session=True, **process_options(**environment))
     try:
         yield process
@@ -84,8 +84,8 @@ def kill_all(processes: Iterable[psutil.Process | subprocess.Popen[str]]) -> Non
 
 class Stopwatch:
     """
-    Seconds as an idle machine would take them. Its start took ten there, as that of a run does; a busy machine takes
-    longer for both.
+    Seconds scaled to an idle machine, on which starting a run takes ten seconds. On a busy machine, the start and the
+    measured time take longer.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Stopwatch:
 
 
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes that train, in the order of their ranks."""
+    """Return the training processes, in the order of their ranks."""
     try:
         tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -115,11 +115,11 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 500) -> Any:
-    """Polls until `condition` holds, or the process has ended; gives what the condition gave."""
+    """Poll until `condition` holds or the process has ended, and return the value of the condition."""
     deadline = time.monotonic() + timeout
     while not (result := condition()):
         if process.poll() is not None:
-            # It may have come true between the two looks.
+            # The condition may have become true between the two checks.
             return condition()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.0005)
@@ -127,7 +127,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, ti
 
 
 def final_bits(output_dir: Path) -> dict[str, str]:
-    """Digests of the model and of all that the last checkpoint of a run holds, but for clocks and the manifest."""
+    """Return digests of the model and of the last checkpoint's content, except times and the manifest."""
     checkpoint = output_dir / f"checkpoint-{STEPS}"
     digests = {"": hashlib.sha256((output_dir / "model.safetensors").read_bytes()).hexdigest()}
     for path in sorted(checkpoint.rglob("*")):
@@ -136,7 +136,7 @@ def final_bits(output_dir: Path) -> dict[str, str]:
             digests[name] = _digest(torch.load(path, weights_only=False))
         elif path.name == "trainer_state.json":
             state = json.loads(path.read_text())
-            # Under ZeRO-3 Trainer counts the parameters that happen to be gathered.
+            # Under ZeRO-3, Trainer counts only the parameters that are gathered at that moment.
             state.pop("total_flos")
             for entry in state["log_history"]:
                 for clock in CLOCKS:
@@ -148,7 +148,7 @@ def final_bits(output_dir: Path) -> dict[str, str]:
 
 
 def _digest(value: Any) -> str:
-    """Of tensors and plain values; the bytes of a pickle depend on which objects are the same one."""
+    """Return a digest of tensors and plain values. The bytes of a pickle would depend on the identity of objects."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:

@@ -1,7 +1,9 @@
 """
-`recipes/pretrain.py` with other data on one rank, `POISON=data:other.jsonl:1`, or with one bad micro-batch:
-`POISON=loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite, `POISON=gradient:9:0` puts a NaN into a
-gradient of the ninth on rank 0 whose loss is fine, and `POISON=kill:9:1` kills rank 1 in its ninth, once.
+Run `recipes/pretrain.py` with one fault, which `POISON` names.
+
+`data:other.jsonl:1` gives rank 1 other data. `loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite.
+`gradient:9:0` puts a NaN into a gradient of the ninth pass on rank 0, whose loss is finite. `kill:9:1` kills rank 1 in
+its ninth pass, once.
 """
 
 import functools

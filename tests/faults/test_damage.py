@@ -1,4 +1,4 @@
-"""Damage of any file of a real checkpoint: it is set aside by a name that says so, and the one before is taken."""
+"""Damage to any file of a real checkpoint: the run renames the checkpoint and resumes from the one before it."""
 
 import shutil
 
@@ -24,7 +24,7 @@ def damage(path, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a flipped bit", "truncated", "deleted", "a file beside it"])
-def test_of_every_file(how, reference, tmp_path, record):
+def test_damage_to_every_file(how, reference, tmp_path, record):
     source = reference()
     files = sorted(path.relative_to(source / "checkpoint-8") for path in (source / "checkpoint-8").rglob("*.*"))
     assert len(files) >= 13
@@ -44,7 +44,7 @@ def test_of_every_file(how, reference, tmp_path, record):
 
 
 @pytest.mark.slow
-def test_the_run_that_goes_on_says_so(reference, tmp_path, ends_like, workspace):
+def test_the_resumed_run_reports_the_damage(reference, tmp_path, ends_like, workspace):
     for name in ("checkpoint-4", "checkpoint-6"):
         shutil.copytree(reference() / name, tmp_path / "run" / name)
     damage(tmp_path / "run/checkpoint-6/optimizer.pt", "a flipped bit")

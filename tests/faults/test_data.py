@@ -1,4 +1,4 @@
-"""Whatever stands in a file: good documents are read as they are, bad lines are listed, and nothing else happens."""
+"""Files with any content: the reader returns good documents unchanged, and lists bad lines."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
 
 
-# What JSON can say, with and without what makes a document of it.
+# Any JSON value, with and without the fields of a document.
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=5,
 )
-# Among them what is hard to come by at random: NUL, halves of a surrogate pair, blanks.
+# Include characters that random text rarely has: NUL, halves of a surrogate pair, blanks.
 hard_texts = st.text(st.sampled_from(["a", "é", " ", "\n", "\0", "\ud83d", "\ude00"]), max_size=4)
 records = st.one_of(
     st.dictionaries(st.sampled_from(["text", "id", "Text"]), values, max_size=3),
@@ -42,7 +42,7 @@ lines = st.one_of(
 
 
 def is_document(line: bytes) -> bool:
-    """The rule, written out independently: one UTF-8 JSON object without duplicate keys, with a letter in `text`."""
+    """Return whether a line is a document: one UTF-8 JSON object without duplicate keys, with a letter in `text`."""
     try:
         text = line.decode("utf-8")
         pairs = json.loads(text, object_pairs_hook=lambda pairs: ("object", pairs))
@@ -89,7 +89,7 @@ def test_any_lines(record, content):
 
 
 def first_line(number: int, line: bytes) -> bytes:
-    """Without the byte order mark that a file may begin with, and the carriage return that a line may end with."""
+    """Return the line without the byte order mark at the start of a file, and without a carriage return at its end."""
     return (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
 
 
@@ -108,7 +108,7 @@ BAD_LINES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_is_listed_and_the_rest_trained_on(kind, tmp_path, record):
+def test_a_bad_line_is_listed_and_the_others_are_used(kind, tmp_path, record):
     texts = [f"document {number}" for number in range(150)]
     lines = [json.dumps({"text": text}).encode() for text in texts]
     lines.insert(70, BAD_LINES[kind])
@@ -158,7 +158,7 @@ print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encod
 
 
 @pytest.mark.slow
-def test_preparing_that_is_killed_does_nothing_again(workspace, tmp_path, record):
+def test_a_killed_preparation_does_not_repeat_finished_parts(workspace, tmp_path, record):
     write_jsonl(
         tmp_path / "a.jsonl", [f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000)]
     )
@@ -166,7 +166,7 @@ def test_preparing_that_is_killed_does_nothing_again(workspace, tmp_path, record
 
     def finished() -> dict[str, tuple[int, int]]:
         found = {}
-        # Not `rglob`, which fails where the process renames a directory meanwhile.
+        # `rglob` would fail when the process renames a directory meanwhile.
         for directory, _, names in os.walk(tmp_path / "cache"):
             for path in (Path(directory, name) for name in names if name.endswith(".arrow")):
                 with suppress(FileNotFoundError):
@@ -180,7 +180,7 @@ def test_preparing_that_is_killed_does_nothing_again(workspace, tmp_path, record
             enough = len(done) + 4
 
             def workers() -> list[psutil.Process]:
-                """Those that prepare, once there is enough. Between two pools there are none."""
+                """Return the worker processes once they have written enough. There are none between two pools."""
                 is_enough = process.poll() is None and len(finished()) >= enough  # noqa: B023
                 return psutil.Process(process.pid).children(recursive=True) if is_enough else []  # noqa: B023
 

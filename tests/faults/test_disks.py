@@ -1,4 +1,4 @@
-"""A disk that fills up, or cannot be written to: the last good checkpoint stays, and the run says what it needed."""
+"""Full and read-only disks: the last good checkpoint stays, and the run prints how much space it needed."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow]
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A function that mounts a small file system; where that is not allowed, tests skip."""
+    """Return a function that mounts a small file system. Without the permission, skip the test."""
     mounted = []
 
     def mount(mebibytes: int):
@@ -84,12 +84,12 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     record(f"disk: fills up, {launcher}", survived)
     assert survived, (process.returncode, kept, output[-3000:])
     assert "could not be saved" in output and "is intact: make room and resume" in output
-    # What another rank was still writing may stay, until the next start removes it.
+    # Another rank's unfinished files may stay until the next start removes them.
     assert launcher != "python" or not (disk / "run/.saving").exists()
 
 
 def test_a_disk_that_is_full_when_the_model_is_saved(small_disk, capfd):
-    """No checkpoint was asked for. Nothing of the model is there, or it would be taken for one."""
+    """The run saves no checkpoints. No part of the model may remain, or it would pass for a model."""
     disk = small_disk(1)
     trainer = make_trainer(disk / "run", make_documents())
     trainer.train()
@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(small_disk, capfd):
 
 
 def test_a_disk_without_room_for_the_teachers_answers(small_disk):
-    """In a process of its own, which a write to a block without room would end with SIGBUS."""
+    """Use a separate process, because writing to a mapped block without space would end it with SIGBUS."""
     words = [sys.executable, "-c", FULL_CACHE, str(small_disk(1))]
     result = subprocess.run(words, **process_options())
     assert result.returncode == 74 and "error: [Errno 28]" in result.stdout, result.stdout[-3000:]

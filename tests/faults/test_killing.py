@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what is there verifies, and the run that goes on ends in the same bits."""
+"""kill -9 at any moment: the checkpoints verify, and the resumed run ends with the same bits."""
 
 import itertools
 import os
@@ -13,10 +13,10 @@ from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, find_damage
 from tests.faults.driving import STEPS, command, kill_all, ranks, start, wait_for
 
 
-# A run is killed in each of its saves but the last one.
+# The test kills a run in every save but the last one.
 SAVES = range(2, STEPS, 2)
 NUM_RANDOM_RUNS = -(-int(os.environ.get("N", 30)) // len(SAVES))
-# Of a save: no file yet, each of its files, its manifest, and its name.
+# Moments of a save: before its first file, after each file, after the manifest, and after the rename.
 NUM_MOMENTS = {"python": 16, "torchrun": 17}
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -28,7 +28,7 @@ def killable(workspace: Path, output_dir: Path, launcher: str) -> list[str]:
 
 
 def kill(process, rank: int, *, whole_machine: bool = False) -> None:
-    """The only process, or one rank; the launcher sees to the other, unless that dies soon after with its machine."""
+    """Kill the only process, or one rank. The launcher ends the other rank, unless the whole machine dies."""
     found = ranks(process)
     kill_all(found[min(rank, len(found) - 1) :][:1])
     if whole_machine:
@@ -47,7 +47,7 @@ def check_checkpoints(output_dir: Path) -> None:
 
 
 def kill_within_save(step: int, number: int, words: list[str], output_dir: Path) -> None:
-    """Anew where a busy machine let the run go on before it was killed."""
+    """Try again if, on a busy machine, the run continued before the kill reached it."""
     before = output_dir.with_name("before")
     if output_dir.exists():
         shutil.copytree(output_dir, before)
@@ -97,7 +97,7 @@ def test_after_each_file_of_a_save(launcher, first, workspace, tmp_path, ends_li
 @pytest.mark.faults
 @pytest.mark.parametrize("trial", range(NUM_RANDOM_RUNS))
 def test_at_random_moments(trial, workspace, tmp_path, ends_like):
-    """Some time after the next save, three times; a run that ends before it is killed counts for what it survived."""
+    """Kill three times, some time after a save. A run that ends first counts with the kills that it survived."""
     launcher = ("python", "torchrun")[trial % 2]
     chance = random.Random(trial)
     num_kills = 0

@@ -11,7 +11,7 @@ from tests.training.test_trainer import make_documents, make_trainer
 
 
 class Watch(TrainerCallback):
-    """What the process holds, every hundred steps."""
+    """Record memory, descriptors and threads of the process every hundred steps."""
 
     def __init__(self):
         self.rows: list[tuple[int, int, int, int]] = []

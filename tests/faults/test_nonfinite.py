@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite in step 5: nothing is updated with it, and its rows are named."""
+"""A loss or gradient that is not finite in step 5: the run makes no update with it, and reports its rows."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from tests.faults.driving import RECIPE, command, run, zero
 from tests.invariants.launching import ROOT
 
 
-# Passes are counted on each rank, two a step. Of an infinite loss the micro-batch is known, of a gradient the step.
+# Each rank counts its passes, two per step. For a loss, the run knows the micro-batch; for a gradient, only the step.
 CASES = {
     "loss": ("python", [], "loss:9:0", 4),
     "gradient": ("python", [], "gradient:9:0", 8),
@@ -37,7 +37,7 @@ def test_the_run_stops_before_the_update(name, workspace, tmp_path, record):
     launcher, arguments, poison, num_rows = CASES[name]
     result = poisoned(workspace, tmp_path / "run", launcher, arguments, poison)
     report = tmp_path / "run/nonfinite-5.json"
-    # torchrun ends with 1 whatever its ranks end with, and names that.
+    # torchrun always ends with 1, and prints the status of each rank.
     status = result.returncode == 65 or (launcher == "torchrun" and result.stdout.count("exitcode  : 65") == 2)
     survived = status and report.is_file() and not (tmp_path / "run/checkpoint-6").exists()
     record(f"not finite: {name}", survived)
@@ -69,6 +69,6 @@ def test_skipping_is_refused_under_deepspeed(workspace, tmp_path):
     assert result.returncode != 0 and "--on_nonfinite skip is not possible under DeepSpeed" in result.stdout
 
 
-def test_what_to_do_is_one_of_two(workspace, tmp_path):
+def test_an_unknown_reaction_is_refused(workspace, tmp_path):
     result = run(command(workspace, tmp_path / "run", "--on_nonfinite", "never"))
     assert result.returncode != 0 and "--on_nonfinite never is unknown; use stop or skip" in result.stdout

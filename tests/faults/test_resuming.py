@@ -1,4 +1,4 @@
-"""Going on from any checkpoint ends in the bits of the run that was never interrupted, or is refused."""
+"""A run resumed from any checkpoint ends with the same bits as an uninterrupted run, or is refused."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ WAYS = {
     "ZeRO-2": ("deepspeed", zero(2)),
     "ZeRO-3": ("deepspeed", zero(3)),
 }
-# Steps to resume from: within the first pass of four steps, at its end, within the second pass, and after the last.
+# Steps to resume from: within the first pass of four steps, at its end, within the second pass, and at the end.
 STEPS_OF = {
     **{"one process": (2, 4, 6, 8), "a stream": (2, 4, 6, 8), "FSDP2": (4, 6), "ZeRO-1": (6,), "ZeRO-2": (4, 6)},
     **{"ZeRO-3": (6,), "one process, logs of three steps": (2, 4), "DDP, logs of three steps": (2, 4)},
@@ -43,7 +43,7 @@ def losses(output_dir: Path) -> list[float]:
 
 @pytest.fixture
 def interrupted(reference, tmp_path):
-    """A function that gives an output directory with one checkpoint of a reference run, and nothing else."""
+    """Return a function that makes an output directory with one checkpoint of a reference run."""
 
     def make(step: int, launcher: str = "python", *arguments: str):
         source = reference(launcher, *arguments) / f"checkpoint-{step}"
@@ -72,7 +72,7 @@ def test_bit_for_bit(way, step, interrupted, ends_like):
 @pytest.mark.faults
 @pytest.mark.parametrize("sharding", [[], ["--fsdp_size", "2"]], ids=["DDP", "FSDP2"])
 def test_the_best_model_at_the_end(sharding, workspace, tmp_path, record):
-    """On every rank. The largest loss is called the best, so that it is that of the first checkpoint."""
+    """Check every rank. Here the largest loss is the best, so that the first checkpoint is the best one."""
     arguments = ["--validation_fraction", "0.2", "--eval_strategy", "steps", "--eval_steps", "2"]
     arguments += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
     output_dir = tmp_path / "run"
@@ -89,7 +89,7 @@ def test_the_best_model_at_the_end(sharding, workspace, tmp_path, record):
 
 
 @pytest.mark.faults
-def test_a_signal_where_an_evaluation_is_due(workspace, tmp_path, ends_like):
+def test_a_signal_at_a_step_with_an_evaluation(workspace, tmp_path, ends_like):
     arguments = ["--validation_fraction", "0.2", "--eval_strategy", "steps", "--eval_steps", "1"]
     with start(command(workspace, tmp_path / "run", "--save_total_limit", "9", *arguments)) as process:
         wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
@@ -100,8 +100,8 @@ def test_a_signal_where_an_evaluation_is_due(workspace, tmp_path, ends_like):
 
 
 @pytest.mark.slow
-def test_as_many_processes_as_there_are(interrupted, workspace, reference, record):
-    """One process goes on from two at the same global batch: the same rows. Without dropout, the same loss."""
+def test_one_process_resumes_a_run_of_two(interrupted, workspace, reference, record):
+    """At the same global batch, one process sees the same rows as two. Without dropout, the losses agree."""
     arguments = ["--config_overrides", "dropout=0.0"]
     output_dir = interrupted(6, "torchrun", *arguments)
     result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", *arguments))
@@ -114,8 +114,8 @@ def test_as_many_processes_as_there_are(interrupted, workspace, reference, recor
 
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", [2, 3])
-def test_shards_go_on_in_another_number_of_processes(stage, interrupted, workspace, reference, tmp_path, record):
-    """As docs/checkpoints.md says. Without dropout, the same loss."""
+def test_converted_shards_resume_in_one_process(stage, interrupted, workspace, reference, tmp_path, record):
+    """Follow docs/checkpoints.md. Without dropout, losses agree."""
     arguments = ["--config_overrides", "dropout=0.0"]
     output_dir = interrupted(4, "deepspeed", *zero(stage), *arguments)
     checkpoint = output_dir / "checkpoint-4"
@@ -149,7 +149,7 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_not_be_exact_is_refused(what, interrupted, workspace, record):
+def test_an_inexact_resume_is_refused(what, interrupted, workspace, record):
     arguments, message, may_be_allowed = REFUSED[what]
     words = command(workspace, interrupted(6), "--resume_from_checkpoint", "auto", *arguments)
     result = run(words)

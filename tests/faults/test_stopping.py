@@ -1,4 +1,4 @@
-"""Signals, ranks that die and ranks that hang, under the real launchers."""
+"""Signals, dying ranks and hanging ranks, under the real launchers."""
 
 import os
 import shutil
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 @pytest.fixture
 def harm(workspace, tmp_path):
     """
-    A function that starts a run, does something to it and its ranks after its first checkpoint, and waits. Returns the
-    launcher's status, the output, the seconds by a [`Stopwatch`] and the checkpoints.
+    Return a function that starts a run, applies an action to it and its ranks after its first checkpoint, and waits.
+    The function returns the launcher's status, the output, the seconds of a [`Stopwatch`] and the checkpoints.
     """
 
     def act(action, launcher: str, *arguments: str):
@@ -60,17 +60,17 @@ def to_launcher(number):
 
 
 def to_all_with_skew(process, found):
-    """In the middle of whatever each of them is doing, accumulation most of the time."""
+    """Signal each rank at another moment, most often during accumulation."""
     found[1].send_signal(signal.SIGTERM)
     time.sleep(0.2)
-    # It may have ended meanwhile.
+    # The rank may have ended meanwhile.
     with suppress(psutil.NoSuchProcess):
         found[0].send_signal(signal.SIGTERM)
 
 
-# Alive as long as the run is.
+# These workers live as long as the run.
 WORKERS = ["--dataloader_num_workers", "2", "--dataloader_persistent_workers", "true"]
-# What launchers make of it: torchrun ends with 1 and names the statuses of its ranks, deepspeed's runner dies itself.
+# How launchers end: torchrun with 1 and the statuses of its ranks, deepspeed's runner by the signal itself.
 SIGNALS = {
     "SIGTERM": ("python", [], to_one(signal.SIGTERM), 143),
     "SIGINT": ("python", [], to_one(signal.SIGINT), 130),
@@ -102,14 +102,14 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
         assert output.count("exitcode  : 143") == 2
 
 
-def test_a_signal_while_data_are_prepared_leaves_nothing_in_the_way(workspace, tmp_path, record):
-    """The run ends at once, since there is nothing to save, and the same command starts it again."""
+def test_after_a_signal_during_preparation_the_run_can_start_again(workspace, tmp_path, record):
+    """The run has nothing to save and ends at once. The same command starts it again."""
     texts = [f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000)]
     words = command(workspace, tmp_path / "run", "--max_steps", "2")
     words[words.index("--dataset_name") + 1] = write_jsonl(tmp_path / "a.jsonl", texts)
 
     def is_preparing() -> bool:
-        """Whether a cache file is there. Not `rglob`, which fails where the run renames a directory meanwhile."""
+        """Return whether a cache file exists. `rglob` would fail when the run renames a directory meanwhile."""
         return any(name.endswith(".arrow") for *_, names in os.walk(tmp_path / "cache") for name in names)
 
     with start(words, HF_HOME=str(tmp_path / "cache")) as process:
@@ -132,7 +132,7 @@ def test_a_signal_while_data_are_prepared_leaves_nothing_in_the_way(workspace, t
     ],
 )
 def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, arguments, workspace, tmp_path, record):
-    """Until then, no other run gets their directory."""
+    """Until the ranks have ended, no other run may use their directory."""
     output_dir, watch = tmp_path / "run", Stopwatch()
     with start(command(workspace, output_dir, *LONG, *arguments, launcher=launcher)) as process:
         wait_for(lambda: list(output_dir.glob("checkpoint-*")), process)
@@ -173,20 +173,20 @@ def test_a_rank_that_dies_is_named(launcher, arguments, rank, harm, record):
 @pytest.mark.faults
 @pytest.mark.parametrize(("launcher", "arguments"), [("torchrun", []), ("deepspeed", zero(2))])
 def test_a_rank_that_hangs_is_named(launcher, arguments, harm, record):
-    """After the timeout of five seconds and as many for the roll call; launchers give the frozen one thirty more."""
+    """This takes the timeout of 5 seconds, 5 for the roll call, and 30 until a launcher kills a frozen rank."""
     returncode, output, seconds, _ = harm(to_one(signal.SIGSTOP), launcher, *arguments, "--ddp_timeout", "5")
     survived = returncode != 0 and "Rank(s) 1 of 2 died, hang" in output and seconds < 60
     record(f"a rank hangs: {launcher}", survived)
     assert survived, (returncode, seconds, output[-3000:])
 
 
-def test_a_run_recovers_by_itself(workspace, reference, tmp_path, record):
-    """In the same bits: torchrun starts both ranks again, and they go on from the newest checkpoint."""
+def test_torchrun_restarts_a_run_after_a_rank_dies(workspace, reference, tmp_path, record):
+    """torchrun restarts both ranks, which resume from the newest checkpoint and end with the same bits."""
     output_dir = tmp_path / "run"
     words = command(workspace, output_dir, "--save_total_limit", "9", launcher="torchrun")
     words[1:1] = ["--max-restarts", "1"]
     words[words.index(RECIPE)] = str(ROOT / "tests/faults/poisoned.py")
-    # Two passes are a step.
+    # A step has two passes.
     result = run(words, POISON="kill:11:1", PYTHONPATH=str(ROOT))
     survived = result.returncode == 0 and final_bits(output_dir) == final_bits(reference("torchrun"))
     record("a rank dies: --max-restarts 1", survived)
@@ -194,7 +194,7 @@ def test_a_run_recovers_by_itself(workspace, reference, tmp_path, record):
 
 
 @pytest.mark.faults
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(workspace, tmp_path, ends_like):
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(workspace, tmp_path, ends_like):
     for number in (signal.SIGTERM, signal.SIGINT):
         output_dir = tmp_path / number.name
         with start(command(workspace, output_dir, "--save_total_limit", "9")) as process:

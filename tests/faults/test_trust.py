@@ -1,4 +1,4 @@
-"""What a stranger may have written is read without running it, or refused; and the token is nowhere."""
+"""The package reads untrusted files without running code, or refuses them; and it writes the token nowhere."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from tests.hub_server import HubServer
 
 
 class Hostile:
-    """Makes a directory when it is unpickled."""
+    """Create a directory when it is unpickled."""
 
     def __init__(self, planted: Path):
         self.planted = planted
@@ -24,7 +24,7 @@ class Hostile:
 
 @pytest.fixture
 def planted(tmp_path) -> Path:
-    """A path that is there once hostile content has run; the content works where everything is unpickled."""
+    """Return a path that exists once hostile content has run. The content must work with an unrestricted unpickler."""
     proof = tmp_path / "proof"
     torch.save(Hostile(proof), tmp_path / "proof.pt")
     torch.load(tmp_path / "proof.pt", weights_only=False)
@@ -48,7 +48,7 @@ def refuses(words: list[str], planted: Path, *messages: str) -> bool:
     ],
 )
 def test_hostile_files_of_a_checkpoint(name, workspace, reference, planted, tmp_path, record):
-    """With a manifest that fits: whoever can write the file can write that, too."""
+    """The manifest matches: an attacker who can write the file can also write the manifest."""
     checkpoint = Path(shutil.copytree(reference() / "checkpoint-6", tmp_path / "run/checkpoint-6"))
     torch.save({"state": Hostile(planted)}, checkpoint / name)
     run_facts = read_manifest(checkpoint)["run"]
