@@ -1,4 +1,4 @@
-"""Runs that push over real HTTP, processes that pull without this package, and what must never leave the machine."""
+"""Runs that push over real HTTP, processes that load without this package, and data that must stay on the machine."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def server() -> Iterator[HubServer]:
 
 @pytest.fixture
 def environment(server, tmp_path) -> dict[str, str]:
-    """Of a machine that is logged in, with nothing in its caches."""
+    """Return the environment of a machine that is logged in, with empty caches."""
     return {
         **{"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
         **{"HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": TOKEN},
@@ -60,7 +60,7 @@ def environment(server, tmp_path) -> dict[str, str]:
 
 @pytest.fixture
 def run(workspace, environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:  # noqa: F811
-    """Runs the recipe on toy data through a launcher."""
+    """Return a function that runs the recipe on toy data through a launcher."""
 
     def run_recipe(*arguments: str, launcher: str = "python", output_dir: str = "run", **extra: str):
         command = [*launcher_command(launcher), RECIPE, *toy_arguments(workspace, ""), *arguments]
@@ -72,7 +72,7 @@ def run(workspace, environment, tmp_path) -> Callable[..., subprocess.CompletedP
 
 @pytest.fixture
 def publish(server, monkeypatch, tmp_path) -> Callable[..., LMTrainingArguments]:
-    """Puts a repository onto the Hub that this process sees; returns the arguments of a run that resumes from it."""
+    """Put a repository on this process's Hub, and return the arguments of a run that resumes from it."""
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
@@ -141,14 +141,14 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
     whole = {path.removeprefix("last-checkpoint/") for path in files_of(server) if path.startswith("last-checkpoint/")}
     assert whole >= CHECKPOINT | {"rng_state_0.pth", "rng_state_1.pth"}
     assert json.loads(repo.files["last-checkpoint/trainer_state.json"])["global_step"] == 2
-    # Optimizer state was asked for as part of a checkpoint, and is nowhere else.
+    # --hub_strategy asks for the optimizer state as part of a checkpoint, so it must not be anywhere else.
     assert not [path for path in files_of(server) - {f"last-checkpoint/{name}" for name in whole} if ".pt" in path]
 
     local = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     logits = local(torch.arange(20)[None]).logits
     torch.testing.assert_close(pull_logits("user/toy", environment, tmp_path), logits, rtol=0, atol=1e-6)
 
-    # The token, in no byte sent but its header, and in no file; Trainer's pickled arguments, nowhere.
+    # No byte except the Authorization header, and no file, has the token. No file has Trainer's pickled arguments.
     received = server.bytes_received()
     assert len(received) > 100_000 and b"rms_norm_eps" in received
     assert any(TOKEN in request.headers.get("authorization", "") for request in server.requests)
@@ -163,13 +163,13 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_zero2_checkpoints_travel(run, server, tmp_path):
-    """DeepSpeed's shards of both ranks, pushed and gone on from."""
+    """Push DeepSpeed's shards of both ranks, and resume from them."""
     zero2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), "--save_strategy", "steps", "--save_steps", "1"]
     pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
     buffers = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
     result = run(*zero2, *pushing, *CONSTANT, launcher="deepspeed")
     assert result.returncode == 0, result.stdout[-4000:]
-    # DeepSpeed itself leaves its buffers behind.
+    # DeepSpeed itself does not remove its buffers.
     assert set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")) <= buffers
     shards = {path for path in files_of(server) if path.startswith("last-checkpoint/global_step")}
     assert {path.split("/")[1] for path in shards} == {"global_step2"}
@@ -186,8 +186,8 @@ def test_zero2_checkpoints_travel(run, server, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_model_sharded_by_fsdp_carries_our_code(run, server, environment, tmp_path):
-    """FSDP2 gives the model a class of torch's own."""
+def test_a_model_sharded_by_fsdp_has_our_code(run, server, environment, tmp_path):
+    """FSDP2 replaces the model's class by one of torch's."""
     arguments = ["--fsdp_size", "2", "--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end"]
     result = run(*arguments, launcher="torchrun")
     assert result.returncode == 0, result.stdout[-4000:]
@@ -219,7 +219,7 @@ def test_strategies(strategy, run, server):
         messages == ["End of training"] if strategy == "end" else messages == ["Step 1", "Step 2", "End of training"]
     )
     if strategy == "every_save":
-        # Half way, the model of that step, with a card of that step.
+        # The commit in the middle has the model and the card of its step.
         files = server.repos["user/toy"].snapshots[server.repos["user/toy"].commits[1][0]]
         assert "ended at step 1 of 2" in files["README.md"].decode()
         final = load(server.repos["user/toy"].files["model.safetensors"])
@@ -227,7 +227,7 @@ def test_strategies(strategy, run, server):
 
 
 @pytest.mark.slow
-def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
+def test_a_slow_push_survives_the_rotation_of_its_checkpoint(run, server):
     server.preupload_seconds = 0.7
     arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "all_checkpoints"]
     arguments += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "4"]
@@ -237,7 +237,7 @@ def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
     for step in range(1, 5):
         state = json.loads(server.repos["user/toy"].files[f"checkpoint-{step}/trainer_state.json"])
         assert state["global_step"] == step
-    # Each commit with the card of its own step, however late it is made.
+    # Each commit has the card of its own step, even if it is late.
     for step, (sha, message) in enumerate(server.repos["user/toy"].commits[1:5], start=1):
         assert message == f"Step {step}"
         card = server.repos["user/toy"].snapshots[sha]["README.md"].decode()
@@ -247,7 +247,7 @@ def test_a_slow_push_outlives_the_rotation_of_its_checkpoint(run, server):
 @pytest.mark.slow
 def test_a_checkpoint_that_had_to_wait_is_pushed_at_the_end(run, server, tmp_path):
     def hold_the_first_push(method: str, path: str) -> None:
-        """Until the last checkpoint is there, however long the steps take."""
+        """Delay the push until the last checkpoint exists, however long the steps take."""
         while "preupload" in path and not (tmp_path / "run/checkpoint-4").is_dir():
             time.sleep(0.05)
 
@@ -262,8 +262,8 @@ def test_a_checkpoint_that_had_to_wait_is_pushed_at_the_end(run, server, tmp_pat
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment, tmp_path):  # noqa: F811
-    """The first one is SIGHUP, as of an ssh session that is closed."""
-    # As long as a test may take at most.
+    """The first signal is SIGHUP, as when an ssh session closes."""
+    # Longer than the test waits.
     server.preupload_seconds = 300
     command = [sys.executable, RECIPE, *toy_arguments(workspace, ""), "--push_to_hub", "--hub_model_id", "user/toy"]
     command += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "100000", "--save_total_limit", "2"]
@@ -274,7 +274,7 @@ def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment
             assert process.poll() is None, process.stdout.read()
             time.sleep(0.05)
         process.send_signal(signal.SIGHUP)
-        # The second one counts two seconds after the process has dealt with the first.
+        # The second signal counts from two seconds after the process has handled the first.
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=3)
@@ -282,14 +282,14 @@ def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment
         output = process.stdout.read()
     assert process.returncode == 128 + signal.SIGHUP, output[-3000:]
     assert "Stopped by SIGHUP" in output and "was cancelled" in output
-    # Nor did the process wait for the threads that upload: they would have ended with a commit.
+    # The process did not wait for the uploading threads either: they would have ended with a commit.
     assert not [message for _, message in server.repos["user/toy"].commits if message.startswith("Step")]
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
-    """On another machine, bit for bit as if it had not stopped."""
+def test_a_run_resumes_from_the_hub(run, server, tmp_path):
+    """Another machine resumes the run and ends with the same bits as an uninterrupted run."""
     saving = ["--save_strategy", "steps", "--save_steps", "2", *CONSTANT]
     assert run("--max_steps", "4", *saving, output_dir="whole").returncode == 0
     pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
@@ -299,7 +299,7 @@ def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
     assert "Resuming from" in result.stdout and "checkpoint-2 (user/toy has step 2)" in result.stdout
     whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
-    # Again, after local checkpoints have gone further, and a kill in the middle of a push.
+    # Resume again with newer local checkpoints, and after a kill in the middle of a push.
     (tmp_path / "second/.hub-old/last-checkpoint").mkdir(parents=True)
     result = run("--max_steps", "6", *saving, "--resume_from_hub", "user/toy", output_dir="second")
     assert "checkpoint-4 (user/toy has step 2)" in result.stdout and result.returncode == 0
@@ -330,8 +330,8 @@ def test_a_run_goes_on_from_the_hub(run, server, tmp_path):
         ("last-checkpoint", '{"global_step": 5', "names no global_step .JSONDecodeError"),
     ],
 )
-def test_the_step_of_a_checkpoint_is_read_with_suspicion(folder, state, message, publish, tmp_path):
-    """It becomes part of a path."""
+def test_the_step_of_a_checkpoint_is_validated(folder, state, message, publish, tmp_path):
+    """The step becomes part of a path."""
     files = {f"{folder}/trainer_state.json": state, f"{folder}/optimizer.pt": "", f"{folder}/planted.sh": "echo"}
     args = publish("toy", files)
     with pytest.raises(ValueError, match=message):
@@ -342,7 +342,7 @@ def test_the_step_of_a_checkpoint_is_read_with_suspicion(folder, state, message,
 STATE = {"last-checkpoint/trainer_state.json": '{"global_step": 5}'}
 
 
-def test_what_would_be_unpickled_needs_trust(publish, tmp_path):
+def test_pickled_files_need_trust_checkpoint(publish, tmp_path):
     shards = {
         "last-checkpoint/global_step5/mp_rank_00_model_states.pt": "",
         "last-checkpoint/optimizer_0/.metadata": "",
@@ -354,7 +354,7 @@ def test_what_would_be_unpickled_needs_trust(publish, tmp_path):
 
     for trust_checkpoint in (False, True):
         args = publish(f"zero-{trust_checkpoint}", STATE | shards, trust_checkpoint=trust_checkpoint)
-        args.deepspeed_plugin = object()  # as --deepspeed, or accelerate, sets it
+        args.deepspeed_plugin = object()  # --deepspeed and accelerate set this
         if trust_checkpoint:
             pull_checkpoint(args)
             assert Path(args.resume_from_checkpoint, "global_step5").is_dir()
@@ -364,7 +364,7 @@ def test_what_would_be_unpickled_needs_trust(publish, tmp_path):
             assert not Path(args.output_dir).exists()
 
 
-def test_a_checkpoint_without_optimizer_is_not_gone_on_from(publish):
+def test_a_checkpoint_without_optimizer_cannot_be_resumed(publish):
     weights = {"last-checkpoint/model.safetensors": "", "last-checkpoint/scheduler.pt": ""}
     args = publish("toy", STATE | weights)
     with pytest.raises(ValueError, match="last-checkpoint/ has no optimizer state .* --model_name_or_path user/toy"):
@@ -403,7 +403,7 @@ def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, s
         resolve("user/nope")
 
 
-def test_of_several_formats_one_is_downloaded(publish, server):
+def test_only_one_of_several_formats_is_downloaded(publish, server):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     shards = {
         "model.safetensors.index.json": json.dumps(index),
@@ -478,7 +478,7 @@ def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
     assert "--include=model.safetensors" in last_line and "manifest" not in last_line
     assert load_file(tmp_path / "run/model.safetensors") and (tmp_path / "run/checkpoint-2").is_dir()
 
-    # A push that fails during the run does not stop the one at the end.
+    # A failed push during the run does not prevent the push at the end.
     failures = [500]
     server.fail = lambda method, path: failures.pop() if failures and "/commit/" in path else None
     result = run("--push_to_hub", "--hub_model_id", "toy2", *saving, output_dir="second")
@@ -489,7 +489,7 @@ def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hub_that_refuses_says_so_before_training(run, tmp_path):
+def test_a_refused_repository_ends_the_run_before_training(run, tmp_path):
     result = run("--push_to_hub", "--hub_model_id", "toy", HF_TOKEN="hf_wrong")
     assert result.returncode != 0
     assert "error: --push_to_hub: the repository toy cannot be created or opened at http://127.0.0.1" in result.stdout
@@ -510,12 +510,12 @@ def test_a_token_on_the_command_line_goes_no_further(run, server, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_card_says_what_the_run_measured(run, server, tmp_path):
+def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     arguments = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end", "--hub_language", "en"]
     assert run(*arguments, "--learning_rate", "3e-4").returncode == 0
     text = server.repos["user/toy"].files["README.md"].decode()
     data = ModelCard(text).data
-    # Nobody asked for a licence.
+    # The run has no --hub_license.
     assert (data.license, data.language, data.to_dict()["library_name"]) == (None, ["en"], "transformers")
     assert (data.pipeline_tag, data.tags) == ("text-generation", ["minimind", "hf_pretrain"])
     state = json.loads((tmp_path / "run/trainer_state.json").read_text())
@@ -547,7 +547,7 @@ def test_the_card_says_what_the_run_measured(run, server, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "distill"])
-def test_the_other_stages_push_what_anybody_loads(recipe, workspace, server, environment, tmp_path):  # noqa: F811
+def test_the_other_stages_push_loadable_models(recipe, workspace, server, environment, tmp_path):  # noqa: F811
     question = {"prompt": "river stone", "chosen": "green", "rejected": "light"}
     chats = [question if recipe == "dpo" else {"prompt": "river stone", "completion": "green"}] * 4
     write_jsonl(tmp_path / "data.jsonl", chats)
@@ -564,7 +564,7 @@ def test_the_other_stages_push_what_anybody_loads(recipe, workspace, server, env
     files = files_of(server)
     assert files >= WEIGHTS | CODE | {"tokenizer.json", "chat_template.jinja", "last-checkpoint/optimizer.pt"}
     assert not [name for name in files if "training_args" in name]
-    # It describes a checkpoint, not the model.
+    # The manifest describes a checkpoint, not the model.
     assert "last-checkpoint/manifest.json" in files and "manifest.json" not in files
     card = server.repos["user/toy"].files["README.md"].decode()
     assert f"python recipes/{recipe}.py --resume_from_hub user/toy" in card
@@ -588,7 +588,7 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     assert ModelCard(text).data.license == "mit" and "trust_remote_code" not in text and str(tmp_path) not in text
     assert "This repository holds no tokenizer" in text
 
-    # And back in from the Hub.
+    # Import the model from the Hub again.
     back = ["--from", "user/toy", "--to", str(tmp_path / "back"), "--format", "upstream"]
     result = start([*command[:2], *back], **environment)
     assert result.returncode == 0, result.stdout[-4000:]
@@ -604,7 +604,7 @@ def test_conversions_are_pushed(server, environment, tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_of_the_documentation(workspace, server, environment, tmp_path):  # noqa: F811
-    """Conversion and Hub commands as they stand there, on toy weights in the directories that they name."""
+    """Run the documented conversion and Hub commands on toy weights, in the directories that they name."""
     pages = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("weights", "hub"))
     commands = [line.split("  #")[0] for line in pages.splitlines() if line.startswith("python recipes/")]
     assert len(commands) == 6

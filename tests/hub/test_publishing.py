@@ -1,4 +1,4 @@
-"""Which files of a directory are pushed, over real HTTP, whatever else lies in it."""
+"""The choice of pushed files, over real HTTP, from a directory with many other files."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ MODEL = {
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "modeling_minimind.py"),
     *("README.md", "loss_curve.png", "trainer_state.json", "evaluation.json"),
 }
-# Of a run, of other programs, or of nobody: none of it was asked for.
+# Files of a run and of other programs, none of which may be pushed.
 OTHERS = {
     *("nonfinite-5.json", "rejected.jsonl", "notes.json", "run.json", "train.log", ".lock", "training_args.bin"),
     *(
@@ -62,14 +62,14 @@ def run_directory(tmp_path) -> Path:
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(SECRET if name in OTHERS else f"of {name}")
-    # An index may say what it likes.
+    # An index may name any file.
     names = [*SHARDS, "*", "run.json", "profile/step-1-rank-0.json", "../secret.safetensors"]
     index = {"weight_map": {str(number): name for number, name in enumerate(names)}}
     (tmp_path / "run/model.safetensors.index.json").write_text(json.dumps(index))
     return tmp_path / "run"
 
 
-def test_what_was_not_asked_for_is_not_pushed(server, run_directory):
+def test_only_listed_files_are_pushed(server, run_directory):
     push_folder(run_directory, "user/toy")
     assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL
     assert SECRET.encode() not in server.bytes_received()
@@ -80,7 +80,7 @@ def test_a_conversion_pushes_its_own_kind_of_weights(server, run_directory):
     assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL | {"weights.pth"}
 
 
-def test_the_command_that_is_printed_pushes_the_same(server, run_directory):
+def test_the_printed_command_pushes_the_same_files(server, run_directory):
     server.fail = lambda method, path: 403 if "/commit/" in path else None
     with pytest.raises(ValueError, match="The push to user/toy failed: 403") as error:
         push_folder(run_directory, "user/toy")
@@ -95,18 +95,18 @@ def test_the_command_that_is_printed_pushes_the_same(server, run_directory):
     assert SECRET.encode() not in server.bytes_received()
 
 
-def test_files_are_copied_where_the_disk_has_no_hard_links(tmp_path, monkeypatch):
+def test_files_are_copied_on_a_disk_without_hard_links(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    # As on a memory card with FAT.
+    # A FAT file system raises this error.
     monkeypatch.setattr(os, "link", refuse)
     (tmp_path / "weights").write_bytes(b"bits")
     hub.link_or_copy(tmp_path / "weights", tmp_path / "staged")
     assert (tmp_path / "staged").read_bytes() == b"bits" and (tmp_path / "staged").stat().st_nlink == 1
 
 
-def test_a_checkpoint_is_staged_without_the_rest(run_directory):
-    """What a checkpoint alone needs is no part of the model."""
+def test_the_model_of_a_checkpoint_is_staged_without_its_other_files(run_directory):
+    """Files that only a checkpoint needs do not belong to the model."""
     (run_directory / "manifest.json").touch()
     assert set(hub.published_files(run_directory)) == MODEL
