@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""The choice of the checkpoint that a run resumes from, rotation, and saving of the model."""
 
 import errno
 import os
@@ -39,13 +39,13 @@ def make_checkpoint(output_dir, step: int):
     return str(path)
 
 
-def test_starts_in_a_new_or_empty_directory(tmp_path):
+def test_a_run_starts_in_a_new_or_empty_directory(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path / "new")) is None
     (tmp_path / "rejected.jsonl").touch()
     assert checkpoint_to_resume(arguments(tmp_path)) is None
 
 
-def test_refuses_to_write_over_a_run(tmp_path):
+def test_a_new_run_refuses_a_used_directory(tmp_path):
     make_checkpoint(tmp_path, 10)
     with pytest.raises(ValueError, match="is not empty.*--resume_from_checkpoint auto"):
         checkpoint_to_resume(arguments(tmp_path))
@@ -75,7 +75,7 @@ def test_a_named_checkpoint_must_be_one(tmp_path):
         checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))
 
 
-def test_another_stream_is_known_by_the_size_of_its_files(tmp_path):
+def test_another_stream_is_recognized_by_the_size_of_its_files(tmp_path):
     def description(*texts: str, max_length: int = 16, held_out: float = 0, **mixture) -> dict:
         name = write_jsonl(tmp_path / "a.jsonl", texts)
         documents, _ = load_documents([name, name], streaming=True, validation_fraction=held_out, **mixture)
@@ -89,7 +89,7 @@ def test_another_stream_is_known_by_the_size_of_its_files(tmp_path):
         assert description("one", "two", **change) != first
 
 
-def test_damaged_ones_get_a_name_that_says_so(tmp_path):
+def test_damaged_checkpoints_are_renamed(tmp_path):
     oldest, middle, newest = (make_checkpoint(tmp_path, step) for step in (8, 9, 10))
     for path in (middle, newest):
         with open(f"{path}/trainer_state.json", "a") as file:
@@ -100,7 +100,7 @@ def test_damaged_ones_get_a_name_that_says_so(tmp_path):
         checkpoint_to_resume(arguments(tmp_path, middle))
     assert checkpoint_to_resume(arguments(tmp_path, "auto")) == oldest
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-8", "damaged-checkpoint-9", "damaged-checkpoint-10"}
-    # Again, at the same step.
+    # Rename a second checkpoint of the same step.
     (tmp_path / "checkpoint-10").mkdir()
     write_manifest(tmp_path / "checkpoint-10", {})
     (tmp_path / "checkpoint-10/more").touch()
@@ -108,7 +108,7 @@ def test_damaged_ones_get_a_name_that_says_so(tmp_path):
     assert (tmp_path / "damaged-checkpoint-10-1/more").exists()
 
 
-def test_one_without_a_manifest_is_taken_when_told_to(tmp_path):
+def test_a_checkpoint_without_a_manifest_needs_allow_inexact_resume(tmp_path):
     newest = make_checkpoint(tmp_path, 10)
     os.unlink(f"{newest}/{MANIFEST_NAME}")
     for resume in ("auto", newest):
@@ -119,7 +119,7 @@ def test_one_without_a_manifest_is_taken_when_told_to(tmp_path):
         assert checkpoint_to_resume(arguments(tmp_path, resume, allow_inexact_resume=True)) == newest
 
 
-def test_shards_from_elsewhere_take_trust(tmp_path):
+def test_shards_from_elsewhere_need_trust_checkpoint(tmp_path):
     path = make_checkpoint(tmp_path / "other", 10)
     args = arguments(tmp_path / "run", path)
     assert checkpoint_to_resume(args) == path
@@ -133,7 +133,7 @@ def test_shards_from_elsewhere_take_trust(tmp_path):
     assert checkpoint_to_resume(own) == path
 
 
-def test_shards_of_torch_from_elsewhere_take_trust_too(tmp_path):
+def test_shards_of_torch_from_elsewhere_need_trust_checkpoint_too(tmp_path):
     path = make_checkpoint(tmp_path / "other", 10)
     os.mkdir(f"{path}/pytorch_model_fsdp_0")
     open(f"{path}/pytorch_model_fsdp_0/.metadata", "w").close()
@@ -152,20 +152,20 @@ def test_shard_names_stay_in_the_checkpoint(tmp_path):
             checkpoint_to_resume(arguments(tmp_path, resume))
 
 
-def test_an_older_checkpoint_is_gone_on_from(tmp_path, monkeypatch):
-    """Its successors get another name, or `auto` would return to them; after a restart, what came of it is taken."""
+def test_a_run_resumes_from_an_older_checkpoint(tmp_path, monkeypatch):
+    """Later checkpoints are renamed, or `auto` would take them. A restart takes the newest one of the resumed run."""
     older, _ = (make_checkpoint(tmp_path, step) for step in (8, 10))
     assert checkpoint_to_resume(arguments(tmp_path, older)) == older
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "abandoned-checkpoint-10"}
     newer = make_checkpoint(tmp_path, 9)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert checkpoint_to_resume(arguments(tmp_path, older)) == newer
-    # From another directory, and nothing was saved yet.
+    # Resume from another directory, before the run has saved anything.
     assert checkpoint_to_resume(arguments(tmp_path / "new", older)) == older
 
 
 def test_rotation_goes_by_steps_and_not_by_times(tmp_path):
-    """As when the clock was set back by a day after the first three were written."""
+    """Simulate a clock that was set back by a day after the first three checkpoints."""
     for step in (2, 4, 9, 10):
         path = make_checkpoint(tmp_path, step)
         if step < 10:
@@ -177,13 +177,13 @@ def test_rotation_goes_by_steps_and_not_by_times(tmp_path):
         return {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()}
 
     assert left(limit=None) == left(limit=9) == left(limit=4) == {"1", "2", "4", "9", "10"}
-    # The one without a manifest is another program's.
+    # The checkpoint without a manifest belongs to another program.
     assert left(limit=3) == {"1", "4", "9", "10"}
     assert left(limit=2, best=tmp_path / "checkpoint-4") == {"1", "4", "10"}
     assert left(limit=1) == {"1", "10"}
 
 
-def test_a_run_that_goes_on_after_the_clock_was_set_back_keeps_what_it_saves(tmp_path, caplog):
+def test_a_run_resumed_after_the_clock_was_set_back_keeps_its_new_checkpoints(tmp_path, caplog):
     def train(steps: int) -> set[str]:
         arguments = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
         make_trainer(tmp_path, make_documents(), arguments=arguments).train(resume_from_checkpoint=steps > 2)
@@ -196,8 +196,8 @@ def test_a_run_that_goes_on_after_the_clock_was_set_back_keeps_what_it_saves(tmp
     assert "mtime may not be reliable" not in caplog.text
 
 
-def test_a_copied_checkpoint_of_an_earlier_version_is_gone_on_from(tmp_path, caplog):
-    """Copied without times, and its manifest lacks flags that came later."""
+def test_a_copied_checkpoint_of_an_earlier_version_can_be_resumed(tmp_path, caplog):
+    """The copy has other times, and its manifest lacks settings that later versions added."""
     arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.5}
     make_trainer(tmp_path / "first", make_documents(), arguments=arguments).train()
     copy = tmp_path / "copy/checkpoint-1"
@@ -214,7 +214,7 @@ def test_a_copied_checkpoint_of_an_earlier_version_is_gone_on_from(tmp_path, cap
     assert "with other settings: learning_rate 0.5 -> 0.25, max_steps 1 -> 2." in caplog.text
 
 
-def test_a_model_is_replaced_when_the_next_one_is_whole(tmp_path, monkeypatch):
+def test_a_model_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, make_documents())
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     (tmp_path / "model.safetensors.index.json").touch()
@@ -226,7 +226,7 @@ def test_a_model_is_replaced_when_the_next_one_is_whole(tmp_path, monkeypatch):
 
     trainer.model.model.norm.weight.data += 1
     with monkeypatch.context() as patch:
-        # The last file of a save.
+        # Saving the config fails, as on a full disk.
         patch.setattr("hf_pretrain.model.configuration_minimind.MiniMindConfig.save_pretrained", fail)
         with pytest.raises(SystemExit) as status:
             trainer.save_model()
@@ -240,7 +240,7 @@ def fail(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_what_was_being_written_goes(tmp_path):
+def test_unfinished_files_are_removed(tmp_path):
     (tmp_path / ".saving/checkpoint-4").mkdir(parents=True)
     remove_leftovers(tmp_path)
     remove_leftovers(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint shows."""
+"""The manifest reveals every change to the files of a checkpoint."""
 
 import json
 import os
@@ -21,13 +21,13 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-def test_what_was_written_verifies(checkpoint):
+def test_an_unchanged_checkpoint_verifies(checkpoint):
     assert find_damage(checkpoint) == []
     manifest = read_manifest(checkpoint)
     assert manifest["run"] == RUN and manifest["files"].keys() == FILES.keys()
 
 
-# An empty file has no bit to flip and nothing to cut off.
+# An empty file has no bit to flip and no byte to truncate.
 FAULTS = [
     (fault, name)
     for fault in ("flip", "truncate", "delete", "extend", "link")
@@ -45,7 +45,7 @@ def test_every_fault_of_every_file_is_found(checkpoint, tmp_path_factory, name, 
             changed = bytearray(content)
             changed[bit // 8] ^= 1 << bit % 8
             path.write_bytes(changed)
-            # Blanks between JSON's words mean nothing; whatever means something is sealed.
+            # Blanks between JSON tokens have no meaning. The checksum covers everything else.
             assert find_damage(checkpoint) or json.loads(changed) == json.loads(content), bit
         return
     if fault == "truncate":
@@ -80,7 +80,7 @@ def test_an_added_file_is_found(checkpoint):
     assert find_damage(checkpoint) == ["global_step2/rank_1.pt was added"]
 
 
-def test_a_manifest_that_was_written_anew_by_hand_is_not_one(checkpoint):
+def test_a_manifest_edited_by_hand_is_damaged(checkpoint):
     content = json.loads((checkpoint / MANIFEST_NAME).read_text())
     content["run"]["step"] = 3
     (checkpoint / MANIFEST_NAME).write_text(json.dumps(content))
