@@ -1,4 +1,4 @@
-"""Starts the probe through a real launcher and reads back what the run left."""
+"""Start the probe through a real launcher, and read the files of the run."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def launcher_command(launcher: str, processes: int = 2) -> list[str]:
-    """`python`, or some processes of `torchrun`, `deepspeed`, or `accelerate:<config file's name>`."""
+    """Return the command of `python`, `torchrun`, `deepspeed` or `accelerate:<name of a config file>`."""
     if launcher == "python":
         return [sys.executable]
     if launcher == "torchrun":
@@ -38,7 +38,7 @@ def launcher_command(launcher: str, processes: int = 2) -> list[str]:
 
 
 def cpu_environment(**extra: str) -> dict[str, str]:
-    """One thread a rank; DeepSpeed's CPU accelerator counts devices by LOCAL_SIZE."""
+    """Return an environment with one thread per rank, and LOCAL_SIZE for DeepSpeed on CPUs."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     return {
@@ -52,7 +52,7 @@ def cpu_environment(**extra: str) -> dict[str, str]:
 
 
 def process_options(**environment: str) -> dict[str, Any]:
-    """How a test starts any process: from the repository's root, with all that it prints in one text."""
+    """Return options for a process in the repository's root, with stdout and stderr in one text."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return {"cwd": ROOT, "env": cpu_environment(**environment), **streams}
 
@@ -63,7 +63,7 @@ def start(command: list[str], *, timeout: float = 500, **environment: str) -> su
 
 @dataclass
 class Run:
-    """What a finished run left in its output directory."""
+    """The results in the output directory of a finished run."""
 
     steps: list[dict[str, float]]
     eval_loss: float

@@ -1,8 +1,7 @@
 """
-The real pretraining recipe with one callback more, which looks at the rotary table after training.
+Run the real pretraining recipe with an additional callback that checks the rotary table after training.
 
-`DOUBLE_GRADIENT=1` multiplies every gradient by two and leaves the losses as they are, so that the tests can be seen
-to notice it.
+`DOUBLE_GRADIENT=1` doubles every gradient and leaves the losses unchanged, to show that the tests notice it.
 """
 
 import json
@@ -29,7 +28,7 @@ from pretrain import main  # noqa: E402
 class RotaryTableProbe(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         table, config = base_model_of(model).model.rotary_emb.pos_cis, model.config
-        # MiniMind v1's own lines, written out.
+        # The lines of MiniMind v1.
         exponents = torch.arange(0, config.head_dim, 2)[: config.head_dim // 2].float() / config.head_dim
         angles = torch.outer(
             torch.arange(config.max_position_embeddings), 1.0 / config.rope_parameters["rope_theta"] ** exponents

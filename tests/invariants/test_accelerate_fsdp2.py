@@ -1,8 +1,8 @@
 """
-accelerate's FSDP2 in bf16, the default on GPUs, learns what DDP learns.
+accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP.
 
-accelerate turns FSDP on CPU processes into DDP. `Fsdp2Trainer` gives it the plug-in that it leaves out there, prepared
-as accelerate prepares it on a GPU; the rest is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
+On CPUs, accelerate turns FSDP into DDP. `Fsdp2Trainer` therefore sets FSDP's plug-in, prepared as on a GPU. The rest
+is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
 """
 
 import os
@@ -45,7 +45,7 @@ class Fsdp2Trainer(MaskedLossTrainer):
 
 
 def make_rows(weight: float) -> list[dict]:
-    """Rows of three documents, with so many weights that their sum is no number of bfloat16."""
+    """Return rows of three documents, whose sum of weights bfloat16 cannot represent."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for _ in range(8):
@@ -111,7 +111,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fsdp2_in_bf16_is_ddp_in_bf16(directory, name):
+def test_fsdp2_in_bf16_equals_ddp_in_bf16(directory, name):
     ddp, fsdp = (
         torch.load(directory / f"{name}-{kind}-0.pt", weights_only=False)
         for kind in ("MaskedLossTrainer", "Fsdp2Trainer")

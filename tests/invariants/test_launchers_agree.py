@@ -1,8 +1,8 @@
 """
-Same numbers everywhere: the pretraining recipe under every launcher and every way of sharding, against one process.
+Compare the pretraining recipe under every launcher and every kind of sharding with one process.
 
-Six steps of a global batch of 8 over 9 rows, so that three epochs end on the way, each with a step of a single row:
-the other rank then has no label in the whole step.
+A run has six steps with a global batch of 8 over 9 rows. Each of its three epochs ends with a step of a single row, in
+which the other rank has no labels.
 """
 
 import random
@@ -35,7 +35,7 @@ SGD = ["--optim", "sgd", "--learning_rate", "0.1", "--max_grad_norm", "0", "--we
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """Two toy models with their tokenizer, and sentences of uneven length."""
+    """Return a directory with two toy models, their tokenizer, and sentences of uneven length."""
     path = tmp_path_factory.mktemp("launchers")
     generator = random.Random(0)
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet", "birds", "home", "far", "to"]
@@ -53,7 +53,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(workspace):
-    """Runs once for each way of launching and remembers what came out."""
+    """Return a function that runs each launch once and caches its results."""
     runs: dict[tuple, Run] = {}
 
     def run(model: str, launcher: str, arguments: list[str], **environment: str) -> Run:
@@ -113,7 +113,7 @@ def test_losses_and_gradient_norms_agree(launch, model, way):
 
 @pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-2"])
 def test_weights_agree_under_sgd(launch, way):
-    """AdamW divides a wrong gradient scale away; SGD without clipping shows it in the weights."""
+    """AdamW hides a wrong gradient scale; SGD without clipping shows it in the weights."""
     launcher, arguments = LAUNCHES[way]
     reference = launch("moe", "python", SGD)
     run = launch("moe", launcher, [*SGD, *arguments])
@@ -135,7 +135,7 @@ def test_the_checks_notice_a_doubled_gradient(launch, way):
 
 @pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2"])
 def test_muon_agrees(launch, way):
-    """To what its bfloat16 iteration leaves; AdamW's weights are far off."""
+    """Agree within the rounding of Muon's bfloat16 iteration. AdamW's weights are much farther away."""
     launcher, arguments = LAUNCHES[way]
     muon = [*ADAMW, "--optim_preset", "muon", "--max_grad_norm", "0"]
     reference, run = launch("moe", "python", muon), launch("moe", launcher, [*muon, *arguments])
@@ -156,15 +156,15 @@ def test_bf16_agrees_roughly_and_saves_float32(launch, way):
     assert run.pos_cis_intact == [True, True]
     assert run.weights.keys() == reference.weights.keys()
     for weight in run.weights.values():
-        # Not merely widened: the digits that bf16 cannot hold are there.
+        # The weights have digits that bf16 cannot hold.
         assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float())
     for step, expected in zip(run.steps, reference.steps, strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], rel=1e-2)
         assert step["loss"] != expected["loss"]
 
 
-def test_a_resume_on_two_ranks_goes_on_in_the_same_order(launch, workspace):
-    """Step 3 is the first of the second epoch: the resumed run has to shuffle as that epoch did."""
+def test_a_resume_on_two_ranks_keeps_the_order(launch, workspace):
+    """Step 3 is the first step of the second epoch: the resumed run must shuffle as in this epoch."""
     saving = ["--save_strategy", "steps", "--save_steps", "3"]
     whole = launch("dense", "torchrun", [*ADAMW, *saving])
     (checkpoint,) = workspace.glob("*/checkpoint-3")
@@ -174,7 +174,7 @@ def test_a_resume_on_two_ranks_goes_on_in_the_same_order(launch, workspace):
 
 
 def test_streams_agree(launch):
-    """Three passes over a stream that no global batch divides."""
+    """Make three passes over a stream whose length is no multiple of the global batch."""
     streamed = [*ADAMW, "--streaming", "true"]
     assert_same_steps(launch("moe", "torchrun", streamed), launch("moe", "python", streamed))
 

@@ -1,4 +1,4 @@
-"""Same numbers everywhere: fine-tuning on conversations and on preferences, over two ranks against one process."""
+"""Compare fine-tuning on conversations and on preferences on two ranks with one process."""
 
 import json
 import random
@@ -22,7 +22,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """A toy model with experts, eleven conversations and eleven preferences of uneven length."""
+    """Return a directory with a toy model with experts, and 11 conversations and 11 preferences of uneven length."""
     path = tmp_path_factory.mktemp("stages")
     generator = random.Random(0)
 
@@ -42,7 +42,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(workspace):
-    """Runs a recipe once for each way of launching; gives the logged steps and the weights."""
+    """Return a function that runs a recipe once per launch and returns the logged steps and the weights."""
     runs: dict[str, tuple[list[dict], dict[str, torch.Tensor]]] = {}
 
     def run(recipe: str, launcher: str, arguments: list[str], name: str | None = None):
@@ -85,7 +85,7 @@ def test_losses_and_weights_agree(launch, workspace, recipe, way):
         for key in keys:
             assert step[key] == pytest.approx(other[key], abs=1e-5), (key, step["step"])
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), step["step"]
-    # Training moved something, and the same everywhere.
+    # Training changed the weights, and equally in all launches.
     before = load_file(workspace / "moe/model.safetensors")
     assert all((weights[name] - before[name]).abs().max() > 1e-4 for name in before)
     for name, weight in weights.items():
@@ -93,8 +93,8 @@ def test_losses_and_weights_agree(launch, workspace, recipe, way):
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo"])
-def test_a_resume_within_a_later_epoch_goes_on_in_its_order(launch, workspace, recipe):
-    """The checkpoint after step 3 ends the first epoch of SFT (3 steps) and lies in the second of DPO (2 steps)."""
+def test_a_resume_within_a_later_epoch_keeps_its_order(launch, workspace, recipe):
+    """Step 3 is the last of SFT's first epoch (3 steps), and lies within DPO's second epoch (2 steps)."""
     whole, weights = launch(recipe, *WAYS["DDP"])
     checkpoint = ["--resume_from_checkpoint", str(workspace / f"{recipe}-torchrun/checkpoint-3")]
     resumed, found = launch(recipe, "torchrun", checkpoint, name=f"{recipe}-resumed")
