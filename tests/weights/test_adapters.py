@@ -1,4 +1,4 @@
-"""Adapters against their formula written out, saved, continued, resumed, merged, pushed, and under every launcher."""
+"""Adapters compared with their written-out formula, saved, resumed, merged, pushed, and under every launcher."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ TOKEN = "hf_" + "x" * 20
 
 @pytest.fixture
 def named(build_model, tmp_path):
-    """A function to toy models that lie in a directory, by generation."""
+    """Return a function that saves a toy model of a generation, and loads it from its directory."""
 
     def build(generation: str, **overrides) -> MiniMindForCausalLM:
         build_model(**GENERATIONS[generation], initializer_range=0.1, **overrides).save_pretrained(tmp_path / "base")
@@ -39,7 +39,7 @@ def named(build_model, tmp_path):
 
 
 def adapt(model: MiniMindForCausalLM, **arguments):
-    """An adapter of rank 4 with weights that do something."""
+    """Return the model with an adapter of rank 4 and random weights that are not zero."""
     adapted = add_adapter(model, AdapterArguments(use_peft=True, lora_r=4, lora_alpha=8, **arguments))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in adapted.named_parameters():
@@ -49,7 +49,7 @@ def adapt(model: MiniMindForCausalLM, **arguments):
 
 
 def written_out_deltas(adapter: dict[str, torch.Tensor], base: dict[str, torch.Tensor], scale: float):
-    """`scale * B @ A` for each adapted weight of `base`, and of each expert of stacked ones."""
+    """Return `scale * B @ A` for each adapted weight of `base`, and for each expert of stacked experts."""
     deltas = {}
     for name, b in adapter.items():
         if ".lora_B." not in name:
@@ -57,7 +57,7 @@ def written_out_deltas(adapter: dict[str, torch.Tensor], base: dict[str, torch.T
         a = adapter[name.replace(".lora_B.", ".lora_A.")]
         target = name.split("base_model.model.")[1].split(".lora_B.")[0] + ".weight"
         if target not in base:
-            # peft wraps the stack that it takes first (gate_up_proj) inside of the second.
+            # peft wraps the first stack of experts (gate_up_proj) inside the second one.
             stem = target.removesuffix(".weight")
             inner = stem.endswith(".base_layer")
             target = stem.removesuffix(".base_layer") + (".gate_up_proj" if inner else ".down_proj")
@@ -70,7 +70,7 @@ def written_out_deltas(adapter: dict[str, torch.Tensor], base: dict[str, torch.T
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_logits_and_gradients_are_the_formula(named, input_ids, generation):
+def test_logits_and_gradients_follow_the_formula(named, input_ids, generation):
     model = named(generation)
     base = {name: weight.clone() for name, weight in model.state_dict().items()}
     adapted = adapt(model)
@@ -101,7 +101,7 @@ def test_logits_and_gradients_are_the_formula(named, input_ids, generation):
         ("v1-moe", {"use_dora": True, "lora_target_modules": ["q_proj", "gate_proj"]}),
     ],
 )
-def test_saved_and_merged_it_is_the_same_model(named, input_ids, tmp_path, generation, arguments):
+def test_a_saved_and_a_merged_adapter_give_the_same_model(named, input_ids, tmp_path, generation, arguments):
     adapted = adapt(named(generation), **arguments).eval()
     with torch.no_grad():
         expected = adapted(input_ids).logits
@@ -110,7 +110,7 @@ def test_saved_and_merged_it_is_the_same_model(named, input_ids, tmp_path, gener
         merged = merge_adapter(tmp_path / "adapter")
         assert type(merged) is MiniMindForCausalLM
         torch.testing.assert_close(merged(input_ids).logits, expected, rtol=0, atol=1e-5)
-        # As a checkpoint of its own.
+        # The merged model is also saved as a full checkpoint.
         merged.save_pretrained(tmp_path / "merged")
         again = MiniMindForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(again(input_ids).logits, expected, rtol=0, atol=1e-5)
@@ -148,7 +148,7 @@ def test_without_use_peft_nothing_happens(named):
         ("v1", {"load_in_4bit": True}, "--load_in_4bit needs CUDA"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(named, monkeypatch, generation, arguments, message):
+def test_unsupported_adapters_are_refused(named, monkeypatch, generation, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         add_adapter(named(generation), AdapterArguments(use_peft=True, **arguments))
@@ -173,7 +173,7 @@ def test_arguments_that_contradict_each_other_are_refused():
         AdapterArguments(lora_r=0)
 
 
-def test_a_base_that_is_gone_is_named(named, tmp_path):
+def test_a_missing_base_model_is_named(named, tmp_path):
     adapt(named("v1")).save_pretrained(tmp_path / "adapter")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"needs its base model .*base \(base_model_name_or_path in adapter_config"):
@@ -181,7 +181,7 @@ def test_a_base_that_is_gone_is_named(named, tmp_path):
     assert adapter_base(tmp_path / "elsewhere") is None
 
 
-def test_an_adapter_is_trained_on(named, tmp_path, input_ids):
+def test_training_continues_an_adapter(named, tmp_path, input_ids):
     adapt(named("v1-moe")).save_pretrained(tmp_path / "adapter")
     tokenizer = train_tokenizer(["a few words of text"] * 5, vocab_size=300)
     model_args = ModelArguments(model_name_or_path=str(tmp_path / "adapter"))
@@ -222,7 +222,7 @@ def test_the_trainer_trains_saves_and_resumes_the_adapter_alone(named, tmp_path,
         assert same == (name in frozen), name
     assert whole.evaluate()["eval_loss"] > 0
 
-    # The gradients of one big batch, whatever the accumulation.
+    # Any accumulation gives the gradients of one big batch.
     for step, expected in zip(train(build("accumulated", batch=2, accumulation=4)), steps, strict=True):
         for key in ("loss", "ce_loss", "grad_norm"):
             assert step[key] == pytest.approx(expected[key], rel=2e-4), key

@@ -1,4 +1,4 @@
-"""Seven recorded models of three generations, read in; and everything that must be refused rather than guessed."""
+"""Import of seven recorded models of three generations, and sources that must be refused instead of guessed."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def config_of(name: str) -> dict:
     return json.loads((GOLDEN / name / "config.json").read_text())
 
 
-def test_all_seven_are_here():
+def test_all_seven_models_are_recorded():
     assert NAMES == ["A_dense", "A_moe", "B_dense", "B_moe", "C_dense", "C_moe", "C_moe_top1"]
 
 
@@ -111,7 +111,7 @@ def test_every_kind_of_file(name, kind, tmp_path, expected_logits):
     shutil.copy(GOLDEN / name / "config.json", tmp_path)
     weights, path = weights_of(name), tmp_path
     if kind == "safetensors":
-        # A tied head is left out by `save_pretrained`.
+        # `save_pretrained` leaves out a tied head.
         head = "output.weight" if name.startswith("A") else "lm_head.weight"
         save_file({key: value for key, value in weights.items() if key != head}, tmp_path / "model.safetensors")
     elif kind.endswith("shards"):
@@ -130,7 +130,7 @@ def test_every_kind_of_file(name, kind, tmp_path, expected_logits):
     assert_near(load_upstream(path)(ids).logits, logits)
 
 
-def test_what_is_inferred_and_what_is_assumed_is_said(tmp_path, caplog):
+def test_inferred_and_assumed_fields_are_reported(tmp_path, caplog):
     load_upstream(GOLDEN / "C_moe")
     assert "num_experts=4, moe_intermediate_size=128" in caplog.text and "defaults" not in caplog.text
     shutil.copy(GOLDEN / "C_moe/weights.pth", tmp_path / "x.pth")
@@ -150,7 +150,7 @@ def test_a_bare_file_of_v3_needs_no_config(tmp_path, expected_logits):
     assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
 
 
-def test_a_bare_file_asks_for_what_cannot_be_seen(tmp_path, expected_logits):
+def test_a_bare_file_asks_for_fields_that_weights_do_not_show(tmp_path, expected_logits):
     for name, missing, given in (
         ("A_dense", "rope_theta", {"rope_theta": 1e6, "n_heads": 4}),
         ("B_dense", "num_attention_heads", {"num_attention_heads": 4}),
@@ -194,8 +194,8 @@ def test_router_fields(name, change, fields):
 
 
 @pytest.mark.parametrize("num_shared", [1, 2, 3])
-def test_a_list_of_shared_experts_is_one_wide_one(num_shared, tmp_path):
-    """Against the sum of the experts' outputs, written out."""
+def test_a_list_of_shared_experts_equals_one_wide_expert(num_shared, tmp_path):
+    """Compare with the written-out sum of the experts' outputs."""
     weights = weights_of("B_moe")
     generator = torch.Generator().manual_seed(0)
     for layer in range(2):
@@ -219,8 +219,8 @@ def test_a_list_of_shared_experts_is_one_wide_one(num_shared, tmp_path):
     assert_near(model.model.layers[1].mlp.shared_experts(states), expected, rel=1e-6)
 
 
-def test_v3_yarn_is_its_formula():
-    """The table that v3 computes under inference_rope_scaling, written out."""
+def test_v3_yarn_follows_its_formula():
+    """Compare with the table that v3 computes under inference_rope_scaling, written out."""
     model = load_upstream(
         GOLDEN / "C_dense", config={"inference_rope_scaling": True, "max_position_embeddings": 32768}
     )
@@ -235,7 +235,7 @@ def test_v3_yarn_is_its_formula():
     frequencies = frequencies * (1 - ramp + ramp / factor)
     angles = torch.outer(torch.arange(32768).float(), frequencies)
     torch.testing.assert_close(model.model.rotary_emb.pos_cis, torch.polar(torch.ones_like(angles), angles))
-    # As transformers 5 and 4 write it; a table that is not longer than the original is left alone.
+    # transformers 5 and 4 write it in these forms. A table no longer than the original is not scaled.
     yarn = {"factor": 16, "original_max_position_embeddings": 2048, "beta_fast": 32, "beta_slow": 1, "type": "yarn"}
     long = {"inference_rope_scaling": True, "max_position_embeddings": 32768}
     for fields in (
@@ -330,7 +330,7 @@ EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weigh
         (drop(EMBED), "no generation of MiniMind"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(change, message, tmp_path):
+def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
     weights = weights_of("C_moe")
     change(weights)
     torch.save(weights, tmp_path / "x.pth")
@@ -357,7 +357,7 @@ def test_a_config_that_contradicts_is_refused(name, config, message):
         load_upstream(GOLDEN / name, config=config)
 
 
-def test_directories_and_paths_that_say_too_little(tmp_path):
+def test_ambiguous_directories_and_paths_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no such file or directory"):
         load_upstream(tmp_path / "nothing")
     with pytest.raises(ValueError, match="it holds none"):
@@ -375,7 +375,7 @@ def test_directories_and_paths_that_say_too_little(tmp_path):
         load_upstream(tmp_path)
 
 
-def test_weights_of_two_kinds_are_said(tmp_path, caplog):
+def test_weights_in_two_formats_are_reported(tmp_path, caplog):
     shutil.copy(GOLDEN / "C_dense/config.json", tmp_path)
     save_file(weights_of("C_dense"), tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").touch()
@@ -385,7 +385,7 @@ def test_weights_of_two_kinds_are_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("name", ["./out/x.pth", "nope.pth", "~/x", "/x/y", "out/sft/x", "owner/name.safetensors"])
 def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
-    # Whoever asks the Hub fails here.
+    # A request to the Hub fails here.
     monkeypatch.setattr("huggingface_hub.file_download.hf_hub_url", None)
     monkeypatch.setattr("hf_pretrain.weights.files.snapshot_download", None)
     assert adapter_base(name) is None and not is_native_checkpoint(name)
@@ -424,7 +424,7 @@ def test_a_file_of_something_else_is_named(content, message, build_model, tmp_pa
 
 def test_a_flipped_byte_of_a_pth_is_noticed(tmp_path):
     content = bytearray((GOLDEN / "C_dense/weights.pth").read_bytes())
-    # In the middle of the embedding: what is read is finite, of the right shape, and wrong.
+    # The byte is in the middle of the embedding, so the values are finite, of the right shape, and wrong.
     content[10_000] ^= 1
     (tmp_path / "x.pth").write_bytes(content)
     with pytest.raises(ValueError, match="is damaged: the checksum of .* is wrong"):
@@ -440,13 +440,13 @@ def test_one_tensor_in_two_shards_is_refused(tmp_path):
         load_upstream(tmp_path)
 
 
-def test_a_layer_far_away_is_refused_at_once(tmp_path):
+def test_a_huge_layer_number_is_refused_at_once(tmp_path):
     weights = weights_of("C_dense") | {"model.layers.30000.input_layernorm.weight": torch.ones(32)}
     torch.save(weights, tmp_path / "x.pth")
     start = time.process_time()
     with pytest.raises(ValueError, match="have a layer 30000, but none of layer 2"):
         load_upstream(tmp_path / "x.pth")
-    # It took 80 s.
+    # Without the check, this takes 80 s.
     assert time.process_time() - start < 5
 
 
@@ -487,13 +487,13 @@ def test_shard_names_stay_in_the_directory(shard, tmp_path):
     with pytest.raises(ValueError, match="files beside it|lacks the shard"):
         load_upstream(tmp_path)
     if "/" in shard:
-        # transformers would follow it.
+        # transformers would follow this path.
         with pytest.raises(ValueError, match="must name files beside it"):
             load_native_checkpoint(tmp_path)
 
 
 def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):
-    """By transformers' own class, as MiniMind's scripts/convert_model.py goes."""
+    """Export by transformers' own class, as MiniMind's scripts/convert_model.py does."""
     raw, weights = config_of("C_moe"), weights_of("C_moe")
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
@@ -511,12 +511,12 @@ def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):
     ids, logits = expected_logits("C_moe")
     loaded = load_upstream(tmp_path)
     assert_near(loaded(ids).logits, logits)
-    # That script leaves Qwen3-MoE's default; the same loss in its own formula and in ours, see test_exporting.
+    # The script keeps Qwen3-MoE's default. test_exporting compares that router loss with ours.
     assert loaded.config.router_aux_loss_coef == pytest.approx(0.001 * 2 / 2)
 
 
 def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_ids, tmp_path):
-    """With the defaults of that architecture, and the spelling of transformers 4."""
+    """Use the defaults of the architecture, and the spelling of transformers 4."""
     sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {
         "num_attention_heads": 4,
@@ -536,7 +536,7 @@ def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_i
     assert_near(load_upstream(tmp_path)(input_ids).logits, expected)
     old = sizes | theta | {"model_type": "llama", "rope_scaling": scaling, "tie_word_embeddings": False}
     assert_near(load_upstream(bare, config=old)(input_ids).logits, expected)
-    # Given beside a config.json, one part of it wins alone.
+    # Beside a config.json, each given field overrides only its own part.
     slow, less = {"rope_theta": 20.0}, scaling | {"factor": 2.0}
     assert load_upstream(tmp_path, config=slow).config.rope_parameters == scaling | slow
     assert load_upstream(tmp_path, config={"rope_scaling": less}).config.rope_parameters == less | theta
@@ -546,7 +546,7 @@ def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_i
 
 
 @pytest.mark.parametrize("floor, message", [(1e-12, None), (1.0, None), (0.6, "moe_norm_min=0.6"), (2.0, "=2.0")])
-def test_the_floor_of_ernie_s_normalisation(floor, message, input_ids, tmp_path):
+def test_the_minimum_of_ernies_normalisation(floor, message, input_ids, tmp_path):
     config = Ernie4_5_MoeConfig(
         vocab_size=160, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1,
@@ -561,14 +561,14 @@ def test_the_floor_of_ernie_s_normalisation(floor, message, input_ids, tmp_path)
             load_upstream(tmp_path)
 
 
-def test_a_head_that_is_missing_and_not_tied(tmp_path):
+def test_a_missing_head_and_an_untied_head(tmp_path):
     weights = weights_of("C_dense")
     del weights["lm_head.weight"]
     torch.save(weights, tmp_path / "x.pth")
     assert load_upstream(tmp_path / "x.pth").config.tie_word_embeddings
     with pytest.raises(ValueError, match="no output head"):
         load_upstream(tmp_path / "x.pth", config={"tie_word_embeddings": False})
-    # Two heads: v3 may have them.
+    # A v3 model may have an untied head.
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
     torch.save(weights, tmp_path / "x.pth")
     model = load_upstream(tmp_path / "x.pth")
@@ -620,7 +620,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
     ],
 )
 def test_a_damaged_checkpoint_of_ours_is_refused(change, message, build_model, tmp_path):
-    """Nothing of it may be filled in at random, neither here nor where training starts from it."""
+    """No missing tensor may get random values, neither here nor at the start of training."""
     build_model().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in weights
@@ -670,7 +670,7 @@ def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatc
     assert "error: The config says rms_norm_eps='small'; it must be a number" in capsys.readouterr().err
 
 
-def test_nine_ids_of_the_published_tokenizers_mean_the_same():
+def test_nine_ids_mean_the_same_in_all_published_tokenizers():
     v1, v3 = (load_tokenizer(FIXTURES / "tokenizers" / name) for name in ("v1", "v3"))
     assert len(v1) == len(v3) == 6400
     newer = v3.get_vocab()

@@ -1,4 +1,4 @@
-"""Every format, read back by the program that it is for; what does not fit is refused by name."""
+"""Every format, read back by its own program; models that a format cannot hold are refused by name."""
 
 import json
 import resource
@@ -34,8 +34,8 @@ from tests.model.test_modeling_minimind import assert_near
 from tests.weights.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 
 
-# Which forms hold which recorded model. Dense models have no MoE format and the other way round; v1 and v2 lack the
-# q/k norms that Qwen3 cannot be without, v3 has those that Llama and Ernie4.5 have no place for.
+# The formats that hold each recorded model. Dense models have no MoE format and vice versa. Qwen3 needs q/k norms,
+# which v1 and v2 lack. Llama and Ernie4.5 have no q/k norms, and v3 does.
 CELLS = {
     "A_dense": ("minimind", "upstream", "llama", "gguf"),
     "A_moe": ("minimind", "upstream", "ernie4_5_moe", "gguf"),
@@ -54,7 +54,7 @@ def recorded(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("format", EXPORT_FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_form_of_every_generation(name, format, tmp_path):
+def test_every_format_of_every_generation(name, format, tmp_path):
     model = load_upstream(GOLDEN / name)
     if format not in CELLS[name]:
         with pytest.raises(ValueError, match="cannot hold .* Formats that can hold this model: minimind"):
@@ -89,7 +89,7 @@ def test_every_form_of_every_generation(name, format, tmp_path):
 
 
 @pytest.mark.parametrize("name, generation", [("A_moe", "v2"), ("B_dense", "v1"), ("B_moe", "v1")])
-def test_v1_and_v2_are_each_other_s_permutation(name, generation, tmp_path):
+def test_v1_and_v2_are_permutations_of_each_other(name, generation, tmp_path):
     model = load_upstream(GOLDEN / name)
     export(model, tmp_path / "other", "upstream", generation=generation)
     other = load_upstream(tmp_path / "other")
@@ -134,8 +134,8 @@ GENERATIONS = {
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
-def test_what_fits_is_exact_and_comes_back(name, build_model, input_ids, tmp_path):
-    """Norms away from one, so that a permutation forgotten on them shows."""
+def test_every_format_that_fits_is_exact_and_loads_again(name, build_model, input_ids, tmp_path):
+    """The norms differ from one, so that a forgotten permutation of them shows."""
     model = build_model(**GENERATIONS[name])
     for key, parameter in model.named_parameters():
         if "norm" in key:
@@ -151,7 +151,7 @@ def test_what_fits_is_exact_and_comes_back(name, build_model, input_ids, tmp_pat
         assert_near(again(input_ids).logits, model(input_ids).logits, rel=1e-6)
 
 
-def test_the_config_of_a_stock_form_is_complete(build_model, tmp_path):
+def test_the_config_of_a_stock_format_is_complete(build_model, tmp_path):
     overrides = {"num_experts": 4, "qk_norm": True, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
     model = build_model(
         **overrides, rms_norm_eps=1e-6, vocab_size=320, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
@@ -159,7 +159,7 @@ def test_the_config_of_a_stock_form_is_complete(build_model, tmp_path):
     tokenizer = train_tokenizer(["a few words", "and some more"], vocab_size=320)
     export(model, tmp_path / "out", "qwen3_moe", tokenizer=tokenizer, dtype="bfloat16")
     config = AutoConfig.from_pretrained(tmp_path / "out")
-    # 0.3 in our formula (a sum over two layers, divided by top-2) is 0.3 * 2 / 2 in theirs.
+    # Our 0.3 (a sum over two layers, divided by top-2) is 0.3 * 2 / 2 in their formula.
     expected = {"router_aux_loss_coef": 0.3, "dtype": torch.bfloat16, "tie_word_embeddings": True, "head_dim": 8}
     expected |= {
         "pad_token_id": 0,
@@ -183,7 +183,7 @@ def test_the_config_of_a_stock_form_is_complete(build_model, tmp_path):
 @pytest.mark.parametrize("format", ["qwen3_moe", "ernie4_5_moe"])
 @pytest.mark.parametrize("num_layers, top_k", [(1, 1), (1, 3), (3, 2)])
 def test_the_router_loss_means_the_same_in_their_formula(format, num_layers, top_k, build_model, input_ids):
-    """Coefficient times loss, ours over all tokens and theirs: for one layer, and for layers that route alike."""
+    """Compare coefficient times loss over all tokens, for one layer and for layers that route alike."""
     overrides = {"num_hidden_layers": num_layers, "num_experts": 4, "num_experts_per_tok": top_k}
     shared = {"qk_norm": True} if format == "qwen3_moe" else {"num_shared_experts": 1}
     model = build_model(**overrides, **shared, router_aux_loss_coef=0.2, router_aux_loss_level="batch")
@@ -234,12 +234,12 @@ def test_the_router_loss_means_the_same_in_their_formula(format, num_layers, top
         ),
     ],
 )
-def test_misfits_name_the_part_and_the_forms_that_hold_it(overrides, format, message):
+def test_misfits_name_the_part_and_the_formats_that_hold_it(overrides, format, message):
     with pytest.raises(ValueError, match=message):
         check_fits(MiniMindConfig(hidden_size=32, num_attention_heads=4, **overrides), format)
 
 
-def test_a_router_loss_that_the_form_takes_otherwise_is_said(build_model, tmp_path, caplog):
+def test_a_format_with_another_router_loss_gives_a_warning(build_model, tmp_path, caplog):
     model = build_model(num_experts=4, num_shared_experts=1)
     export(model, tmp_path / "a", "upstream")
     export(model, tmp_path / "b", "minimind")
@@ -258,14 +258,14 @@ V3_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
     [
         ({}, 32768, True),
         ({"rope_theta": 5e5}, 32768, True),
-        ({"attention_factor": None}, 32768, False),  # None leaves it out
+        ({"attention_factor": None}, 32768, False),  # None removes the field
         ({"attention_factor": 1.25}, 32768, False),
         ({"truncate": False}, 32768, False),
         ({"factor": 8.0}, 32768, False),
-        ({}, 2048, False),  # v3 does not scale a table that is no longer than the original
+        ({}, 2048, False),  # v3 scales only a table that is longer than the original
     ],
 )
-def test_the_yarn_of_v3_is_one_alone(change, positions, fits, build_model, tmp_path):
+def test_v3_holds_only_its_own_yarn(change, positions, fits, build_model, tmp_path):
     rope = {name: value for name, value in (V3_ROPE | change).items() if value is not None}
     model = build_model(qk_norm=True, max_position_embeddings=positions, rope_parameters=rope)
     assert (unsupported_feature(model.config, "v3") is None) == fits
@@ -275,7 +275,7 @@ def test_the_yarn_of_v3_is_one_alone(change, positions, fits, build_model, tmp_p
         assert torch.equal(table, model.model.rotary_emb.pos_cis)
 
 
-def test_that_weights_without_a_tokenizer_mean_nothing_is_said(build_model, tmp_path, caplog):
+def test_an_export_without_a_tokenizer_gives_a_warning(build_model, tmp_path, caplog):
     tokenizer = train_tokenizer(["some words"], vocab_size=320)
     export(build_model(vocab_size=320), tmp_path / "a", "minimind", tokenizer=tokenizer)
     assert "tokenizer" not in caplog.text
@@ -283,7 +283,7 @@ def test_that_weights_without_a_tokenizer_mean_nothing_is_said(build_model, tmp_
     assert "of 6,400 ids, 9 mean the same in v1/v2 and in v3" in caplog.text
 
 
-def test_that_stock_training_has_no_router_loss_is_said(build_model, tmp_path, caplog):
+def test_an_export_without_router_loss_gives_a_warning(build_model, tmp_path, caplog):
     export(build_model(), tmp_path / "dense", "llama")
     assert "output_router_logits" not in caplog.text
     export(build_model(num_experts=4), tmp_path / "out", "ernie4_5_moe")
@@ -293,7 +293,7 @@ def test_that_stock_training_has_no_router_loss_is_said(build_model, tmp_path, c
 
 @torch.no_grad()
 @pytest.mark.parametrize("format, dtype", [("minimind", "float16"), ("llama", "bfloat16"), ("upstream", "float16")])
-def test_dtype_states_its_loss(format, dtype, build_model, tmp_path):
+def test_another_dtype_reports_its_difference(format, dtype, build_model, tmp_path):
     model = build_model()
     report = export(model, tmp_path / "out", format, dtype=dtype)
     rounded = build_model().to(DTYPES[dtype]).float()
@@ -305,8 +305,8 @@ def test_dtype_states_its_loss(format, dtype, build_model, tmp_path):
     assert load_upstream(tmp_path / "out").dtype == DTYPES[dtype]
 
 
-def test_a_form_written_wrongly_is_noticed(build_model, tmp_path, monkeypatch):
-    """The check after writing, on an export that forgets the permutation."""
+def test_a_wrong_export_is_noticed(build_model, tmp_path, monkeypatch):
+    """The check after writing must notice an export that forgets the permutation."""
     monkeypatch.setattr(exporting, "to_half_split", lambda tensor, head_dim: tensor)
     with pytest.raises(RuntimeError, match="is not the same model: llama, float32"):
         export(build_model(), tmp_path / "out", "llama")
@@ -314,7 +314,7 @@ def test_a_form_written_wrongly_is_noticed(build_model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("num_wrong, overrides, is_noticed", [(1, {}, True), (1, MOE, False), (2, MOE, True)])
 def test_a_few_wrong_rows_are_noticed(num_wrong, overrides, is_noticed, build_model, tmp_path, monkeypatch):
-    """Of the eight that are compared; with experts one may differ, by a near tie of two of them."""
+    """The check compares eight rows. With experts, one row may differ, because of a near tie of two experts."""
     rows = torch.randint(6400, (8, 64), generator=torch.Generator().manual_seed(0))
 
     def write_wrongly(model, format):
@@ -334,14 +334,14 @@ def test_a_few_wrong_rows_are_noticed(num_wrong, overrides, is_noticed, build_mo
 
 @pytest.mark.parametrize("overrides", [{}, {"num_experts": 4}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_that_are_not_finite_pass_nowhere(overrides, dtype, build_model, tmp_path):
+def test_non_finite_logits_fail_every_export(overrides, dtype, build_model, tmp_path):
     model = build_model(**overrides)
     model.model.norm.weight.data.fill_(1e38)
     with pytest.raises(RuntimeError, match="is not the same model: .* nan"):
         export(model, tmp_path / "out", "ernie4_5_moe" if overrides else "llama", dtype=dtype)
 
 
-def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
+def test_overflow_and_overwriting_are_refused(build_model, tmp_path):
     model = build_model()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/kept").touch()
@@ -360,7 +360,7 @@ def test_what_would_overflow_or_overwrite_is_refused(build_model, tmp_path):
 @pytest.mark.parametrize("format", ["minimind", "llama", "gguf", "upstream"])
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_model, tmp_path):
-    """And what was in the directory, where it was to be replaced, stays."""
+    """With --overwrite, the earlier content of the directory stays."""
     out, model = tmp_path / "out", build_model()
     if is_there:
         export(model, out, format)
@@ -368,7 +368,7 @@ def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        # torch.save has an error of its own.
+        # torch.save raises its own type of error.
         with pytest.raises(RuntimeError if format == "upstream" else OSError):
             export(model, out, format, overwrite=True)
     finally:
@@ -379,7 +379,7 @@ def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_
     assert not list(out.glob(".*"))
 
 
-def test_what_cannot_be_written_leaves_nothing(build_model, tmp_path):
+def test_a_failed_export_leaves_nothing(build_model, tmp_path):
     with pytest.raises(ValueError, match="overflow float16"):
         export(build_model(intermediate_size=72, initializer_range=1e5), tmp_path / "a", "gguf", dtype="q8_0")
     model = build_model()
@@ -435,7 +435,7 @@ TEXT = "The river 河流 walks, 12345 steps <|im_start|>user\n你好  world<|im_
 
 @pytest.fixture(scope="module")
 def with_vocabulary():
-    """A model of each GGUF architecture, as large as the published tokenizers."""
+    """Return a function that builds a model with the vocabulary size of the published tokenizers."""
 
     def build(**overrides) -> MiniMindForCausalLM:
         torch.manual_seed(0)
@@ -449,7 +449,7 @@ def with_vocabulary():
 
 
 @pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours"])
-def test_gguf_carries_the_tokenizer(tokenizer_name, with_vocabulary, tmp_path):
+def test_gguf_holds_the_tokenizer(tokenizer_name, with_vocabulary, tmp_path):
     if tokenizer_name == "ours":
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
     else:
@@ -540,7 +540,7 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
         assert 1e-4 < report.relative_difference < 0.1
     for name, tensor in read_gguf_tensors(tmp_path / "out" / FILE_NAME).items():
         expected = dict(gguf_tensors(model))[name]
-        # Half a step: of the mantissa, or of a block of 32 (whose scale is rounded to float16 besides).
+        # Half a step of the mantissa, or of a block of 32, whose scale is also rounded to float16.
         step = {"F32": 0.0, "F16": 2.0**-11, "BF16": 2.0**-8}.get(types[name])
         bound = expected.abs() * step if step is not None else None
         if types[name] == "Q8_0":
@@ -552,7 +552,7 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("key, value", [("rope_freq_base", 7.0), ("layer_norm_rms_eps", 0.5), ("head_count_kv", 4)])
 def test_a_wrong_number_in_a_gguf_is_noticed(architecture, key, value, build_model, tmp_path, monkeypatch):
-    """Where transformers reads the file by the model's config, its logits would not tell."""
+    """The logits would not show it where transformers reads the file with the model's config."""
     add = getattr(gguf.GGUFWriter, f"add_{key}")
     monkeypatch.setattr(gguf.GGUFWriter, f"add_{key}", lambda writer, _: add(writer, value))
     with pytest.raises(RuntimeError, match=f"{architecture}.* is {value} and should be "):
@@ -560,7 +560,7 @@ def test_a_wrong_number_in_a_gguf_is_noticed(architecture, key, value, build_mod
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_number_too_many_in_a_gguf_is_noticed(architecture, build_model, tmp_path, monkeypatch):
+def test_an_extra_number_in_a_gguf_is_noticed(architecture, build_model, tmp_path, monkeypatch):
     add_config = gguf_module._add_config
     monkeypatch.setattr(
         gguf_module,
@@ -572,7 +572,7 @@ def test_a_number_too_many_in_a_gguf_is_noticed(architecture, build_model, tmp_p
 
 
 def test_swapped_experts_in_a_gguf_are_noticed(build_model, tmp_path, monkeypatch):
-    """By the names that the writer and its check both used to take from one table."""
+    """The writer and its check once took these names from one table."""
     swap = {"ffn_gate_exps": "ffn_up_exps", "ffn_up_exps": "ffn_gate_exps"}
 
     def swapped(model):
@@ -586,7 +586,7 @@ def test_swapped_experts_in_a_gguf_are_noticed(build_model, tmp_path, monkeypatc
             export(build_model(**overrides), tmp_path / str("qk_norm" in overrides), "gguf")
 
 
-def test_rows_that_q8_does_not_divide_are_f16(build_model, tmp_path):
+def test_rows_that_are_no_multiple_of_a_q8_block_are_f16(build_model, tmp_path):
     export(build_model(intermediate_size=72), tmp_path / "out", "gguf", dtype="q8_0")
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / FILE_NAME).tensors}
     assert types["blk.0.ffn_down.weight"] == "F16" and types["blk.0.ffn_up.weight"] == "Q8_0"

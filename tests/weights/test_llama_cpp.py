@@ -1,4 +1,4 @@
-"""GGUF files in llama.cpp's own server: its logits, greedy continuation, token ids and chat template are ours."""
+"""GGUF files in llama.cpp's server give our logits, greedy continuation, token ids and chat template."""
 
 import json
 import platform
@@ -52,7 +52,7 @@ def build(**overrides) -> MiniMindForCausalLM:
     return model
 
 
-# NOTE: a process of its own, which can be killed: stopping the server waits forever now and then.
+# NOTE: use a separate process, which can be killed: stopping the server sometimes hangs.
 SERVE = """
 import sys
 import xllamacpp
@@ -71,7 +71,7 @@ sys.stdin.read()
 
 @contextmanager
 def llama_server(path: Path) -> Iterator[Any]:
-    """A function that posts to llama.cpp's server."""
+    """Return a function that posts to llama.cpp's server."""
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVE, str(path)], **streams) as process:
         address = next((line.strip() for line in process.stdout if line.startswith("http")), None)
@@ -91,8 +91,8 @@ def llama_server(path: Path) -> Iterator[Any]:
 
 def next_token(post: Any, prompt: list[int]) -> torch.Tensor | None:
     """
-    Log-probabilities of the next token, over the whole vocabulary. The server gives none where the likeliest token is
-    half of a character.
+    Return the log-probabilities of the next token, over the whole vocabulary. The server gives none if the likeliest
+    token is a part of a character.
     """
     answer = post("/completion", prompt=prompt, n_predict=1, temperature=0.0, n_probs=6400)
     if not answer.get("completion_probabilities"):
@@ -122,7 +122,7 @@ def test_logits_and_greedy_continuation(name, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "ours, adding bos"])
-def test_it_tokenizes_and_chats_alike(tokenizer_name, tmp_path):
+def test_it_tokenizes_and_renders_chats_alike(tokenizer_name, tmp_path):
     if tokenizer_name.startswith("ours"):
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
         if "bos" in tokenizer_name:
@@ -136,7 +136,7 @@ def test_it_tokenizes_and_chats_alike(tokenizer_name, tmp_path):
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
         read = post("/tokenize", content=TEXT, parse_special=True, add_special=True)["tokens"]
         prompt = post("/apply-template", messages=chat)["prompt"]
-        # A bos that it will add itself is cut off the prompt.
+        # The prompt must not have a bos token that the server will add itself.
         prompt_ids = post("/tokenize", content=prompt, parse_special=True, add_special=True)["tokens"]
     assert read == tokenizer(TEXT).input_ids
     expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -153,6 +153,6 @@ def test_it_runs_the_smaller_types(dtype, tmp_path):
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
         actual = next_token(post, prompt)
     expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    # llama.cpp rounds activations to the type too; random weights are the worst case.
+    # llama.cpp also rounds activations to this type. Random weights are the worst case.
     difference = (actual - expected).norm() / expected.norm()
     assert 1e-6 < difference < {"float16": 5e-3, "bfloat16": 3e-2, "q8_0": 6e-2}[dtype]

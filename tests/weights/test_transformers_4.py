@@ -20,11 +20,11 @@ from tests.weights.test_conversion import FIXTURES
 from tests.weights.test_exporting import TEXT
 
 
-# The newest of each that transformers 4.57.1 takes; torch and the rest are those of this environment.
+# The newest versions that transformers 4.57.1 accepts. torch and the others come from this environment.
 PACKAGES = ("transformers==4.57.1", "tokenizers==0.22.1", "huggingface_hub==0.36.0")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.2}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}
-# Another theta than any architecture has by default, so that one that is not read shows.
+# No architecture has this theta by default, so that an ignored field shows.
 MODELS = {
     "llama": ROPE,
     "llama-yarn": {"rope_parameters": YARN | {"rope_theta": 3e4}},
@@ -71,7 +71,7 @@ save_file(logits, root / f"{__version__}.safetensors")
 
 @pytest.fixture(scope="session")
 def transformers_4() -> Path:
-    """A directory with transformers 4.57 to put before the packages of this environment; installed once for each."""
+    """Return a directory with transformers 4.57, which hides this environment's version; install it once."""
     directory = Path(sys.prefix) / "-".join(PACKAGES).replace("==", "-")
     if not directory.is_dir():
         pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q", "--no-deps")
@@ -83,8 +83,8 @@ def transformers_4() -> Path:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_every_form_and_tokenizer_in_both_versions(transformers_4, build_model, input_ids, tmp_path):
-    """Without this package and without a question whether to run custom code."""
+def test_every_format_and_tokenizer_in_both_versions(transformers_4, build_model, input_ids, tmp_path):
+    """Load without this package, and without a question whether to run custom code."""
     tokenizers = [
         train_tokenizer([TEXT, "some more words"], vocab_size=330),
         load_tokenizer(FIXTURES / "tokenizers/v1"),
