@@ -10,9 +10,9 @@ ROWS = [
 ]
 
 
-def test_batch_is_what_one_would_write_by_hand():
+def test_batch_equals_one_written_by_hand():
     batch = DataCollatorForPackedRows(pad_token_id=0)(ROWS)
-    # The starts of the documents, of which padding is one; then an upper bound of their lengths.
+    # The starts of the documents (padding counts as one), and then an upper bound of their lengths.
     assert batch.pop("cu_seq_lens_q").tolist() == [0, 4, 7, 10, 14]
     assert batch.pop("max_length_q") == 128
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
@@ -52,7 +52,7 @@ def test_rows_of_other_programs():
     plain = collate([{"input_ids": [1, 8, 2], "text": "x"}, {"input_ids": torch.tensor([1, 5, 6, 2])}])
     assert plain["labels"].tolist() == [[-100, 8, 2, -100], [-100, 5, 6, 2]]
     assert plain["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
-    # A row that a tokenizer padded on either side gives the same batch; its own labels stay.
+    # A row that a tokenizer padded on either side gives the same batch. The labels of the row stay.
     padded = [
         {"input_ids": [1, 8, 2, 9, 9], "attention_mask": [1, 1, 1, 0, 0]},
         {"input_ids": [9, 1, 5, 6, 2], "attention_mask": [0, 1, 1, 1, 1], "labels": [-100, 1, 5, 6, 2]},

@@ -1,4 +1,4 @@
-"""Every schema, the masks of hand-marked conversations, and their weights, truncation and packing."""
+"""Every schema, and masks, weights, truncation and packing of hand-marked conversations."""
 
 import copy
 import datetime
@@ -43,7 +43,7 @@ def tokenizer():
     return train_tokenizer(["What is two and two? It is four, said the user to the assistant."] * 4, vocab_size=420)
 
 
-# Each record as people write it, and the text that the template renders, with trained text between ⟦ and ⟧.
+# Each record in its usual form, and the text that the template renders, with the trained text between ⟦ and ⟧.
 MARKED = {
     "one turn": (
         {"messages": [USER, ANSWER]},
@@ -109,7 +109,7 @@ MARKED = {
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_masks_are_those_marked_by_hand(tokenizer, name):
+def test_masks_equal_the_marks_by_hand(tokenizer, name):
     record, marked = MARKED[name]
     max_length = 40 if name == "cut off within the answer" else 500
     encoded = ConversationEncoder()([read_conversation(record)], tokenizer, max_length=max_length)
@@ -118,7 +118,7 @@ def test_masks_are_those_marked_by_hand(tokenizer, name):
     trained = [bool(weight) for weight in weights]
     assert set(weights) <= {0, 1}
     text = re.sub("[⟦⟧]", "", marked)
-    # Characters of the text that are trained on: marked by hand, and according to the mask.
+    # The trained characters of the text, as marked by hand and according to the mask.
     expected = [inside for part, inside in _parts(marked) for _ in part]
     decoded, found = "", []
     for token, flag in zip(ids, trained, strict=True):
@@ -134,7 +134,7 @@ def _parts(marked: str):
         yield part, index % 2 == 1
 
 
-def test_ids_are_those_of_apply_chat_template(tokenizer):
+def test_ids_equal_those_of_apply_chat_template(tokenizer):
     for name, (record, _) in MARKED.items():
         if "typed" not in name:
             conversation = json.loads(read_conversation(record))
@@ -199,14 +199,14 @@ def test_every_schema_gives_the_same_conversation(name):
     assert json.loads(read_conversation(SCHEMAS[name])) == {"messages": [USER, ANSWER]}
 
 
-def test_a_named_kind_wins_over_what_else_is_there():
+def test_a_named_kind_overrides_other_fields():
     record = {"messages": [USER, ANSWER], "instruction": "Say no.", "input": "now", "output": "no"}
     assert json.loads(read_conversation(record, kind="alpaca"))["messages"][0]["content"] == "Say no.\nnow"
     with pytest.raises(BadRecord, match=r"no conversation \(there is: messages\); known are conversations"):
         read_conversation({"messages": [USER, ANSWER]}, kind="minimind")
 
 
-def test_what_stands_beside_a_conversation_is_kept():
+def test_fields_beside_a_conversation_are_kept():
     system = {"role": "system", "content": "Be a pirate."}
     for record in (
         {"system": "Be a pirate.", "conversations": [USER, ANSWER]},
@@ -220,7 +220,7 @@ def test_what_stands_beside_a_conversation_is_kept():
         read_conversation({**record, "history": ["a"]})
 
 
-def test_a_template_that_leaves_something_out_is_refused(tokenizer):
+def test_a_template_that_drops_content_is_refused(tokenizer):
     plain = load_tokenizer(TOKENIZERS / "v1")
     mark_template(plain)
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -366,7 +366,7 @@ WHOLE = {
 
 
 def places(value, place=()):
-    """The way to everything within a record."""
+    """Yield the path to every value within a record."""
     yield place
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -375,7 +375,7 @@ def places(value, place=()):
 
 @st.composite
 def damaged_records(draw):
-    """A good record of which one or two things are replaced, and the reader for it."""
+    """Draw a good record with one or two values replaced, and its reader."""
     kind = draw(st.sampled_from(sorted(WHOLE)))
     whole = {"record": copy.deepcopy(WHOLE[kind])}
     found = draw(st.lists(st.sampled_from(list(places(whole))[1:]), min_size=1, max_size=2))
@@ -417,7 +417,7 @@ def test_a_thought_without_an_end_takes_linear_time():
         assert json.loads(read_conversation(record))["messages"][1] == record["messages"][1]
         return time.process_time() - start
 
-    # An algorithm of cubic time takes minutes for a hundredth of this.
+    # A cubic algorithm takes minutes for a hundredth of this.
     assert seconds(1_000_000) < 5
     record = {"messages": [USER, {"role": "assistant", "content": " \n<think>\n so \n</think>\n\n4 </think> "}]}
     answer = json.loads(read_conversation(record))["messages"][1]
@@ -428,7 +428,7 @@ LOOP = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + 3 * "{
 
 
 @pytest.mark.parametrize("num_proc", [None, 2])
-def test_a_template_that_does_not_end_is_stopped_and_named(tokenizer, monkeypatch, num_proc):
+def test_an_endless_template_is_stopped_and_named(tokenizer, monkeypatch, num_proc):
     monkeypatch.setattr(rendering, "MAX_RENDER_SECONDS", 0.2)
     endless = copy.deepcopy(tokenizer)
     # The template fails for one conversation only, so that a trial at the start would not find it.
@@ -440,7 +440,7 @@ def test_a_template_that_does_not_end_is_stopped_and_named(tokenizer, monkeypatc
         prepare_pairs(Dataset.from_dict({"text": texts}), endless, max_length=100, num_proc=num_proc)
 
 
-def test_what_a_template_raises_names_the_conversation(tokenizer):
+def test_an_error_of_a_template_names_the_conversation(tokenizer):
     broken = copy.deepcopy(tokenizer)
     broken.chat_template += "{{ messages[0].content % 1 }}"
     with pytest.raises(ValueError, match="cannot render the conversation that begins '2.2.': not all arguments"):
@@ -450,7 +450,7 @@ def test_what_a_template_raises_names_the_conversation(tokenizer):
 @pytest.mark.parametrize("num_proc", [None, 2])
 @pytest.mark.parametrize("schema", ["conversation", "preference"])
 def test_a_conversation_that_a_template_cannot_render_is_named_by_its_line(tokenizer, tmp_path, schema, num_proc):
-    """Bad lines before it count, and so does the file."""
+    """The line number counts earlier bad lines, and the message names the file."""
     broken = copy.deepcopy(tokenizer)
     broken.chat_template += "{{ raise_exception('no sums') if '3' in messages[0].content }}"
     bad_line = {"messages": [{"role": "nobody", "content": str(num_proc)}]}
@@ -500,7 +500,7 @@ def test_preferences():
             read_preference(record)
 
 
-def test_bad_conversations_are_set_aside_and_files_are_read(tmp_path):
+def test_bad_conversations_are_rejected_and_files_are_read(tmp_path):
     path = tmp_path / "chats.jsonl"
     wrong = {"conversations": [{"from": ["human"], "value": "2+2?"}, ANSWER]}
     records = [SCHEMAS["minimind"], wrong, SCHEMAS["alpaca"]]
@@ -532,7 +532,7 @@ def test_embedded_conversations():
         assert [message["role"] for message in messages[:2]] == ["user", "assistant"]
         assert content is None or messages[0]["content"] == content
         pairs, _ = load_documents([f"embedded:{part}"], schema="preference", validation_fraction=0)
-        # Nearly every conversation makes a pair; its real answer occurs in the conversation.
+        # Nearly every conversation gives a pair, and its real answer occurs in the conversation.
         assert len(pairs) == len(documents)
         pair = json.loads(pairs[0]["text"])
         assert pair["prompt"] + pair["chosen"] == messages[: len(pair["prompt"]) + 1]
@@ -565,7 +565,7 @@ def conversations(tokenizer, lengths) -> Dataset:
     return Dataset.from_dict({"text": [read_conversation({"messages": turns}) for turns in messages]})
 
 
-def test_rows_without_anything_trained_are_dropped_and_counted(tokenizer):
+def test_rows_without_trained_tokens_are_dropped_and_counted(tokenizer):
     documents = conversations(tokenizer, [1, 40, 2])
     rows, report = prepare_rows(documents, tokenizer, max_length=32, encoder=ConversationEncoder())
     assert report.num_documents == 3 and report.num_dropped == 1

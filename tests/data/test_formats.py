@@ -11,7 +11,7 @@ from tests.toys import write_jsonl
 
 
 def read(path):
-    """Records of a file, with the reason in place of a `BadRecord`."""
+    """Return the records of a file, with the reason in place of a `BadRecord`."""
     return [
         (number, f"bad: {record.reason}" if isinstance(record, BadRecord) else record)
         for number, _, record in read_file(path, text_column="text")
@@ -40,7 +40,7 @@ def test_records_that_are_no_documents(record, reason):
         read_text(record, text_column="text")
 
 
-def test_text_is_given_back_as_it_is():
+def test_text_is_returned_unchanged():
     assert read_text({"id": 1, "body": "  a 🙂\n"}, text_column="body") == "  a 🙂\n"
 
 
@@ -78,7 +78,7 @@ def test_lines_across_chunks(tmp_path, monkeypatch):
     assert read(path) == list(enumerate(records, start=1))
 
 
-def test_lines_start_where_they_say(tmp_path):
+def test_offsets_are_the_starts_of_lines(tmp_path):
     lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"", b'{"text": "\xc3\xa9"}', b'{"text": "no end of line"}']
     content = b"\n".join(lines)
     (tmp_path / "a.jsonl").write_bytes(content)
@@ -131,7 +131,7 @@ def test_compressed_files(tmp_path, suffix, compress):
     path = tmp_path / f"a.jsonl.{suffix}"
     records = [{"text": f"document {index} {index * 7919 % 2003}"} for index in range(2000)]
     lines = [json.dumps(record).encode() + b"\n" for record in records]
-    # Two members one after the other, as `cat a.gz b.gz` makes them.
+    # Two concatenated members, as from `cat a.gz b.gz`.
     whole = compress(b"".join(lines[:1000])) + compress(b"".join(lines[1000:]))
     path.write_bytes(whole)
     assert read(path) == list(enumerate(records, start=1))

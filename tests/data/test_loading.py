@@ -37,7 +37,7 @@ def test_the_rule_of_the_split():
     # Recorded values: a document must never move from one set to the other between versions.
     digest = hashlib.blake2b("日本 text".encode(), digest_size=8).digest()
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
-    # By the hash of the text, or of the origin that it shares with other documents.
+    # The split uses the hash of the text, or of the origin that several documents share.
     for text, origin in (("日本 text", None), ("another", "日本 text")):
         assert splitting.hashes_are_between([text], [origin], 0.0, share + 1e-9) == [True]
         assert splitting.hashes_are_between([text], [origin], 0.0, share - 1e-9) == [False]
@@ -72,7 +72,7 @@ BAD_LINES = {
 
 
 def write_bad(path):
-    """A file of 300 lines, the bad ones where `BAD_LINES` says."""
+    """Write a file of 300 lines, with bad lines where `BAD_LINES` says."""
     lines = [json.dumps({"text": text}).encode() for text in TEXTS]
     for number, (line, _) in BAD_LINES.items():
         lines[number - 1] = line
@@ -84,11 +84,11 @@ GOOD_TEXTS = [text for number, text in enumerate(TEXTS, start=1) if number not i
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_bad_lines_are_set_aside_and_good_ones_go_on(tmp_path, warnings, streaming):
+def test_bad_lines_are_rejected_and_good_ones_are_kept(tmp_path, warnings, streaming):
     name = write_bad(tmp_path / "bad.jsonl")
     rejected = tmp_path / "run" / "rejected.jsonl"
     arguments = {"streaming": streaming, "validation_fraction": 0.1, "max_rejected_ratio": 0.05}
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second time, from the cache
         warnings.clear()
         train, validation = load_documents([name], rejected_path=rejected, **arguments)
         assert sorted(texts_of(train, validation)) == sorted(GOOD_TEXTS)
@@ -135,7 +135,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     assert len(train) + len(validation) == len(TEXTS) - 1
 
 
-def test_warnings_end_after_a_while(tmp_path, warnings):
+def test_the_number_of_warnings_is_limited(tmp_path, warnings):
     name = str(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + "{\n" * 100)
     load_documents([name], max_rejected_ratio=1.0, validation_fraction=0)
@@ -170,7 +170,7 @@ def test_sources_without_data_are_named(tmp_path, streaming):
 
 
 def write_all_formats(directory):
-    """The same ten documents in each of the formats, named by format."""
+    """Write the same ten documents in each format, into files named by format."""
     lines = {
         name: [f"{name} {index}" for index in range(10)] for name in ("jsonl", "gz", "zst", "json", "parquet", "txt")
     }
@@ -230,7 +230,7 @@ def test_parts_and_processes_read_the_same(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("schema", ["text", "conversation"])
-def test_copies_are_counted_where_people_read_it(tokenizer, schema):
+def test_copies_are_counted_in_the_description(tokenizer, schema):
     documents, validation = load_documents(["embedded:chatterbot"], schema=schema)
     encoder = ConversationEncoder() if schema != "text" else None
     few = documents.select(range(20))
@@ -271,7 +271,7 @@ def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
 
 
 def test_a_stream_is_described_as_by_earlier_versions(tmp_path):
-    """Checkpoints hold a digest of the description, so that another text would forbid resuming."""
+    """Checkpoints hold a digest of the description, so another text would forbid resuming."""
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     size = (tmp_path / "a.jsonl").stat().st_size
     train, _ = load_documents([name], streaming=True)
@@ -279,7 +279,7 @@ def test_a_stream_is_described_as_by_earlier_versions(tmp_path):
     assert train.info.description == str(([reading], None, 0.01))
 
 
-def test_stream_never_trains_on_validation_hashes_beyond_its_scan(tmp_path, monkeypatch):
+def test_a_stream_never_trains_on_validation_hashes_after_its_scan(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "VALIDATION_SCAN", 100)
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     train, validation = load_documents([name], validation_fraction=0.2)
@@ -290,12 +290,12 @@ def test_stream_never_trains_on_validation_hashes_beyond_its_scan(tmp_path, monk
     assert texts_of(streamed_validation) == [text for text in texts_of(validation) if text in TEXTS[:100]]
 
 
-def test_stream_stops_at_bad_lines_it_meets_later(tmp_path, monkeypatch):
+def test_a_stream_stops_at_later_bad_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "VALIDATION_SCAN", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "{index}"}}\n' for index in range(2000)) + "{\n" * 2000)
     train, _ = load_documents([str(path)], streaming=True)
-    train = pickle.loads(pickle.dumps(train))  # as a worker of a DataLoader gets it
+    train = pickle.loads(pickle.dumps(train))  # as in a worker of a DataLoader
     with pytest.raises(ValueError, match="--max_rejected_ratio 0.01"):
         list(train)
 
@@ -324,12 +324,12 @@ def test_weights_mix_sources(tmp_path, streaming):
         (["a"], {"max_rejected_ratio": 5}, "max_rejected_ratio=5"),
     ],
 )
-def test_arguments_that_make_no_sense(names, arguments, words):
+def test_invalid_arguments_are_refused(names, arguments, words):
     with pytest.raises(ValueError, match=words):
         load_documents(names, **arguments)
 
 
-def test_nothing_left_to_train_on(tmp_path):
+def test_an_empty_training_set_is_refused(tmp_path):
     name = write_jsonl(tmp_path / "a.jsonl", ["one"])
     with pytest.raises(ValueError, match="validation_fraction=0.999999 and train_fraction=1.0 leave no document of"):
         load_documents([name], validation_fraction=0.999999)
@@ -349,7 +349,7 @@ def test_cache_follows_the_content(tmp_path, monkeypatch):
     assert texts_of(load_documents([str(path)], validation_fraction=0, text_column="body")[0]) == ["b"]
 
 
-def test_cache_of_other_code_is_not_taken(tmp_path, tokenizer, monkeypatch):
+def test_the_cache_of_other_code_is_not_used(tmp_path, tokenizer, monkeypatch):
     name = write_jsonl(tmp_path / "a.jsonl", ["a number"])
 
     def prepare():
@@ -371,7 +371,7 @@ def test_cache_of_other_code_is_not_taken(tmp_path, tokenizer, monkeypatch):
     assert prepare() == encode_documents(["a number"], tokenizer)[0]
 
 
-def test_code_is_known_by_its_content(tmp_path):
+def test_code_is_recognized_by_its_content(tmp_path):
     package = Path(parts.__file__).parent.parent
     for name in ("data", "tokenizer"):
         shutil.copytree(package / name, tmp_path / name)

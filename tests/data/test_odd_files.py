@@ -1,4 +1,4 @@
-"""Files that nobody planned for: damaged, huge, many, or no files at all."""
+"""Unusual files: damaged, huge, very many, or no regular files."""
 
 import gzip
 import json
@@ -69,7 +69,7 @@ def test_nulls_at_every_depth_of_a_table(tmp_path):
     rejected = tmp_path / "rejected.jsonl"
     how = {"validation_fraction": 0, "max_rejected_ratio": 1.0, "rejected_path": rejected}
     documents, _ = load_documents([str(tmp_path / "chats.parquet")], schema="conversation", **how)
-    # The assistant's content may be absent beside a thought or calls, and is empty then.
+    # Beside a thought or calls, the assistant's content may be absent. It is then empty.
     lines = [json.loads(line)["line"] for line in rejected.read_text().splitlines()]
     assert 1 not in lines and set(lines) >= {2, 3, 4, 5, 7, 8}
     assert len(documents) + len(lines) == len(conversations)

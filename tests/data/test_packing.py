@@ -35,14 +35,14 @@ def on_disk(texts, path):
 
 
 def pieces_of(rows):
-    """Each row as the list of its documents."""
+    """Return each row as the list of its documents."""
     for row in rows:
         assert sum(row["seq_lengths"]) == len(row["input_ids"])
         yield np.split(np.array(row["input_ids"]), np.cumsum(row["seq_lengths"])[:-1])
 
 
 def rejoin(documents, pieces):
-    """Takes each document's tokens out of the pieces, from its beginning to its end; fails if one is missing."""
+    """Take each document's tokens out of the pieces, from beginning to end; fail if a token is missing."""
     left = [tuple(piece) for piece in pieces]
     for document in sorted(map(tuple, documents), key=len):
         rest = document
@@ -62,7 +62,7 @@ def test_bfd_keeps_every_token_once(tokenizer, texts, max_length):
     pieces = [piece for row in pieces_of(rows) for piece in row]
     assert max(len(row["input_ids"]) for row in rows) <= max_length
     assert min(map(len, pieces)) >= 2
-    # Documents that fit are whole; of the others, all pieces but the last two fill a row.
+    # A document that fits stays whole. A longer one fills a row with every piece but the last two.
     rejoin(documents, pieces)
     whole = [tuple(document) for document in documents if len(document) <= max_length]
     assert not set(whole) - {tuple(piece) for piece in pieces}
@@ -74,7 +74,7 @@ def test_bfd_keeps_every_token_once(tokenizer, texts, max_length):
 
 
 def naive_best_fit_decreasing(lengths, max_length):
-    """Number of rows and the spaces left, by looking at every row for every piece."""
+    """Return the number of rows and their free space, from a search of all rows for every piece."""
     spaces = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row, space in enumerate(spaces) if space >= length]
@@ -87,7 +87,7 @@ def naive_best_fit_decreasing(lengths, max_length):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_best_fit_equals_the_naive_search(seed):
+def test_best_fit_equals_a_naive_search(seed):
     lengths = np.random.default_rng(seed).integers(2, 65, size=200)
     row_of = packing._best_fit_decreasing(lengths, 64)
     spaces = 64 - np.bincount(row_of, weights=lengths)
@@ -96,14 +96,14 @@ def test_best_fit_equals_the_naive_search(seed):
 
 def test_best_fit_of_a_million_documents_takes_seconds():
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 166, size=1_000_000) + 1, 512)
-    # CPU time of this process, which does not depend on other processes.
+    # CPU time does not depend on other processes.
     begin = time.process_time()
     row_of = packing._best_fit_decreasing(lengths, 512)
     assert time.process_time() - begin < 20
     assert lengths.sum() / (512 * (row_of.max() + 1)) > 0.999
 
 
-def test_long_documents_leave_no_lone_token():
+def test_long_documents_leave_no_piece_of_one_token():
     starts, lengths = packing._split_long(np.array([0, 8, 17, 35, 37]), np.array([8, 9, 18, 2, 25]), 8)
     assert starts.tolist() == [0, 8, 15, 17, 25, 33, 35, 37, 45, 53, 60]
     assert lengths.tolist() == [8, 7, 2, 8, 8, 2, 2, 8, 8, 7, 2]
@@ -124,7 +124,7 @@ def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
     assert report.num_tokens == len(stream) and report.num_tokens_lost == 0
 
 
-def test_none_is_one_document_a_row(tokenizer, texts):
+def test_none_is_one_document_per_row(tokenizer, texts):
     rows, report = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="none")
     documents = encode_documents(texts, tokenizer)
     assert [row["input_ids"] for row in rows] == [document[:16] for document in documents]
@@ -151,7 +151,7 @@ def test_rows_are_the_same_for_streams_and_processes(tokenizer, texts, tmp_path,
     assert two.features == one.features == packing.ROW_FEATURES
 
 
-def test_second_run_takes_the_cache(tokenizer, texts, tmp_path, monkeypatch):
+def test_a_second_run_uses_the_cache(tokenizer, texts, tmp_path, monkeypatch):
     documents = on_disk(texts, tmp_path / "documents")
     first, report = prepare_rows(documents, tokenizer, max_length=32)
     tokenizer("used in between")
@@ -197,6 +197,6 @@ def test_embedded_corpora_fill_rows_of_512(tmp_path):
 @pytest.mark.parametrize(
     ("num_rows", "size"), [(0, 0), (9_000, 9_000), (40_957, 10_000), (90_000, 20_000), (10**6, 10**5)]
 )
-def test_parts_are_whole_groups_for_all_cores(num_rows, size):
+def test_parts_consist_of_whole_groups_and_use_all_cores(num_rows, size):
     sizes = [len(part) for part in parts.cut_into_parts(Dataset.from_dict({"number": range(num_rows)}))]
     assert sum(sizes) == num_rows and sizes[0] == size and set(sizes[:-1]) <= {size}

@@ -1,4 +1,4 @@
-"""No stage trains on data that another stage validates on, in the embedded corpora."""
+"""In the embedded corpora, no stage trains on data that another stage validates on."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def stages(request, tmp_path_factory):
 
 
 def spoken(text: str) -> list[str]:
-    """Return what is said in a conversation, a preference (its real reply) or the text of a dialogue."""
+    """Return the lines of a conversation, of a preference (with its real reply) or of a dialogue's text."""
     if not text.startswith("{"):
         return [line[3:] if line[:3] in ("A: ", "B: ") else line for line in text.split("\n")]
     parts = json.loads(text)
@@ -29,7 +29,7 @@ def spoken(text: str) -> list[str]:
 
 
 def joined(texts: list[str]) -> str:
-    """Join what is said in all texts, so that a line can be found as a whole."""
+    """Join the lines of all texts, so that a search finds only whole lines."""
     return "\0" + "\0".join("\n" + "\n".join(spoken(text)) + "\n" for text in texts) + "\0"
 
 
