@@ -16,13 +16,14 @@ from pathlib import Path
 
 from hf_pretrain.data.arguments import ChatArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.arguments import SFTTrainingArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.running import begin_run, load_conversations, train_on_conversations
+from hf_pretrain.training.running import begin_run, train_on_conversations
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -51,7 +52,7 @@ def main(
     )
     # The output heads must have the same width, even if the teacher's is padded past its tokenizer.
     model_args.vocab_size = teacher.config.vocab_size
-    rows = load_conversations(data_args, training_args, tokenizer)
+    rows = load_rows(data_args, training_args, tokenizer)
 
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = DistillationTrainer(

@@ -17,12 +17,12 @@ import importlib.metadata
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.preparation import PackedRows, load_rows
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.hub.repository import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.metrics import METRICS
 from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments, format_results, write_results
-from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -33,22 +33,18 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
-    # Conversations: the template must mark the assistant's text, on which the loss is computed.
-    if data_args.encoder is not None:
-        mark_template(tokenizer, data_args.chat_template)
-
     # A hash of the text chooses the validation set, so these are the documents that training has left out.
-    with training_args.main_process_first(desc="preparing the data"):
-        eval_rows, eval_report = None, None
-        if data_args.validation_fraction > 0:
-            # rejected.jsonl belongs to the training run, so an evaluation writes none.
-            _, documents = data_args.load_documents(training_args, keep_rejected=False)
-            eval_rows, eval_report = data_args.prepare_rows(documents, tokenizer)
-            if eval_rows is None and not training_args.tasks:
-                raise ValueError(
-                    f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
-                    f"{', '.join(data_args.dataset_name)} to evaluate on. Use 0.99 to evaluate on nearly all of them."
-                )
+    # rejected.jsonl belongs to the training run, so an evaluation writes none.
+    rows = (
+        load_rows(data_args, training_args, tokenizer, is_evaluation=True, keep_rejected=False)
+        if data_args.validation_fraction > 0
+        else PackedRows(tokenizer, ["Validation: nothing"])
+    )
+    if rows.eval is None and not training_args.tasks:
+        raise ValueError(
+            f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
+            f"{', '.join(data_args.dataset_name)} to evaluate on. Use 0.99 to evaluate on nearly all of them."
+        )
 
     trainer = MaskedLossTrainer(
         model=load_model(model_args, tokenizer, distributed=training_args.distributed_config),
@@ -56,12 +52,13 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
         processing_class=tokenizer,
     )
-    metrics = trainer.evaluate(eval_rows) if eval_rows is not None else {}
+    metrics = trainer.evaluate(rows.eval) if rows.eval is not None else {}
+    report = rows.report[-1].removeprefix("Validation: ")
     facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)
     results = {
         # This key keeps its older name for programs that read the file.
         "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
-        "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {eval_report}",
+        "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {report}",
         "tasks": {},
         "limit": training_args.limit,
         "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},

@@ -11,9 +11,12 @@ The flags of `TrainingArguments` work, except those that docs/launching.md lists
 `--config`, the YAML file of the preset gives the defaults. The command line wins.
 """
 
+from functools import partial
+
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
@@ -35,20 +38,11 @@ def main(
     # Lock the output directory, seed, and find the checkpoint to resume from, if any.
     checkpoint = begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
 
-    # Documents to packed sequences. The main process does the work, and the other ranks read its cache.
-    with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_documents = data_args.load_documents(training_args)
-        tokenizer = load_or_train_tokenizer(
-            # A resumed run must keep its tokenizer, which lies in the checkpoint.
-            model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path,
-            train_documents,
-            vocab_size=model_args.vocab_size,
-        )
-        train_rows, packing_report = data_args.prepare_rows(train_documents, tokenizer)
-        eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
-
-    if training_args.process_index == 0 and packing_report is not None:
-        print(packing_report)
+    # A resumed run must keep its tokenizer, which lies in the checkpoint.
+    tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
+    train_tokenizer = partial(load_or_train_tokenizer, tokenizer_name, vocab_size=model_args.vocab_size)
+    rows = load_rows(data_args, training_args, train_tokenizer)
+    tokenizer = rows.tokenizer
 
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     trainer = MaskedLossTrainer(
@@ -56,24 +50,24 @@ def main(
         args=training_args,
         # Sequences of one fixed length, or torch.compile would compile again for each new length.
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
+        train_dataset=rows.train,
+        eval_dataset=rows.eval,
         processing_class=tokenizer,
         run_facts=RunFacts(
             stage="pretraining",
             datasets=data_args.dataset_name,
-            data=[f"Training: {packing_report or 'streamed'}", f"Validation: {eval_report or 'nothing'}"],
+            data=rows.report,
             base_model=model_args.model_name_or_path,
         ),
     )
     metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
     samples = []
-    if eval_rows is not None:
+    if rows.eval is not None:
         # Every rank of a sharded model has to take part in generating.
-        samples = sample_continuations(trainer.model, tokenizer, eval_rows)
+        samples = sample_continuations(trainer.model, tokenizer, rows.eval)
         if not data_args.streaming:
             # A stream has no counts over the whole training set.
-            trainer.run_facts.unigram_loss = unigram_loss(train_rows, eval_rows, vocab_size=len(tokenizer))
+            trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
     end_run(trainer, metrics, samples=samples)
 
 

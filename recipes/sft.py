@@ -16,13 +16,14 @@ docs/launching.md lists; `--help` prints all flags.
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.arguments import ChatArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.arguments import SFTTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.reporting import format_preview
-from hf_pretrain.training.running import begin_run, load_conversations, train_on_conversations
+from hf_pretrain.training.running import begin_run, train_on_conversations
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -41,7 +42,7 @@ def main(
         else begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
     )
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
-    rows = load_conversations(data_args, training_args, tokenizer, keep_rejected=not data_args.preview)
+    rows = load_rows(data_args, training_args, tokenizer, keep_rejected=not data_args.preview)
     if data_args.preview:
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return

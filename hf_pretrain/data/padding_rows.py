@@ -34,7 +34,8 @@ class PaddedDataset(Dataset):
     def __init__(self, dataset: Any, *, is_numbered: bool = False):
         self.dataset = dataset
         self.is_numbered = is_numbered
-        self.sampler: PaddedSampler | None = None
+        # Any sampler with `set_epoch`. The caller sets it.
+        self.sampler: Any = None
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..data.formats import BadRecord
+from ..data.padding_rows import PaddedDataset
 from ..hub.model_card import RunFacts
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
@@ -251,27 +252,6 @@ class _EpochSampler(Sampler[int]):
         self.epoch = epoch
 
 
-class _EpochTasks(torch.utils.data.Dataset):
-    """Tasks that tell their sampler which epoch it is."""
-
-    def __init__(self, tasks: Dataset):
-        self.tasks = tasks
-        self.sampler: _EpochSampler | None = None
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.tasks[index]
-
-    def set_epoch(self, epoch: int):
-        """Pass the epoch on to the sampler."""
-        # NOTE: after a resume on several ranks, accelerate tells the epoch to the dataset, because it does not find
-        # our sampler below its own.
-        if self.sampler is not None:
-            self.sampler.set_epoch(epoch)
-
-
 class _OnlineTrainer(RouterLossMixin):
     """The common part of our GRPO and RLOO trainers."""
 
@@ -306,15 +286,15 @@ class _OnlineTrainer(RouterLossMixin):
     # later epoch would repeat the order of the first.
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
-        """Return a source of tasks whose dataset tells the sampler which epoch it is."""
+        """Return a source of tasks whose dataset tells the sampler which epoch it is. It adds no padding rows here."""
         if is_training and isinstance(dataset, Dataset):
-            dataset = _EpochTasks(dataset)
+            dataset = PaddedDataset(dataset)
         return super()._row_source(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, dataset=None):
         """Return TRL's sampler with an order that depends on seed and epoch alone."""
         sampler = _EpochSampler(super()._get_train_sampler(dataset))
-        if isinstance(dataset, _EpochTasks):
+        if isinstance(dataset, PaddedDataset):
             dataset.sampler = sampler
         return sampler
 

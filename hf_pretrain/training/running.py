@@ -1,23 +1,20 @@
-"""The steps that all training recipes share: begin a run, load conversations, train, evaluate, and report."""
+"""The steps that all training recipes share: begin a run, train, evaluate, and report."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerFast, set_seed
+from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..checkpoints.directory import remove_leftovers
-from ..data.arguments import ChatArguments
+from ..data.preparation import PackedRows
 from ..hub.model_card import CURVE_NAME
 from ..hub.repository import remove_staging
 from ..runtime.devices import describe_search
 from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
-from ..tokenizer.chat_template import mark_template
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingLinesCallback, TrainingProgressCallback
 from .reporting import format_report, plot_loss_curve, sample_answers
@@ -70,55 +67,6 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
 
     on_main_process(training_args, clear)
     return checkpoint
-
-
-@dataclass
-class ConversationRows:
-    """
-    Conversations as packed sequences.
-
-    Args:
-        train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): training rows of
-            [`~data.packing.prepare_rows`].
-        eval ([`~datasets.Dataset`], *optional*): validation rows; `None` without a validation set.
-        conversations ([`~datasets.Dataset`], *optional*): the conversations of the validation rows; `None` for text.
-        report (`list[str]`): lines with the numbers of documents, tokens and rows, for the terminal and the model
-            card.
-    """
-
-    train: Dataset | IterableDataset
-    eval: Dataset | None
-    conversations: Dataset | None
-    report: list[str]
-
-
-def load_conversations(
-    data_args: ChatArguments,
-    training_args: LMTrainingArguments,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    keep_rejected: bool = True,
-) -> ConversationRows:
-    """
-    Return conversations (or text) as packed sequences with loss weights. The main process prepares them, and the other
-    ranks read its cache. Add the marks of assistant tokens to the tokenizer's chat template if they are missing.
-
-    Raises:
-        `ValueError`: in the cases of [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
-            [`~tokenizer.chat_template.mark_template`].
-    """
-    if data_args.encoder is not None:
-        # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
-        mark_template(tokenizer, data_args.chat_template)
-    with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_documents = data_args.load_documents(training_args, keep_rejected=keep_rejected)
-        train_rows, packing_report = data_args.prepare_rows(train_documents, tokenizer)
-        eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
-    report = [f"Training: {packing_report or 'streamed'}", f"Validation: {eval_report or 'nothing'}"]
-    if training_args.process_index == 0:
-        print("\n".join(report))
-    has_answers = eval_rows is not None and data_args.encoder is not None
-    return ConversationRows(train_rows, eval_rows, eval_documents if has_answers else None, report)
 
 
 def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[str, float]:
@@ -201,7 +149,7 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
     release_output_dir(training_args.output_dir)
 
 
-def train_on_conversations(trainer: RunTrainer, rows: ConversationRows, *, checkpoint: str | None) -> None:
+def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:
     """Train, evaluate, answer questions of the validation set, and report."""
     metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
     samples = None
@@ -211,10 +159,8 @@ def train_on_conversations(trainer: RunTrainer, rows: ConversationRows, *, check
 
 
 __all__ = [
-    "ConversationRows",
     "begin_run",
     "end_run",
-    "load_conversations",
     "train_and_evaluate",
     "train_on_conversations",
 ]

@@ -17,6 +17,7 @@ import torch
 
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, process_options
+from tests.invariants.launching import start as run  # noqa: F401
 from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
@@ -57,12 +58,6 @@ def command(
 
 def zero(stage: int) -> list[str]:
     return ["--deepspeed", str(ROOT / f"ds_configs/zero{stage}.json")]
-
-
-def run(words: list[str], *, timeout: float = 500, **environment: str) -> subprocess.CompletedProcess[str]:
-    with start(words, **environment) as process:
-        output, _ = process.communicate(timeout=timeout)
-    return subprocess.CompletedProcess(words, process.returncode, output)
 
 
 @contextmanager

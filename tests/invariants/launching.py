@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.warm import warm_parent
+
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -57,8 +59,34 @@ def process_options(**environment: str) -> dict[str, Any]:
     return {"cwd": ROOT, "env": cpu_environment(**environment), **streams}
 
 
-def start(command: list[str], *, timeout: float = 500, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(
+    command: list[str], *, timeout: float = 500, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """
+    Run a command to its end.
+
+    Processes of `python SCRIPT` and of torchrun are forked from a parent that has imported the libraries
+    (`tests/warm.py`), unless `fresh`: tests of a launcher, of imports or of memory need the real one.
+    """
+    whole = cpu_environment(**environment)
+    ranks = [] if fresh else _ranks(command, whole)
+    if ranks and warm_parent().can_fork(whole):
+        return warm_parent().run([argv for argv, _ in ranks], [env for _, env in ranks], timeout=timeout)
     return subprocess.run(command, timeout=timeout, **process_options(**environment))
+
+
+def _ranks(command: list[str], environment: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
+    """Return words and environment of each process that `python` or [`launcher_command`]'s torchrun would start."""
+    if command[0] == sys.executable and command[1].endswith(".py"):
+        return [(command[1:], environment)]
+    if command[0] != str(BIN / "torchrun") or command[1] != "--nproc_per_node" or command[3] != "--master_port":
+        return []
+    size, port = command[2], command[4]
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+    return [
+        (command[5:], environment | shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in map(str, range(int(size)))
+    ]
 
 
 @dataclass
@@ -74,8 +102,10 @@ class Run:
 
 
 def run_probe(launcher: str, arguments: list[str], output_dir: Path, **environment: str) -> Run:
+    # The launchers are what these runs compare.
     command = [*launcher_command(launcher), str(Path(__file__).with_name("probe.py"))]
-    result = start([*command, *arguments, "--output_dir", str(output_dir)], **environment)
+    words = [*command, *arguments, "--output_dir", str(output_dir)]
+    result = start(words, fresh=launcher != "python", **environment)
     assert result.returncode == 0, f"{launcher}: {result.stdout[-4000:]}"
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     return Run(

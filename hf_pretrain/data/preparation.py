@@ -1,0 +1,78 @@
+"""From names of datasets to packed sequences, for every stage that trains on tokens and for evaluation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerFast, TrainingArguments
+
+from ..tokenizer.chat_template import mark_template
+from .arguments import ChatArguments, DataArguments
+
+
+@dataclass
+class PackedRows:
+    """
+    Packed sequences, and where they come from.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer that made the tokens.
+        report (`list[str]`): lines with the numbers of documents, tokens and rows, for the terminal and the model
+            card.
+        train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): training rows of
+            [`~data.packing.prepare_rows`]; `None` in an evaluation.
+        eval ([`~datasets.Dataset`], *optional*): validation rows; `None` without a validation set.
+        conversations ([`~datasets.Dataset`], *optional*): the conversations of the validation rows; `None` for text.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    report: list[str]
+    train: Dataset | IterableDataset | None = None
+    eval: Dataset | None = None
+    conversations: Dataset | None = None
+
+
+def load_rows(
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    tokenizer: PreTrainedTokenizerFast | Callable[[Dataset | IterableDataset], PreTrainedTokenizerFast],
+    *,
+    is_evaluation: bool = False,
+    keep_rejected: bool = True,
+) -> PackedRows:
+    """
+    Return documents as packed sequences. The main process prepares them, and the other ranks read its cache.
+
+    Args:
+        data_args ([`~data.arguments.DataArguments`]): for [`~data.arguments.ChatArguments`], the rows have loss
+            weights, and the tokenizer's chat template gets the marks of assistant tokens if it has none.
+        training_args ([`~transformers.TrainingArguments`]): for the ranks, the seed and `rejected.jsonl`.
+        tokenizer: the tokenizer, or a function that trains one on the training documents.
+        is_evaluation (`bool`, defaults to `False`): prepare the validation set alone.
+        keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
+
+    Raises:
+        `ValueError`: in the cases of [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
+            [`~tokenizer.chat_template.mark_template`].
+    """
+    if isinstance(data_args, ChatArguments) and data_args.encoder is not None:
+        # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
+        mark_template(tokenizer, data_args.chat_template)
+    with training_args.main_process_first(desc="preparing the data"):
+        train_documents, eval_documents = data_args.load_documents(training_args, keep_rejected=keep_rejected)
+        # A tokenizer can be called, too.
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            tokenizer = tokenizer(train_documents)
+        train_rows, train_report = None, None
+        if not is_evaluation:
+            train_rows, train_report = data_args.prepare_rows(train_documents, tokenizer)
+        eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
+    report = [] if is_evaluation else [f"Training: {train_report or 'streamed'}"]
+    report.append(f"Validation: {eval_report or 'nothing'}")
+    if training_args.process_index == 0 and not is_evaluation:
+        print("\n".join(report))
+    has_answers = eval_rows is not None and data_args.encoder is not None
+    return PackedRows(tokenizer, report, train_rows, eval_rows, eval_documents if has_answers else None)
+
+
+__all__ = ["PackedRows", "load_rows"]

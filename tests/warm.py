@@ -1,0 +1,136 @@
+"""
+A Python process that has imported the libraries, and forks the processes of tests: `python -m tests.warm`.
+
+Importing torch, transformers and the package takes six seconds of CPU time, and training a toy model two. A test whose
+subject is a recipe, not its launcher, starts it here. Everything else about such a process is as with `python RECIPE`:
+its arguments, environment, working directory, output and exit status. Each worker of pytest has one parent.
+
+A process starts from scratch instead (`can_fork`) if its environment holds a variable that a library may have read
+while it was imported.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[1]
+# Variables that no library reads while it is imported.
+HARMLESS = {"PYTEST_CURRENT_TEST", "DOUBLE_GRADIENT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "COLUMNS"}
+
+
+class WarmParent:
+    """The process that forks, seen from the tests."""
+
+    def __init__(self, environment: dict[str, str]):
+        self.environment = environment
+        words = [sys.executable, "-m", "tests.warm"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(words, cwd=ROOT, env=environment, **pipes, text=True, bufsize=1)
+        atexit.register(self._process.kill)
+
+    def can_fork(self, environment: dict[str, str]) -> bool:
+        """Whether a forked process would see the same libraries as one that starts from scratch."""
+        names = self.environment.keys() | environment.keys()
+        return all(self.environment.get(name) == environment.get(name) for name in names - HARMLESS)
+
+    def run(
+        self, commands: list[list[str]], environments: list[dict[str, str]], *, timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """
+        Run the scripts of some commands (without `python`), one process each, with all that they print in one text.
+
+        Raises:
+            `subprocess.TimeoutExpired`: if one takes longer than `timeout` seconds. All of them are killed first.
+        """
+        with tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            jobs = [{"argv": argv, "env": env} for argv, env in zip(commands, environments, strict=True)]
+            self._process.stdin.write(json.dumps({"jobs": jobs, "output": output.name, "timeout": timeout}) + "\n")
+            answer = json.loads(self._process.stdout.readline())
+            output.seek(0)
+            text = output.read()
+        if answer["timed_out"]:
+            raise subprocess.TimeoutExpired(commands[0], timeout, output=text)
+        # As launchers do: any failure is a failure of the whole.
+        statuses = [os.waitstatus_to_exitcode(status) for status in answer["statuses"]]
+        return subprocess.CompletedProcess(commands[0], next(filter(None, statuses), 0), text)
+
+
+@cache
+def warm_parent() -> WarmParent:
+    """Return the parent of this process; the first call starts it."""
+    from tests.invariants.launching import cpu_environment
+
+    return WarmParent(cpu_environment())
+
+
+def serve() -> dict[str, Any] | None:
+    """Fork what the tests ask for. Return the job to a child, and `None` to the parent when no test is left to ask."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        children: dict[int, int | None] = {}
+        for job in request["jobs"]:
+            if (pid := os.fork()) == 0:
+                return job | {"output": request["output"]}
+            children[pid] = None
+        timed_out = not _wait(children, time.monotonic() + request["timeout"])
+        print(json.dumps({"statuses": list(children.values()), "timed_out": timed_out}), flush=True)
+    return None
+
+
+def _wait(children: dict[int, int | None], deadline: float) -> bool:
+    """Wait for all children, and end the others when one fails. Return `False` if they had to be killed."""
+    is_in_time = True
+    while None in children.values():
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in children:
+            children[pid] = status
+        left = [child for child, status in children.items() if status is None]
+        if time.monotonic() > deadline:
+            is_in_time = False
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+        elif pid in children and status != 0:
+            for child in left:
+                os.kill(child, signal.SIGTERM)
+        if not pid:
+            select.select([], [], [], 0.01)
+    return is_in_time
+
+
+def become(job: dict[str, Any]) -> None:
+    """Turn a forked child into what `python SCRIPT ...` is."""
+    os.setsid()
+    output = os.open(job["output"], os.O_WRONLY | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, output), (2, output)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(job["env"])
+    sys.argv = job["argv"]
+    # `python -m` put the working directory there, and `python SCRIPT` has the script's.
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    import hf_pretrain.stages.distillation
+    import hf_pretrain.stages.evaluation
+    import hf_pretrain.stages.trl_support
+    import hf_pretrain.training.running
+    import hf_pretrain.weights.exporting
+    import hf_pretrain.weights.models  # noqa: F401
+
+    if (found := serve()) is not None:
+        become(found)
