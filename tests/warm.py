@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # Variables that no library reads while it is imported.
 HARMLESS = {"PYTEST_CURRENT_TEST", "DOUBLE_GRADIENT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "COLUMNS"}
+HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE", "COLUMNS"}
 
 
 class WarmParent:

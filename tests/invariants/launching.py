@@ -65,8 +65,8 @@ def start(
     """
     Run a command to its end.
 
-    Processes of `python SCRIPT` and of torchrun are forked from a parent that has imported the libraries
-    (`tests/warm.py`), unless `fresh`: tests of a launcher, of imports or of memory need the real one.
+    The processes of `python SCRIPT`, torchrun and deepspeed are forked from a parent that has imported the libraries
+    (`tests/warm.py`), unless `fresh`: tests of a launcher, of imports or of memory need the real command.
     """
     whole = cpu_environment(**environment)
     ranks = [] if fresh else _ranks(command, whole)
@@ -76,17 +76,31 @@ def start(
 
 
 def _ranks(command: list[str], environment: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
-    """Return words and environment of each process that `python` or [`launcher_command`]'s torchrun would start."""
+    """
+    Return words and environment of each process that `python`, or torchrun or deepspeed of [`launcher_command`], would
+    start; an empty list for other commands.
+    """
     if command[0] == sys.executable and command[1].endswith(".py"):
         return [(command[1:], environment)]
-    if command[0] != str(BIN / "torchrun") or command[1] != "--nproc_per_node" or command[3] != "--master_port":
+    launcher = Path(command[0]).name
+    if launcher not in ("torchrun", "deepspeed") or not command[5:6] or not command[5].endswith(".py"):
         return []
-    size, port = command[2], command[4]
-    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
-    return [
-        (command[5:], environment | shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in map(str, range(int(size)))
-    ]
+    size, port, words = (
+        len(command[2].split(",")) if launcher == "deepspeed" else int(command[2]),
+        command[4],
+        command[5:],
+    )
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if launcher == "torchrun":
+        shared |= {"LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+    else:
+        shared |= {"LOCAL_SIZE": str(size), "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    ranks = []
+    for rank in map(str, range(size)):
+        # DeepSpeed passes the rank as an argument, too.
+        argument = [f"--local_rank={rank}"] if launcher == "deepspeed" else []
+        ranks.append(([words[0], *argument, *words[1:]], environment | shared | {"RANK": rank, "LOCAL_RANK": rank}))
+    return ranks
 
 
 @dataclass
@@ -101,11 +115,11 @@ class Run:
     output: str
 
 
-def run_probe(launcher: str, arguments: list[str], output_dir: Path, **environment: str) -> Run:
-    # The launchers are what these runs compare.
+def run_probe(
+    launcher: str, arguments: list[str], output_dir: Path, *, fresh: bool = False, **environment: str
+) -> Run:
     command = [*launcher_command(launcher), str(Path(__file__).with_name("probe.py"))]
-    words = [*command, *arguments, "--output_dir", str(output_dir)]
-    result = start(words, fresh=launcher != "python", **environment)
+    result = start([*command, *arguments, "--output_dir", str(output_dir)], fresh=fresh, **environment)
     assert result.returncode == 0, f"{launcher}: {result.stdout[-4000:]}"
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     return Run(

@@ -119,7 +119,8 @@ def test_fsdp2_in_bf16_equals_ddp_in_bf16(directory, name):
     assert ddp["sharded"] == 0 and fsdp["sharded"] == len(fsdp["weights"])
     for step, expected in zip(fsdp["steps"], ddp["steps"], strict=True):
         for key in ("loss", "ce_loss", "grad_norm") + (("aux_loss",) if name == "moe" else ()):
-            tolerance = 1e-4 if key == "grad_norm" else 1e-5
+            # The router reads bf16 activations, whose last bits differ where oneDNN emulates bf16.
+            tolerance = 1e-5 if key in ("loss", "ce_loss") else 1e-4
             assert step[key] == pytest.approx(expected[key], rel=tolerance), key
     assert fsdp["eval_loss"] == pytest.approx(ddp["eval_loss"], rel=1e-5)
     for key, weight in ddp["weights"].items():

@@ -231,7 +231,7 @@ def test_a_missing_extra_is_one_line(recipe, package, extra):
 @pytest.mark.distributed
 def test_two_ranks_print_one_line(tmp_path):
     recipe = [str(ROOT / "recipes/pretrain.py"), "--max_steps", "0", "--output_dir", str(tmp_path)]
-    result = start([*launcher_command("torchrun"), *recipe])
+    result = start([*launcher_command("torchrun"), *recipe], fresh=True)
     assert result.returncode != 0 and result.stdout.count("error: --max_steps 0") == 1, result.stdout
 
 

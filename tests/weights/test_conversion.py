@@ -391,7 +391,7 @@ def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
     assert adapter_base(name) is None and not is_native_checkpoint(name)
     with pytest.raises(ValueError, match=f"{name}: no such file or directory"):
         load_upstream(name)
-    with pytest.raises(ValueError, match=f"There is no directory {name}"):
+    with pytest.raises(ValueError, match=f"There is no directory {os.path.expanduser(name)}"):
         load_tokenizer(name)
 
 
