@@ -11,7 +11,7 @@ Then use any OpenAI client:
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]
     )
 
-Clients use the name that `--model_name_or_path` gave. If the tokenizer has a response template, as ours do, answers
+Clients use the model name that the recipe prints. If the tokenizer has a response template, as ours do, answers
 contain `reasoning_content` and `tool_calls`. The server passes `chat_template_kwargs` of a request, such as
 `{"enable_thinking": false}`, to the chat template. It has no authentication. It refuses requests for other models,
 from web pages of other origins, and for more tokens than the model has positions.

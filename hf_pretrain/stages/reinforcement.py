@@ -290,7 +290,7 @@ class _OnlineTrainer(RouterLossMixin):
     # a later epoch would therefore repeat the order of the first epoch.
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
-        """Return a source of tasks whose dataset tells the sampler which epoch it is. It adds no padding rows here."""
+        """Return a source of tasks whose dataset passes the epoch on to the sampler. It adds no padding rows."""
         if is_training and isinstance(dataset, Dataset):
             dataset = PaddedDataset(dataset)
         return super()._row_source(dataset, description, batch_size, sampler_fn, is_training)
