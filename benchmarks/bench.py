@@ -4,9 +4,9 @@ Speed of training programs, measured side by side: `make bench`, or
     python -m benchmarks.bench --sizes 26M --rounds 3 --steps 3
     python -m benchmarks.bench --sizes 26M 104M 145M-moe --max_length 512 2048
 
-All programs train on the same documents with the same tokenizer and in the same precision. They take turns: each runs
-a few steps, over several rounds, so that a busy machine slows all of them. The benchmark compares medians. It prints a
-table, and writes it with versions and commit to `benchmarks/results/<machine>.json`.
+All programs train on the same documents, with the same tokenizer and in the same precision. They take turns: in each
+of several rounds, each program runs a few steps, so that a busy machine slows all of them. The benchmark compares
+medians. It prints a table, and writes it with versions and commit to `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def interleave(
     Run all programs in turn, and return the steps of each.
 
     Args:
-        runs (`dict[str, Callable]`): programs by name; each takes a number of steps and returns what it measured.
+        runs (`dict[str, Callable]`): programs by name; each takes a number of steps and returns their measurements.
         rounds (`int`): turns of each program.
         steps (`int`): steps per turn.
         before_each (`Callable`): called before each turn.
@@ -95,7 +95,7 @@ def loader_seconds(program: programs.TrainerProgram, *, num_batches: int = 20) -
 def seconds_to_first_step() -> float:
     """Return the seconds from the start of the recipe to its first step, for the preset `tiny` with cached data."""
     with tempfile.TemporaryDirectory() as directory:
-        # The first run fills the caches, the second one is timed.
+        # The first run fills the caches; only the time of the second run counts.
         for number in range(2):
             words = [
                 sys.executable,
@@ -121,7 +121,7 @@ def seconds_to_first_step() -> float:
 
 
 def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the speed of all programs for one model size, and its share of the limit that the GEMM rate sets."""
+    """Return the speed of all programs for one model size, and each program's share of the limit by the GEMM rate."""
     ours = programs.ours(setting)
     runs: dict[str, Callable[[int], Steps]] = {
         "ours": ours,
@@ -143,8 +143,8 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
         before_each=lambda: rates.append(measure_gemm_rate(setting.device, dtype)),
     )
     parameters = num_active_parameters(ours.trainer.model)
-    # A program that beats the measured rate shows that the measurements were disturbed. The rate follows from 6 FLOPs
-    # per parameter and token, so that no share of the limit exceeds 100 %.
+    # If a program is faster than the measured rate, other processes disturbed the measurement. Then use the program's
+    # rate (6 FLOPs per parameter and token), so that no share of the limit exceeds 100 %.
     rate = max(*rates, *(median_step(found)[1] * 6 * parameters for found in steps_of.values()))
     table = {}
     for name, found in steps_of.items():
@@ -167,7 +167,7 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def growth_with_documents(setting: Setting, *, rounds: int, steps: int) -> float:
-    """Return by which share a step takes longer with 8 documents per row than with 1, at equal tokens."""
+    """Return the relative increase of the step time from 1 to 8 documents per row, at equal tokens."""
     runs: dict[str, Callable[[int], Steps]] = {
         str(number): programs.ours(setting, rows_of_documents(setting, num_documents=number)) for number in (1, 8)
     }
@@ -178,7 +178,7 @@ def growth_with_documents(setting: Setting, *, rounds: int, steps: int) -> float
 def cost_of_experts(setting: Setting, *, rounds: int, steps: int) -> float:
     """Return the time of a step of `minimind2-moe`, relative to a dense model with equal active parameters."""
     sparse = MiniMindConfig(**PRESETS["minimind2-moe"])
-    # Equal active parameters: as wide as the experts that a token passes through, taken together.
+    # For equal active parameters, the dense MLP is as wide as all experts of a token together.
     width = (sparse.num_experts_per_tok + sparse.num_shared_experts) * sparse.moe_intermediate_size
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     dense = MiniMindConfig(**{name: getattr(sparse, name) for name in names}, intermediate_size=width)
@@ -256,7 +256,7 @@ def main() -> None:
         sizes, lengths = list(SIZES), [512, 2048]
 
     documents, _ = load_documents(["embedded"], validation_fraction=0.01)
-    # A sample of all corpora keeps their distribution of lengths.
+    # Shuffle first: a sample of all corpora keeps their distribution of lengths.
     documents = documents.shuffle(seed=0).select(range(NUM_DOCUMENTS))
     tokenizer = train_tokenizer(documents["text"][:])
     results: dict[str, Any] = {

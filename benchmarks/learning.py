@@ -6,8 +6,8 @@ rate.
     python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_size 64 --max_length 512
 
 The script prints the final validation loss of each run and appends it to `benchmarks/results/learning-<preset>.json`.
-To compare Muon with AdamW at fewer tokens, start a run with fewer `--max_steps`, whose schedule ends there; do not
-read the loss off a longer run, whose learning rate has not decayed yet.
+To compare Muon with AdamW at fewer tokens, start a run with fewer `--max_steps`. Do not read the loss from the middle
+of a longer run, because its learning rate has not decayed yet.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
-    # Ask git before the records change the work tree and make the commit `-dirty`.
+    # Ask git first: writing the records changes the work tree, and the commit would become `-dirty`.
     made_by = {"machine": machine(), "commit": git_commit()}
 
     train, validation = load_documents(["embedded"], validation_fraction=0.01)

@@ -1,9 +1,9 @@
 """
 The programs that `bench.py` compares.
 
-Each program is built from the same documents and tokenizer. A call runs some steps and returns the seconds and the
-useful tokens of each step. Useful tokens are the tokens of documents that the program trains on: neither padding nor
-truncated tokens count.
+All programs use the same documents and tokenizer. A call runs some steps and returns the seconds and the useful tokens
+of each step. Useful tokens are tokens of documents that the program trains on; padding and truncated tokens do not
+count.
 """
 
 import time
@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def training(self) -> dict[str, Any]:
-        """Training arguments that the stock Trainer and ours both take."""
+        """Training arguments for both the stock Trainer and ours."""
         return {
             "output_dir": str(self.output_dir),
             "per_device_train_batch_size": self.batch_size,
@@ -91,7 +91,7 @@ class Setting:
 
     @cached_property
     def concatenated_rows(self) -> Dataset:
-        """Rows as transformers' `run_clm.py` makes them: all documents concatenated, and cut where a row is full."""
+        """Rows in the style of transformers' `run_clm.py`: all documents concatenated, and cut into full rows."""
         rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length, packing_strategy="wrapped")
         # The last row is not full, and default_data_collator does not pad.
         rows = rows.select(range(len(rows) - 1)).remove_columns("seq_lengths")
@@ -127,7 +127,7 @@ def _wait(device: torch.device) -> None:
 
 
 class TrainerProgram:
-    """A program that runs some steps of `Trainer.train()` per call and counts useful tokens in the collator."""
+    """Program that runs some steps of `Trainer.train()` per call, and counts useful tokens in the collator."""
 
     def __init__(self, trainer: Trainer, pad_token_id: int):
         self.trainer, self.clock = trainer, Clock()
@@ -146,7 +146,7 @@ class TrainerProgram:
         self.num_tokens.clear()
         self.trainer.args.max_steps = num_steps + NUM_WARMUP_STEPS
         self.trainer.train()
-        # The time between the ends of two steps leaves the start and the end of `train()` out.
+        # Measure between the ends of two steps, which excludes the start and the end of `train()`.
         times = self.clock.times[NUM_WARMUP_STEPS - 1 :]
         seconds = [end - start for start, end in zip(times, times[1:], strict=False)]
         return list(zip(seconds, self.num_tokens[NUM_WARMUP_STEPS:], strict=False))
@@ -157,7 +157,7 @@ def _model(setting: Setting) -> MiniMindForCausalLM:
     torch.manual_seed(0)
     model = MiniMindForCausalLM(setting.config)
     model.set_attn_implementation("packed")
-    # The recipes choose this implementation on CPUs, too (`weights/models.py`).
+    # Choose the same implementation as the recipes do on CPUs (`weights/models.py`).
     if setting.device.type == "cpu" and setting.config.num_experts:
         model.set_experts_implementation("eager")
     return model
@@ -178,7 +178,7 @@ def ours(setting: Setting, rows: Dataset | None = None, **arguments: Any) -> Tra
 
 
 def bare_loop(setting: Setting) -> Callable[[int], Steps]:
-    """Return a minimal training loop with the model, rows and optimizer of `ours`. It shows what Trainer costs."""
+    """Return a minimal training loop with the model, rows and optimizer of `ours`, to show the overhead of Trainer."""
     model = _model(setting).to(setting.device).train()
     decays = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -267,8 +267,8 @@ def upstream_style(setting: Setting) -> Callable[[int], Steps]:
         kept = ids[: setting.max_length + 1]
         rows[row, : len(kept)] = torch.tensor(kept)
     batches = rows.split(setting.batch_size)
-    # The useful tokens of a few batches vary a lot, and the time of a padded step does not depend on them. Count the
-    # mean of all batches.
+    # Count the mean over all batches: the useful tokens of a few batches vary a lot, and the time of a padded step
+    # does not depend on them.
     tokens_a_batch = int((rows != pad_token_id).sum() / len(rows) * setting.batch_size)
     position = 0
 

@@ -1,5 +1,5 @@
 """
-A training program in the style of MiniMind's own scripts, which users know.
+A training program in the style of MiniMind's own scripts.
 
 Each document is padded or cut to the row length. The model rotates queries and keys by complex products, repeats keys
 and values for each query head, and computes the logits of all positions. A loss mask excludes padding.
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
     def attend(self, x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
         batch_size, seq_len, _ = x.shape
-        # (batch_size, seq_len, num_heads, head_dim) until the heads move before the positions.
+        # (batch_size, seq_len, num_heads, head_dim) until `transpose` moves the heads before the positions
         q = self.wq(x).view(batch_size, seq_len, self.num_heads, self.head_dim)
         k = self.wk(x).view(batch_size, seq_len, self.num_kv_heads, self.head_dim)
         v = self.wv(x).view(batch_size, seq_len, self.num_kv_heads, self.head_dim)

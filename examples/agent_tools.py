@@ -1,10 +1,10 @@
 """
 The six tools of MiniMind's agent stage, for `recipes/grpo.py --tools examples.agent_tools:TOOLS`.
 
-They answer from the fictitious data that the targets (`gt`) of MiniMind's `agent_rl.jsonl` were written for
-(https://github.com/jingyaogong/minimind, Apache-2.0). Copy the file as a start for tools of your own: a tool is a
-function with type hints and a docstring in Google's style, from which transformers makes its JSON schema. The
-docstrings are part of the prompt. These must not be reworded, because the data were written with them.
+The tools answer from fictitious data, for which MiniMind wrote the targets (`gt`) of its `agent_rl.jsonl`
+(https://github.com/jingyaogong/minimind, Apache-2.0). Copy this file as a start for your own tools. A tool is a
+function with type hints and a docstring in Google's style, and transformers makes its JSON schema from them. So the
+docstrings are part of the prompt. Do not reword these docstrings, because MiniMind wrote the data with them.
 """
 
 import json

@@ -1,8 +1,8 @@
 """
 hf_pretrain: pretrain and fine-tune MiniMind models with the Hugging Face stack.
 
-Importing the package registers MiniMind with the Auto classes of transformers and with peft. Everything but the model
-is imported when it is first used.
+Importing the package registers MiniMind with transformers' Auto classes and with peft. Only the model is imported at
+once; every other name is imported on its first use.
 """
 
 from importlib import import_module

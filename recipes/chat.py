@@ -6,8 +6,8 @@ Chat with a model in the terminal.
     python recipes/chat.py --prompt "How do you do?" --greedy
     python recipes/chat.py --tools tools.json --think on
 
-`/help` lists the commands. Answers appear while the model writes them, and Ctrl-C ends one early. After a tool call
-the next line that you type is its result. Your input is plain text: `<|im_end|>` in it ends nothing.
+`/help` lists the commands. Answers appear while the model writes them, and Ctrl-C ends one early. After a tool call,
+the next line that you type is its result. Your input is plain text: `<|im_end|>` in it is not a control token.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
         print()
         return
 
-    # Chat.say refuses a line that is not UTF-8. Without this, Python would raise while reading it, and end the loop.
+    # Chat.say refuses a line that is not UTF-8. Without this setting, Python would raise earlier and end the loop.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     print(f"{name}\n/help lists the commands.")
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
                 print(chat.run_command(line))
             elif line:
                 chat.say(line)
-                # After the last result of a tool the model answers; before, it waits for the other results.
+                # The model answers only after the results of all its tool calls.
                 if not chat.pending_calls:
                     chat.answer(write)
                     print()

@@ -1,5 +1,5 @@
 """
-Convert checkpoints: read MiniMind weights of any generation, write one of seven formats. An adapter is merged first.
+Convert checkpoints: read MiniMind weights of any generation, write one of seven formats. Adapters are merged first.
 
     python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer v2/ --to out/mine
     python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
@@ -10,8 +10,8 @@ Convert checkpoints: read MiniMind weights of any generation, write one of seven
     python recipes/convert.py --from out/pretrain --to out/upstream --format upstream --generation v2
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
-After writing, the program that the format is for reads it back. The output and the model card state the largest
-difference of its logits from the source's.
+The recipe reads the result back with the program that the format is for. The output and the model card state the
+largest difference between the logits of the result and of the source.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from hf_pretrain.weights.model_arguments import parse_fields
 
 
 def main(args: argparse.Namespace) -> None:
-    # Fail before a large model is downloaded.
+    # Check before the download of a large model.
     check_writable(Path(args.to), overwrite=args.overwrite)
     config = args.config
-    # A file name holds no "=", so the flag takes both.
+    # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
     is_adapter = adapter_base(args.source) is not None
     model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
-    # A file of weights may have no tokenizer beside it; the export then warns.
+    # If there is no tokenizer beside the weights, the export warns.
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.source)
     repo_id = args.hub_model_id or Path(args.to).name
     if args.push:
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
         generation=args.generation,
         model_name=model_name(args.hub_model_id or args.source),
         stage=args.stage or upstream_stage(args.source),
-        # The card states the measured difference, so the export writes it.
+        # Let the export write the card, because the card states the measured difference.
         card=partial(
             format_conversion_card,
             model,
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
-    parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default that of the source")
+    parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default the source's")
     parser.add_argument(
         "--stage", help="for upstream: first part of the file name; by default the source's, or full_sft"
     )

@@ -43,7 +43,7 @@ def main(
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
     trust = distillation_args.trust_remote_code
     tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path, trust_remote_code=trust)
-    # The teacher is loaded before the data are prepared: a vocabulary that differs should not cost that time.
+    # Load the teacher before preparing the data, so that a different vocabulary is reported at once.
     teacher = load_teacher(
         distillation_args.teacher_name_or_path,
         tokenizer,

@@ -4,8 +4,8 @@ Estimate the memory of a run before it starts.
     python recipes/doctor.py
     python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
-Print the bytes that a process holds for a preset, and the largest batch that fits into the memory of this machine or
-into `--memory_gib`. The estimate computes no forward pass, so one machine can estimate for another.
+The recipe prints the memory that a process needs for a preset, and the largest batch that fits into the memory of this
+machine or into `--memory_gib`. It computes nothing on a device, so one machine can estimate for another.
 """
 
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ def main(args: DoctorArguments):
     )
     memory = 2**30 * args.memory_gib if args.memory_gib else available_memory_bytes(device)
     if device.type == "cpu" and not args.memory_gib:
-        # Processes on a CPU share its memory.
+        # All processes on a CPU share the memory of the machine.
         memory /= args.world_size
 
     processes = f"{args.world_size} process(es) on {device.type}"

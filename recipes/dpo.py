@@ -7,8 +7,8 @@ Train a MiniMind on preferences, with TRL's DPO, KTO, ORPO or SimPO.
     torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 
-A record has `chosen` and `rejected`, as lists of messages or text. The `prompt` is a field of its own or the beginning
-of both. The flags of `TrainingArguments` and of TRL's config for the algorithm (`--loss_type ipo`) work, except those
+A record has `chosen` and `rejected`, as lists of messages or text. The prompt is in the field `prompt`, or both begin
+with it. The flags of `TrainingArguments` and of TRL's config for the algorithm (`--loss_type ipo`) work, except those
 that docs/launching.md lists; `--help` prints all flags.
 """
 
@@ -25,7 +25,7 @@ from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 
 
-# TRL is optional. Where it is missing, one line says how to install it.
+# TRL is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
     from hf_pretrain.stages.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
 
@@ -38,7 +38,7 @@ def main(
 ):
     checkpoint = begin_run(training_args, model_args, adapter_args, data_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
-    # The template must mark the assistant's text, which is what the loss compares.
+    # The template must mark the assistant's text, because the loss compares only that text.
     mark_template(tokenizer)
 
     with training_args.main_process_first(desc="preparing the data"), data_args.naming_lines("preference"):

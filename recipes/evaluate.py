@@ -8,9 +8,9 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     python recipes/evaluate.py --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
-By default this evaluates the newest run in `out/`. With the flags of a pretraining run, or its `--config`, the figures
-on the validation set are those at the end of the run. All results go into `evaluation.json` and the `model-index` of
-the model card, in the model's directory.
+By default, the recipe evaluates the newest run in `out/`. With the flags or the `--config` of a pretraining run, it
+reproduces the figures on the validation set from the end of that run. All results go into `evaluation.json` and the
+`model-index` of the model card, in the model's directory.
 """
 
 import importlib.metadata

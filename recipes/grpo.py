@@ -3,7 +3,8 @@ Train a chat model with verifiable rewards: GRPO, its CISPO and DAPO losses, or 
 
     python recipes/grpo.py --config recipes/tiny/grpo.yaml --model_name_or_path out/sft-tiny
     python recipes/grpo.py --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
-    python recipes/grpo.py --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards solution --tools minimind
+    python recipes/grpo.py --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards solution \\
+        --tools examples.agent_tools:TOOLS
     torchrun --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
 `--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts empty
@@ -26,7 +27,7 @@ from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 
 
-# TRL is optional. Where it is missing, one line says how to install it.
+# TRL is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
     from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments, task_check
 
@@ -39,7 +40,7 @@ def main(
 ):
     rewards = load_reward_functions(task_args.rewards)
     tools, environment = load_tools(task_args.tools), task_args.load_environment()
-    # A misspelt reward or tool was refused above, before the run touches its directory.
+    # Begin the run only now: a misspelt reward or tool must not leave traces in the output directory.
     checkpoint = begin_run(training_args, model_args, adapter_args, task_args)
     is_main = training_args.process_index == 0
 
@@ -50,10 +51,10 @@ def main(
         task_args.dataset_name,
         validation_fraction=task_args.validation_fraction,
         seed=training_args.seed,
-        # The chat template describes tools that the model can call, so the prompt need not.
+        # The chat template itself describes the tools that the model can call.
         describe_tools=tools is None and environment is None,
         max_rejected_ratio=task_args.max_rejected_ratio,
-        # Every rank reads the tasks, but one file of rejected lines is enough.
+        # Every rank reads the tasks, but only one may write the file of rejected lines.
         rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
         check=task_check(
             rewards,

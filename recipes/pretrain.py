@@ -1,5 +1,5 @@
 """
-Pretrain a MiniMind from random weights, or from those of a checkpoint.
+Pretrain a MiniMind from random weights, or from the weights of a checkpoint.
 
     python recipes/pretrain.py
     python recipes/pretrain.py --model_preset minimind2 --dataset_name my/*.jsonl --output_dir out/mine
@@ -48,7 +48,7 @@ def main(
     trainer = MaskedLossTrainer(
         model=model,
         args=training_args,
-        # Sequences of one fixed length, or torch.compile would compile again for each new length.
+        # Give all sequences one length: torch.compile would compile again for each new length.
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
         train_dataset=rows.train,
         eval_dataset=rows.eval,

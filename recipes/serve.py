@@ -1,5 +1,5 @@
 """
-Serve a model with transformers' OpenAI-compatible server, for this machine only unless `--host` says otherwise.
+Serve a model with transformers' OpenAI-compatible server, by default only for this machine (`--host`).
 
     python recipes/serve.py
     python recipes/serve.py --model_name_or_path out/sft-tiny --port 8001 --reasoning off
@@ -11,8 +11,8 @@ Then use any OpenAI client:
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]
     )
 
-The model has the name that it was started with. If the tokenizer has a response template, as ours do, answers contain
-`reasoning_content` and `tool_calls`. The server passes `chat_template_kwargs` of a request, such as
+Clients use the model name that the recipe prints. If the tokenizer has a response template, as ours do, answers
+contain `reasoning_content` and `tool_calls`. The server passes `chat_template_kwargs` of a request, such as
 `{"enable_thinking": false}`, to the chat template. It has no authentication. It refuses requests for other models,
 from web pages of other origins, and for more tokens than the model has positions.
 """
@@ -24,14 +24,14 @@ from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_l
 from hf_pretrain.tokenizer.loading import load_tokenizer
 
 
-# FastAPI is optional. Where it is missing, one line says how to install it.
+# FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
     from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server
 
 
 def main(args: argparse.Namespace) -> None:
     name = args.model_name_or_path or find_newest_run()
-    # Load the tokenizer to report a wrong name here, in one line; the server would print a traceback.
+    # Load the tokenizer first, to report a wrong name in one line. The server would print a traceback.
     load_tokenizer(name)
     # Restrict the server to this model before it starts.
     adapt_server(name)

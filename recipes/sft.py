@@ -51,7 +51,7 @@ def main(
     # Defaults of chat clients. Servers respect the temperature of a request only if sampling is on.
     model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     trainer = MaskedLossTrainer(
-        # Unchanged without --use_peft.
+        # Without --use_peft, `add_adapter` returns the model unchanged.
         model=add_adapter(model, adapter_args),
         args=training_args,
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),

@@ -3,8 +3,8 @@ Train a tokenizer on the documents that a pretraining run would train on, and sa
 
     python recipes/tokenizer.py --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
 
-Pass it to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The validation set measures the
-tokenizer in bytes per token: more bytes mean shorter sequences.
+Pass it to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The recipe measures bytes per token
+on the validation set: more bytes mean shorter sequences.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ def main(args: TokenizerArguments) -> None:
     if output_dir.is_dir() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty. Name another one, or remove it.")
     if args.push_to_hub:
-        # Fail before the training rather than after it.
+        # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
 
     train, validation = load_documents(
@@ -66,7 +66,7 @@ def main(args: TokenizerArguments) -> None:
     save_tokenizer(tokenizer, output_dir)
     print(f"The tokenizer of {len(tokenizer)} entries is in {output_dir}")
 
-    # Documents that the tokenizer was not trained on.
+    # The tokenizer was not trained on these documents.
     texts = list(validation["text"])
     if texts:
         # bos and eos are tokens without text.

@@ -1,6 +1,6 @@
 """
-Checkpoints on disk: the manifest that makes damage visible, functions that find, verify and rotate checkpoints, and
-the writer that gives them their names once they are complete. `training` decides when to write.
+Checkpoints on disk: a manifest that shows damage, functions that find, verify and rotate checkpoints, and a writer
+that gives a checkpoint its name only once it is complete. `training` decides when to write.
 """
 
 from .directory import find_newest_run, newest_checkpoint

@@ -41,6 +41,7 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
             check_shards(path)
             return str(path)
         if not (path / MANIFEST_NAME).exists():
+            # Do not fall back to an older checkpoint: this one may be intact, and only the user can know.
             raise ValueError(_no_manifest(path))
         aside = set_aside(path)
         logger.warning(f"{path} is damaged and was renamed to {aside.name}: {summarize(damage)}.")
@@ -84,7 +85,7 @@ def verify_checkpoint(path: Path, *, unverified: bool) -> str:
 
 
 def _no_manifest(path: Path) -> str:
-    """Return the message for a checkpoint that nothing describes."""
+    """Return the message for a checkpoint without a manifest."""
     return (
         f"{path} has no {MANIFEST_NAME}, so nothing says whether it is intact: another program or an earlier "
         "version wrote it. Resume with --allow_inexact_resume, or start from its weights alone with "
@@ -96,23 +97,24 @@ def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = N
     """
     Delete the checkpoints with the lowest steps beside `newest` until `limit` are left.
 
-    `newest`, which was just saved, and `best` stay. The step comes from the manifest, because file times change when a
-    clock is set or files are copied. A checkpoint without a readable manifest belongs to another run: it stays and
-    does not count.
+    `newest` (just saved) and `best` stay. The step comes from the manifest, because file times change when a clock is
+    set or files are copied. A checkpoint without a readable manifest belongs to another run: it stays and does not
+    count.
     """
     steps = {}
     for path in map(Path, sort_checkpoints(str(newest.parent))):
-        # A checkpoint without a manifest is skipped, whatever the reason.
+        # Skip a checkpoint without a readable manifest.
         with suppress(ValueError, KeyError):
             steps[path] = int(read_manifest(path)["run"]["step"])
     kept = {newest.name, best.name if best else None}
     removable = sorted((path for path in steps if path.name not in kept), key=lambda path: steps[path])
+    # `save_total_limit` of None keeps all checkpoints. Protected ones count towards the limit.
     for path in removable[: max(0, len(steps) - limit)] if limit else []:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def summarize(damage: list[str]) -> str:
-    """Return a list of damages as one line, at most five of them in full."""
+    """Join the lines of [`find_damage`] into one; it names five of them and counts the rest."""
     return "; ".join(damage[:5]) + (f"; and {len(damage) - 5} more" if len(damage) > 5 else "")
 
 
@@ -140,7 +142,7 @@ def find_newest_run(directory: str = "out") -> str:
     """
     runs = []
     for config in Path(directory).glob("*/config.json"):
-        # The weights' time, not the directory's: logs and evaluations are added to old runs.
+        # Use the weights' time, not the directory's: later commands add logs and evaluations to old runs.
         weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
         try:
             # Other models may lie in out/, such as exports to llama.
@@ -148,7 +150,7 @@ def find_newest_run(directory: str = "out") -> str:
         except (ValueError, AttributeError, OSError) as error:
             logger.warning(f"{config} cannot be read and is skipped: {error}.")
             continue
-        # A directory without a tokenizer is no finished run.
+        # Without a tokenizer, the run in the directory is not finished.
         if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
             runs.append((weights, str(config.parent)))
     if not runs:

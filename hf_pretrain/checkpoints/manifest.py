@@ -22,12 +22,12 @@ def write_manifest(directory: Path, run: dict[str, Any]) -> None:
         name = path.relative_to(directory).as_posix()
         flush(path)
         files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    # The manifest's own checksum covers file list and run, because a checksum in a damaged manifest proves nothing.
+    # The manifest's own checksum covers `files` and `run`: without it, damage to the manifest itself would not show.
     content = {"files": files, "run": run}
     manifest = directory / MANIFEST_NAME
     manifest.write_text(json.dumps({"sha256": _seal(content), **content}, indent=1), encoding="utf-8")
     flush(manifest)
-    # A file's name lies in its directory, which has to be flushed too.
+    # A file's name is an entry of its directory, so the directories must be flushed too.
     for path in [*filter(Path.is_dir, directory.rglob("*")), directory]:
         flush(path)
 
@@ -60,7 +60,7 @@ def find_damage(directory: str | Path) -> list[str]:
     except ValueError as error:
         return [str(error)]
     found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
-    # Additional files count as damage: transformers and DeepSpeed read whatever they find in the directory.
+    # Additional files count as damage: transformers and DeepSpeed read every file that they find in the directory.
     damage = [f"{name} is missing" for name in expected.keys() - found.keys()]
     damage += [f"{name} was added" for name in found.keys() - expected.keys()]
     for name in expected.keys() & found.keys():
@@ -94,7 +94,7 @@ def _sha256(path: Path) -> str:
 
 
 def _seal(content: dict[str, Any]) -> str:
-    """Return the checksum of the manifest's own content."""
+    """Return the checksum of the manifest's own content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

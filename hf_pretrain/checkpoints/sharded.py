@@ -1,8 +1,8 @@
 """
 Checkpoints of models that transformers shards while it loads them (`--fsdp_size`, FSDP2).
 
-Trainer saves their weights and refuses to save the optimizer. These functions gather the optimizer state by parameter
-name, whole on one rank, so that any number of processes can resume from it. All ranks must call them.
+Trainer saves their weights and refuses to save the optimizer. These functions gather the whole optimizer state on one
+rank, keyed by parameter name, so that any number of processes can resume from it. All ranks must call them.
 """
 
 from pathlib import Path
@@ -31,6 +31,7 @@ def save_optimizer(
     """Gather the state of `optimizer`, and write it and the scheduler's state on the rank with `is_writer`."""
     # On the CPU: the whole state may not fit into the memory of one GPU.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    # A collective: every rank contributes its shards, and only rank 0 receives the whole state.
     state = get_optimizer_state_dict(model, optimizer, options=options)
     if is_writer:
         torch.save(state, Path(directory, OPTIMIZER_NAME))
@@ -38,7 +39,7 @@ def save_optimizer(
 
 
 def load_optimizer(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Load what [`save_optimizer`] wrote into a sharded model's `optimizer` and its `scheduler`."""
+    """Load the files of [`save_optimizer`] into the `optimizer` and `scheduler` of a sharded model."""
     state, schedule = (
         torch.load(Path(directory, name), map_location="cpu", weights_only=True)
         for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
@@ -47,7 +48,7 @@ def load_optimizer(directory: str | Path, model: nn.Module, optimizer: torch.opt
     if state["state"]:
         set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
         return
-    # NOTE: torch cannot find the device of an optimizer without state (SGD). Its learning rates are all it has.
+    # NOTE: torch cannot find the device of an optimizer without state (SGD). Only its learning rates need restoring.
     for group, learning_rate in zip(optimizer.param_groups, schedule["_last_lr"], strict=True):
         group["lr"] = learning_rate
 

@@ -1,8 +1,8 @@
 """
 Write checkpoints and models completely or not at all.
 
-All files are written into `.saving/` inside the output directory, flushed to the disk and only then renamed. A
-checkpoint has a manifest (`manifest.py`), and is read back and compared after the rename.
+The writer puts all files into `.saving/` inside the output directory, flushes them to the disk and only then renames
+them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it back and compares it after the rename.
 """
 
 import errno
@@ -42,18 +42,18 @@ class CheckpointWriter:
         self.is_writer = is_writer
 
     def make_room(self, source: Path, target: Path) -> None:
-        """Create `source`, the directory to write into, and remove what a killed run left beside it."""
+        """Remove the files that a killed run left, and create `source`, the directory to write into."""
         with self.reporting_full_disks(target):
             remove_leftovers(target.parent)
             source.mkdir(parents=True)
 
     def publish_checkpoint(self, source: Path, target: Path, run: dict[str, Any]) -> None:
         """
-        Describe the checkpoint in `source` by a manifest, rename it to `target` and read it back.
+        Write the manifest of the checkpoint in `source`, rename the directory to `target` and read it back.
 
         Args:
             source (`Path`): a directory in `.saving/`.
-            target (`Path`): `checkpoint-N`. One that exists is replaced.
+            target (`Path`): `checkpoint-N`. An existing one is replaced.
             run (`dict`): the description of the run for the manifest.
 
         Raises:
@@ -62,9 +62,11 @@ class CheckpointWriter:
         with self.reporting_full_disks(target):
             write_manifest(source, run)
             if target.exists():
-                # A run that resumed from an older checkpoint reaches this step again.
+                # A run that resumed from an older checkpoint reaches this step again. `os.rename` cannot replace a
+                # directory that holds files, so the old one makes way first.
                 os.rename(target, source.with_name("replaced"))
             os.rename(source, target)
+            # The new name is an entry of the parent directory, which must reach the disk as well.
             flush(target.parent)
             # Some file systems report a successful write of data that they then lose.
             damage = find_damage(target)
@@ -80,13 +82,14 @@ class CheckpointWriter:
         `config.json` comes last, because a directory without it does not count as a model.
         """
         with self.reporting_full_disks(target / CONFIG_NAME):
+            # Before any rename: after a power failure, a file that was renamed first could be empty.
             for path in (*source.rglob("*"), source):
                 flush(path)
             written = {path.name for path in source.iterdir()}
-            # An adapter's files leave the weights of the directory alone.
+            # Saving an adapter writes no weights, and those in the directory stay.
             if any(map(_WEIGHTS.fullmatch, written)):
                 for path in target.iterdir():
-                    # Shards of an earlier model that had another number of them.
+                    # A shard of an earlier model that had a different number of shards.
                     if _WEIGHTS.fullmatch(path.name) and path.name not in written:
                         path.unlink()
             for name in sorted(written, key=lambda name: (name == CONFIG_NAME, name)):
@@ -100,6 +103,7 @@ class CheckpointWriter:
     def check_space(self, output_dir: Path, *, num_checkpoints: int) -> None:
         """End the process with `EXIT_NOT_SAVED` if `num_checkpoints` more checkpoints do not fit on the disk."""
         with self.reporting_full_disks(output_dir / "the first checkpoint"):
+            # `disk_usage` needs an existing directory.
             output_dir.mkdir(parents=True, exist_ok=True)
             needed, free = num_checkpoints * self.checkpoint_bytes(), shutil.disk_usage(output_dir).free
             if free < needed:
@@ -115,8 +119,8 @@ class CheckpointWriter:
         except (OSError, SafetensorError, RuntimeError) as error:
             # NOTE: the writers of safetensors and torch raise errors without an errno.
             free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
-            # A RuntimeError may mean anything, so it counts as a full disk only if a writer raised it and the disk is
-            # full.
+            # A RuntimeError may have any cause. It counts as a full disk only if a writer raised it and the free space
+            # is too small for a checkpoint.
             is_writers = isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error)
             is_full = free < self.checkpoint_bytes() and is_writers
             if getattr(error, "errno", None) not in _DISK_ERRORS and not is_full:
@@ -126,7 +130,7 @@ class CheckpointWriter:
             self._end_unsaved(target, error, free)
 
     def _end_unsaved(self, target: Path, error: Exception, free: int) -> NoReturn:
-        """Print what was not saved and what to do, and end the process."""
+        """Print which file was not saved and what to do, and end the process."""
         kept = sort_checkpoints(str(target.parent)) if target.parent.is_dir() else []
         advice = (
             f"{kept[-1]} is intact: make room and resume with `--resume_from_checkpoint auto`."

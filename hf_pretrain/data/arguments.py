@@ -1,4 +1,4 @@
-"""Command-line arguments that name the data and say how it becomes packed sequences."""
+"""Command-line arguments that name the data and determine how it becomes packed sequences."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,16 +48,16 @@ class SourceArguments:
         Load the training set and the validation set by [`~data.loading.load_documents`].
 
         Args:
-            training_args ([`TrainingArguments`]): for the seed and the directory of `rejected.jsonl`, which only the
+            training_args ([`TrainingArguments`]): gives the seed and the directory of `rejected.jsonl`, which only the
                 main process writes.
             schema (`str`, defaults to `"text"`): kind of the records.
             keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
             reading: further arguments of [`~data.loading.load_documents`].
 
         Raises:
-            `ValueError`: as [`~data.loading.load_documents`] does.
+            `ValueError`: in the cases of [`~data.loading.load_documents`].
         """
-        # Every rank reads the data, but one file lists the bad lines.
+        # Every rank reads the data, but only one may write the file that lists the bad lines.
         is_main = training_args.process_index == 0
         return load_documents(
             self.dataset_name,
@@ -75,7 +75,7 @@ class SourceArguments:
     @contextmanager
     def naming_lines(self, schema: str) -> Iterator[None]:
         """
-        Name file and line of a conversation that the chat template cannot render within the block.
+        Add file and line to the error if the chat template cannot render a conversation within the block.
 
         Raises:
             `ValueError`: for such a conversation.
@@ -104,9 +104,9 @@ class DataArguments(SourceArguments):
     @property
     def row_length(self) -> int | None:
         """
-        Length in tokens of every packed sequence, or `None` where a row is one document.
+        Length in tokens of every packed sequence; `None` if each row holds one document.
 
-        With one length for all batches, compiled graphs are compiled once.
+        If all batches have one length, torch.compile compiles each graph only once.
         """
         return None if self.packing_strategy == "none" else self.max_length
 
@@ -122,7 +122,7 @@ class DataArguments(SourceArguments):
 
     def load_documents(self, training_args: TrainingArguments, **reading: Any):
         """Load the training set, shuffled if it is a stream, and the validation set."""
-        # `reading` wins: evaluation loads the same data in other ways.
+        # `reading` takes precedence: evaluation loads the same data with other settings.
         own: dict[str, Any] = {"schema": self.schema, "text_column": self.text_column, "streaming": self.streaming}
         train, validation = super().load_documents(training_args, **own | reading)
         # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
@@ -135,8 +135,8 @@ class DataArguments(SourceArguments):
         Tokenize and pack documents by [`~data.packing.prepare_rows`].
 
         Returns:
-            `tuple`: packed sequences and a report, as [`~data.packing.prepare_rows`] returns them, or `None` and
-            `None` where there are no documents.
+            `tuple`: packed sequences and a report, as [`~data.packing.prepare_rows`] returns them; `None` and `None`
+            if there are no documents.
         """
         if isinstance(documents, Dataset) and len(documents) == 0:
             return None, None
@@ -154,9 +154,9 @@ class DataArguments(SourceArguments):
 @dataclass
 class ChatArguments(DataArguments):
     """
-    Arguments that choose the conversations to train on, and which of their tokens.
+    Arguments that choose the conversations to train on, and the tokens in them that are trained.
 
-    Conversations are cut off at `max_length` tokens.
+    Conversations are truncated at `max_length` tokens.
     """
 
     dataset_kind: str = field(

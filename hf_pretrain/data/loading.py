@@ -1,8 +1,8 @@
 """
 Load documents: embedded corpora, files and Hub datasets, mixed and split into a training and a validation set.
 
-Files are read line by line by this package, because `datasets` fails a whole load on one corrupt line and accepts
-numbers in place of text. A bad line is rejected with file, line and reason; too many of them stop the run before it
+This package reads files line by line itself, because `datasets` fails a whole load on one corrupt line and accepts
+numbers in place of text. It rejects a bad line with file, line and reason. Too many bad lines stop the run before it
 starts.
 """
 
@@ -28,8 +28,8 @@ from .splitting import DOCUMENT_FEATURES, split_documents
 
 logger = logging.get_logger(__name__)
 
-# Columns of every source. A good row has `text`, and `origin` where the split hashes something other than the text. A
-# bad row has an empty text, its position and a reason.
+# Columns of every source. A good row has `text`, and `origin` if the split hashes something other than the text. A bad
+# row has an empty text, its position and a reason.
 ROW_FEATURES = Features(
     {
         "text": Value("string"),
@@ -40,7 +40,7 @@ ROW_FEATURES = Features(
         "reason": Value("string"),
     }
 )
-# Number of documents at the start of a stream that the validation set is chosen from.
+# The validation set of a stream comes from this many documents at its start.
 VALIDATION_SCAN = 50_000
 
 
@@ -61,25 +61,25 @@ def load_documents(
     """
     Load the training set and the validation set.
 
-    A hash decides to which set a document belongs: the hash of its text or, for conversations, preferences and all
-    embedded text, of the first question. So the split does not depend on the order of files, world size, seed or
-    streaming, equal documents land in one set, and no stage trains on what another stage validates on in the embedded
-    corpora. Exact copies in those are dropped, and counted in the description of the training set
-    (`train.info.description`).
+    A hash decides to which set a document belongs. It is the hash of the first question for conversations, preferences
+    and all embedded text, and the hash of the text for other documents. So the split does not depend on the order of
+    files, world size, seed or streaming, and equal documents land in the same set. In the embedded corpora, no stage
+    trains on a document that another stage uses for validation. Exact copies in the embedded corpora are dropped, and
+    counted in the description of the training set (`train.info.description`).
 
     Args:
-        dataset_names (`list[str]`): each one `embedded`, `embedded:<part>`, a path, glob or directory, or a Hub id
-            `name[:config][@revision]` (its split `train`). Files are JSONL (`.jsonl`), `.json` (an array of objects,
-            or one object per line), `.parquet` and `.txt` (blank lines separate documents); all but parquet also with
-            `.gz` or `.zst`. Blank lines in JSONL are skipped.
+        dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, or a Hub
+            id `name[:config][@revision]` (its split `train`). Files are JSONL (`.jsonl`), `.json` (an array of
+            objects, or one object per line), `.parquet` and `.txt` (blank lines separate documents); all but parquet
+            also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
             then the JSON of the record in the internal form.
         text_column (`str`, defaults to `"text"`): key or column of the text, for the schema `text`.
         weights (`list[float]`, *optional*): sampling weight of each name in the training set; they need not sum to 1.
-            Sampling ends when every name has been read in full, so small ones repeat and nothing is left out. Without
-            weights, the names follow one another. The validation set never repeats documents.
+            Sampling ends when every name has been read in full, so small datasets repeat and no document is left out.
+            Without weights, the datasets are concatenated. The validation set never repeats documents.
         streaming (`bool`, defaults to `False`): read the data while training. The validation set then comes from the
-            first 50,000 documents of each name. Later documents whose hash belongs to it are not trained on either.
+            first 50,000 documents of each name. The run does not train on later documents with such a hash either.
         validation_fraction (`float`, defaults to 0.01): share of the documents in the validation set; 0 for none.
         train_fraction (`float`, defaults to 1.0): share of the remaining documents in the training set, chosen by the
             same hash. The validation set stays the same.
@@ -87,7 +87,7 @@ def load_documents(
         num_proc (`int`, *optional*): number of processes that read data of more than 64 MiB or 100,000 documents; by
             default one per core, up to 8.
         max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines over all names. Streams are
-            checked every 1,000 lines and at the end of a name.
+            checked before the first step, and then every 1,000 lines.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1),
             offset (the byte in the decompressed file where the line starts, if there are lines) and reason.
 
@@ -105,10 +105,11 @@ def load_documents(
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
     if streaming:
-        # `keep` counts bad lines while the stream is read, so too many of them can stop a run late.
+        # `keep` counts bad lines while the run reads the stream, so too many of them can also stop a run late.
         parts = [part.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES)) for part in rows]
-        # Without a validation set, the head of a stream still shows early whether its lines are good.
+        # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
         scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
+        # The run reads these documents again: training filters the whole stream by the same hash.
         heads = [_in_memory(part.take(scan)) for part in parts]
     else:
         parts = heads = [_keep_documents(part, rejected) for part in rows]
@@ -120,8 +121,8 @@ def load_documents(
     validation = datasets.concatenate_datasets(
         [split_documents(head, 0.0, validation_fraction, num_proc) for head in heads]
     )
-    # The training set has the hashes above those of the validation set. Exactly 1.0 by default: a rounded sum below it
-    # could drop a document.
+    # The training set gets the hashes above the hashes of the validation set. By default, `stop` must be exactly 1.0:
+    # a rounded sum below 1.0 could drop a document.
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
     parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
     for name, part in zip(dataset_names, parts, strict=True):
@@ -139,9 +140,10 @@ def load_documents(
             parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
         )
     if streaming:
-        # Everything derived from the stream inherits this text. A resumed run compares it with the checkpoint's.
+        # Every dataset derived from the stream inherits this text. A resumed run compares it with the text in its
+        # checkpoint.
         described = [part.info.description for part in rows]
-        # The default share is left out, because the checkpoints of earlier versions do not know the flag.
+        # Leave out the default share: the text must equal the one in checkpoints of earlier versions without the flag.
         shares = (validation_fraction,) if train_fraction == 1 else (validation_fraction, train_fraction)
         train.info.description = str((described, weights, *shares))
     else:
@@ -181,7 +183,7 @@ def _check_arguments(
 def _load_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """Load the rows of one name, with the columns of `ROW_FEATURES`; cached by content unless streamed."""
+    """Load the rows of one name, with the columns of `ROW_FEATURES`. Rows are cached by content unless streamed."""
     sources = find_sources(name)
     if sources is None:
         return _load_hub_rows(name, schema, text_column, streaming, num_proc)
@@ -191,7 +193,7 @@ def _load_rows(
         stream = IterableDataset.from_generator(
             _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}
         )
-        # As in `load_documents`. Names and sizes identify the files; a digest would need to read them.
+        # A resumed run compares this text, too. Names and sizes identify the files; a digest would need to read them.
         stream.info.description = str([how, *((Path(piece.source).name, piece.state[0]) for piece in pieces)])
         return stream
     shards = cut_sources(sources)
@@ -201,15 +203,16 @@ def _load_rows(
 
 def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
     """Load the rows of some pieces from the cache, or read them."""
-    # The digest of the content, not its time: a file that was touched but not changed finds its cache entry.
+    # Use a digest of the content instead of the file's time: a file that was touched but not changed finds its entry.
     contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
     key = cache_key(how, contents)
     try:
+        # NOTE: without `fingerprint`, `datasets` would hash the pickled generator and miss changes in its code.
         return Dataset.from_generator(
             _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}, fingerprint=key
         )
     except datasets.exceptions.DatasetGenerationError as error:
-        # `datasets` wraps whatever the generator raises; users should see our own message alone.
+        # `datasets` wraps every error of the generator. Users should see only the message inside.
         for kind in (ValueError, ImportError):
             if isinstance(error.__cause__, kind):
                 raise kind(str(error.__cause__)) from None
@@ -228,20 +231,21 @@ def _load_hub_rows(
             revision=dataset.revision,
             split="train",
             streaming=streaming,
+            # NOTE: `load_dataset` refuses `num_proc` together with streaming.
             num_proc=None if streaming else num_proc,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
         ) from error
-    # Some streams know their columns only once a record has been read.
+    # Some streams learn their columns only from the first record.
     columns = records.column_names or list(next(iter(records), ()))
     if not columns:
         raise ValueError(f"{name} holds no record. Check the name, its configuration and its split `train`.")
     if text_column is not None and text_column not in columns:
         raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)
-    # A key of our own: `datasets` pickles `_check_records` by name and would not notice changes in what it calls.
+    # Our own key: `datasets` pickles `_check_records` by name and would miss changes in the functions that it calls.
     rows = records.map(
         _check_records,
         batched=True,
@@ -275,14 +279,14 @@ def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Ite
     """
     for piece in pieces:
         source = piece.source
-        # Before and after: a file that changes in between would leave rows of both versions in the cache.
+        # Check before and after: a file that changes in between would leave rows of both versions in the cache.
         check_unchanged(source, piece.state)
         column = text_column if source not in EMBEDDED_SOURCES else "text"
         if piece.stop is None:
             records = _read_source(source, schema, text_column)
         else:
             records = read_json_lines(Path(source), start=piece.start, stop=piece.stop, line=piece.line)
-        # Only a whole file can be without records; a piece of one has at least a line.
+        # Only a whole file can have no records; a piece of a file has at least one line.
         is_empty = piece.stop is None
         for line, offset, record in records:
             is_empty = False
@@ -311,7 +315,7 @@ def _make_row(
             raise record
         if schema == "text":
             text = read_text(record, text_column=text_column)
-            # Documents of the user's own are hashed by their text.
+            # The split hashes the text of documents that are not embedded.
             origin = record["origin"] if source in EMBEDDED_SOURCES else None
         else:
             text = SCHEMAS[schema](record)
@@ -326,7 +330,7 @@ def find_line(dataset_names: list[str], schema: str, text: str) -> str:
     """
     Return the position of the first record that gives the document `text`, as `file:line`.
 
-    Documents lose their position when they are loaded, so this reads the data again, for a message about one of them.
+    Loaded documents do not have a position any more, so this function reads the data again. It serves error messages.
 
     Args:
         dataset_names (`list[str]`): as in [`load_documents`].
@@ -356,12 +360,13 @@ def find_line(dataset_names: list[str], schema: str, text: str) -> str:
 def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
     """Return the documents among rows, and record the others as rejected."""
     # Read the column from Arrow: a Python loop over all rows would take minutes for large data.
+    # A row is bad if its reason is not null. An empty dataset has no chunks.
     is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)
     rejected.num_lines += len(rows)
     for row in rows.select(np.flatnonzero(is_bad)):
         rejected.add(row["source"], row["line"], row["offset"], row["reason"])
     documents = rows.select_columns(list(DOCUMENT_FEATURES))
-    # A selection reads through a table of indices, which is slower. Data without bad lines are spared it.
+    # A selection reads through a table of indices, which is slower. Data without bad lines do not need one.
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
 
 

@@ -2,8 +2,8 @@
 Pack documents into rows of token ids without padding.
 
 Each row is one packed sequence of at most `max_length` tokens. The strategy `bfd` is best-fit decreasing bin packing,
-as in "Fewer Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830), except that documents longer
-than a row are split, not truncated. A row records the lengths of its documents, so that none of them attends to
+as in "Fewer Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830), but it splits documents longer
+than a row instead of truncating them. A row records the lengths of its documents, so that no document attends to
 another.
 """
 
@@ -24,7 +24,7 @@ from .parts import GROUP_SIZE, cache_key, cut_into_parts, digest, map_parts
 
 
 PACKING_STRATEGIES = ("bfd", "wrapped", "none")
-# Below this, bos and eos alone would be a large share of each row.
+# In shorter rows, bos and eos alone would be a large share of the tokens.
 MIN_LENGTH = 8
 
 TOKEN_FEATURES = {"input_ids": List(Value("int32"))}
@@ -39,14 +39,14 @@ class PackingReport:
     Counts of one packing.
 
     Args:
-        num_documents (`int`): number of documents that went in.
+        num_documents (`int`): number of documents before packing.
         num_tokens (`int`): number of tokens in the rows, bos and eos of each document included.
         num_rows (`int`): number of rows, that is, packed sequences.
         fill_ratio (`float`): share of positions that hold a token, `num_tokens / (num_rows * max_length)`.
         num_tokens_lost (`int`): number of tokens that are in no row, because documents are cut off at `max_length`.
-        num_tokens_trained (`int`, *optional*): number of tokens with a weight other than 0, where there are weights.
+        num_tokens_trained (`int`, *optional*): number of tokens with a weight other than 0; `None` without weights.
         num_dropped (`int`): number of conversations without a trained token within `max_length`.
-        max_length (`int`): greatest number of tokens in a row.
+        max_length (`int`): maximum number of tokens in a row.
         note (`str`): further facts about the documents, such as the number of dropped copies.
     """
 
@@ -86,21 +86,21 @@ def prepare_rows(
     Args:
         documents ([`Dataset`] or [`IterableDataset`]): with the single column `text`.
         tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos, which enclose each document.
-        max_length (`int`): greatest number of tokens in a row.
+        max_length (`int`): maximum number of tokens in a row.
         packing_strategy (`str`, defaults to `"bfd"`): `bfd` fills the rest of each row with the longest document that
-            fits, and splits documents longer than a row. `wrapped` cuts the stream of documents into rows; the rest of
-            a document that is cut becomes a document of its own. `none` gives each document a row and truncates it at
+            fits, and splits documents longer than a row. `wrapped` cuts the concatenated documents into rows; the rest
+            of a document that is cut becomes a separate document. `none` gives each document a row and truncates it at
             `max_length`. Documents are packed in groups of 10,000.
         num_proc (`int`, *optional*): number of processes, each of which works on parts of 10,000 to 100,000 documents;
             by default one per core, up to 8. It does not change the rows.
         encoder ([`~data.encoding.ConversationEncoder`], *optional*): for documents that are conversations.
-            Conversations are never split: they are truncated at `max_length`, and dropped if no trained token comes
-            before.
+            Conversations are never split. They are truncated at `max_length`, and dropped if no trained token is left.
 
     Returns:
         `tuple`: rows and a [`PackingReport`], which is `None` for a stream. Rows are in the order of their first
         document. They have `input_ids` (at most `max_length`, `int32`) and `seq_lengths` (lengths of the documents in
-        the row, `int32`, which add up to its own); with an encoder also `loss_mask` (one weight per token, `float32`).
+        the row, `int32`, whose sum is the length of the row); with an encoder also `loss_mask` (one weight per token,
+        `float32`).
 
     Raises:
         `ValueError`: if `packing_strategy` is unknown, or `wrapped` with an encoder; if `max_length` is below 8; or if
@@ -112,12 +112,13 @@ def prepare_rows(
         raise ValueError(f"max_length={max_length} is too short to learn from. Use at least {MIN_LENGTH}.")
     if encoder is not None and packing_strategy == "wrapped":
         raise ValueError("packing_strategy='wrapped' would cut conversations apart. Use bfd or none.")
-    # Text has no weights: every token counts once.
+    # Text needs no weights: every token has the weight 1.
     is_weighted = encoder is not None
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
-    # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
+    # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache. The
+    # backend's JSON does not name bos and eos, which `encode_documents` adds.
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     key = digest(tokenizer.backend_tokenizer.to_str(), ends)
     if is_weighted:
@@ -163,11 +164,12 @@ def _prepare_part(
         new_fingerprint=key,
         desc="Tokenizing",
     )
-    # All conversations of the part were dropped, so there is nothing to pack.
+    # Every conversation of the part was dropped, so there is nothing to pack.
     if len(tokens) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(len(documents), 0, 0, 0.0, 0, num_dropped=len(documents))
     key = cache_key(key, how, GROUP_SIZE)
+    # The Arrow format passes whole tables to `_pack_batch`, without a Python object per token.
     rows = tokens.with_format("arrow").map(
         _pack_batch,
         fn_kwargs=how,
@@ -186,6 +188,7 @@ def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int)
     ]
     trained = None
     if "loss_mask" in rows.column_names:
+        # The encoder has already cut conversations off, so their lost tokens are not in `tokens`.
         num_tokens_in += pc.sum(tokens.data.column("num_tokens_cut")).as_py()
         chunks = rows.data.column("loss_mask").chunks
         trained = sum(pc.sum(pc.not_equal(pc.list_flatten(chunk), 0)).as_py() for chunk in chunks)
@@ -205,6 +208,7 @@ def _add_reports(reports: list[PackingReport], max_length: int) -> PackingReport
     names = ("num_documents", "num_tokens", "num_rows", "num_tokens_lost", "num_dropped")
     sums = {name: sum(getattr(report, name) for report in reports) for name in names}
     trained = [report.num_tokens_trained for report in reports if report.num_tokens_trained is not None]
+    # Every conversation of every part may have been dropped.
     fill_ratio = sums["num_tokens"] / max(sums["num_rows"] * max_length, 1)
     return PackingReport(**sums, fill_ratio=fill_ratio, num_tokens_trained=sum(trained) if trained else None)
 
@@ -230,10 +234,11 @@ def _encode_and_pack_batch(
     """
     Tokenize and pack a batch of a stream.
 
-    One `map` does both: for streams, `datasets` is slow at passing Arrow tables from one `map` to the next.
+    One `map` does both, because with streams `datasets` passes Arrow tables slowly from one `map` to the next.
     """
     types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
     encoded = encode(batch)
+    # Every conversation of the batch was dropped, and `_lay_out` needs at least one piece.
     if not encoded["input_ids"]:
         return {name: [] for name in (WEIGHTED_ROW_FEATURES if "loss_mask" in encoded else ROW_FEATURES)}
     arrays = {name: pa.chunked_array([pa.array(encoded[name], types[name])]) for name in types if name in encoded}
@@ -245,19 +250,21 @@ def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.T
     lists = {
         name: batch.column(name).combine_chunks() for name in ("input_ids", "loss_mask") if name in batch.schema.names
     }
-    # `flatten` respects the offset of a slice; `values` would return the whole buffer, other documents included.
+    # `flatten` respects the offset of a slice. `values` would return the whole buffer, with documents of other slices.
     values = {name: column.flatten().to_numpy() for name, column in lists.items()}
     offsets = lists["input_ids"].offsets.to_numpy().astype(np.int64)
     # The first offset of a slice is not 0.
     offsets -= offsets[0]
     starts, lengths = offsets[:-1], np.diff(offsets)
-    # From here on `starts` and `lengths` describe pieces: parts of documents that stay together, in order of tokens.
+    # From here on, `starts` and `lengths` describe pieces, in order of tokens. A piece is a part of a document, or a
+    # whole document, that stays in one row.
     if packing_strategy == "none":
         lengths = np.minimum(lengths, max_length)
         row_of = np.arange(len(starts))
     elif packing_strategy == "wrapped":
         # A piece ends with its document or its row, whichever comes first.
         cuts = np.arange(0, offsets[-1], max_length)
+        # `union1d` sorts, and keeps a start once if it is also a cut.
         starts = np.union1d(starts, cuts)
         lengths = np.diff(starts, append=offsets[-1])
         row_of = starts // max_length
@@ -271,7 +278,8 @@ def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tup
     """
     Split documents longer than a row into full rows and a rest.
 
-    A rest of one token could not be trained on, since no token comes before it. It takes one from the piece before.
+    A rest of one token would be useless for training, because no token comes before it. So such a rest takes one token
+    from the piece before it.
 
     Args:
         starts, lengths (`np.ndarray` of shape `(num_documents,)`): first token and number of tokens of each document.
@@ -287,7 +295,8 @@ def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tup
     place = np.arange(num_pieces.sum()) - first
     piece_starts = np.repeat(starts, num_pieces) + place * max_length
     ends = np.repeat(starts + lengths, num_pieces)
-    # The rest moves its start back by one; the piece before it ends there, as `piece_ends` below shows.
+    # Move the start of such a rest back by one. The piece before it then ends one token earlier, because `piece_ends`
+    # is computed from the next start.
     is_lone = (ends - piece_starts == 1) & (place > 0)
     piece_starts[is_lone] -= 1
     is_last = place == np.repeat(num_pieces, num_pieces) - 1
@@ -297,11 +306,11 @@ def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tup
 
 def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
     """
-    Assign each piece to a row: longest first, into the row with the least space that still holds it, or into a new
-    one.
+    Assign each piece to a row, the longest piece first: to the fullest row that still has space for it, or to a new
+    row.
 
-    The bits of one integer say which amounts of space some row has left. A shift and its lowest bit give the best row,
-    however many rows there are.
+    Bit `s` of one integer is set if some row has `s` tokens of space left. A shift and the lowest set bit find the
+    best row in a time that does not depend on the number of rows.
 
     Args:
         lengths (`np.ndarray` of shape `(num_pieces,)`): number of tokens of each piece, at most `max_length`.
@@ -321,6 +330,7 @@ def _best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
         fitting = spaces >> length
         if fitting:
             space = length + (fitting & -fitting).bit_length() - 1
+            # Rows with equal space are interchangeable, and the last one costs no search.
             row = rows_with[space].pop()
             if not rows_with[space]:
                 spaces &= ~(1 << space)
@@ -344,18 +354,20 @@ def _lay_out(values: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndar
         starts, lengths, row_of (`np.ndarray` of shape `(num_pieces,)`): first token, number of tokens and row of each
             piece. Pieces keep their order within a row, and rows are ordered by their first piece.
     """
+    # `return_index` gives the first piece of each row, which becomes the row's rank in the output.
     _, first_piece, row_of = np.unique(row_of, return_index=True, return_inverse=True)
-    # The last key of `lexsort` comes first: rows by their first piece, then pieces in their own order.
+    # `lexsort` sorts by its last key first: rows by their first piece, then pieces in their own order.
     order = np.lexsort((np.arange(len(starts)), first_piece[row_of]))
     starts, lengths, row_of = starts[order], lengths[order], first_piece[row_of][order]
     ends = np.cumsum(lengths)
     # Output position i takes the input token at i - (start of its piece in the output) + (start in the input).
     taken = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     row_begins = np.flatnonzero(np.diff(row_of, prepend=-1))
+    # Arrow's list offsets are int32. A group of 10,000 documents stays far below 2**31 tokens.
     piece_offsets = np.append(row_begins, len(starts)).astype(np.int32)
     token_offsets = np.append(0, ends)[piece_offsets].astype(np.int32)
     # Arrow stores lists as offsets into one flat array, so no Python list is built per row.
     columns = {name: pa.ListArray.from_arrays(token_offsets, column[taken]) for name, column in values.items()}
     columns["seq_lengths"] = pa.ListArray.from_arrays(piece_offsets, lengths.astype(np.int32))
-    # In the order of the features, which `datasets` expects.
+    # `datasets` expects the columns in the order of the features.
     return pa.table({name: columns[name] for name in WEIGHTED_ROW_FEATURES if name in columns})

@@ -1,8 +1,8 @@
 """
 Padding rows: rows of weight zero that fill the last global batch of an epoch.
 
-Every rank needs the same number of batches. accelerate would fill the last one with the first rows of the data, which
-would then be trained on twice.
+Every rank needs the same number of batches. accelerate would fill the last batch with the first rows of the data, and
+the run would train on those rows twice.
 """
 
 import math
@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 PADDING_ROW_COLUMN = "is_padding_row"
-# Index of a row in the training data, or its position in a stream. A report of non-finite losses names it.
+# Index of a row in the training data, or its position in a stream. Reports about non-finite losses quote it.
 ROW_NUMBER_COLUMN = "row_number"
 
 
@@ -41,8 +41,8 @@ class PaddedDataset(Dataset):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int):
-        # NOTE: after a resume on several ranks accelerate replaces the sampler and no longer reaches ours, but it
-        # calls `set_epoch` of the dataset.
+        # NOTE: after a resume on several ranks, accelerate replaces the sampler and calls `set_epoch` only on the
+        # dataset.
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
 
@@ -50,7 +50,7 @@ class PaddedDataset(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Return the rows of a batch. torch's loader asks for all of them at once; `datasets` then reads once."""
+        """Return the rows of a batch. torch's loader asks for all rows at once, so `datasets` reads only once."""
         # A padding row needs valid content of the same columns, so it copies the first row.
         places = [index if index < len(self.dataset) else 0 for index in indices]
         reads_batches = isinstance(self.dataset, datasets.Dataset)
@@ -82,11 +82,12 @@ class PaddedSampler(Sampler[int]):
         self.epoch = 0
 
     def __len__(self) -> int:
+        # Include the padding rows: Trainer derives the number of steps from this length.
         return self.multiple * math.ceil(len(self.sampler) / self.multiple)
 
     def __iter__(self) -> Iterator[int]:
         if isinstance(self.sampler, (RandomSampler, LengthGroupedSampler)):
-            # Each epoch has its own order, which depends on nothing but seed and epoch.
+            # Each epoch has its own order, which depends only on the seed and the epoch.
             self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         yield from self.sampler
         # Indices past the end, for which `PaddedDataset` returns padding rows.
@@ -119,7 +120,7 @@ class PaddedStream(IterableDataset):
         for row in self.dataset:
             yield {**row, ROW_NUMBER_COLUMN: num_rows}
             num_rows += 1
-        # Each worker of the loader sees its share of the stream.
+        # Each worker of the loader sees only its share of the stream, so estimate the length of the whole stream.
         worker = get_worker_info()
         if self.is_training and 2 * num_rows * (worker.num_workers if worker else 1) < self.multiple:
             raise ValueError(
@@ -127,6 +128,7 @@ class PaddedStream(IterableDataset):
                 "--per_device_train_batch_size or --gradient_accumulation_steps, or add data."
             )
         # The last row serves as the padding row: a stream cannot go back to its first one.
+        # An empty stream gets no padding rows, because -0 % multiple is 0.
         for _ in range(-num_rows % self.multiple):
             yield {**row, PADDING_ROW_COLUMN: True}
 
@@ -137,7 +139,7 @@ class PaddedStream(IterableDataset):
 
 class PaddingRowCollator:
     """
-    Collator that wraps another one and removes the labels of padding rows.
+    Collator that wraps another collator and removes the labels of padding rows.
 
     It also checks that `loss_mask` is not negative and that all ids are below `vocab_size`.
 
@@ -163,7 +165,7 @@ class PaddingRowCollator:
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         is_padding_row = torch.tensor([bool(feature.get(PADDING_ROW_COLUMN)) for feature in features])
-        # The wrapped collator may stack all columns, so it must not see ours.
+        # Remove our own columns first: the wrapped collator may stack all columns that it gets.
         own = (PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN)
         batch = self.collator([{k: v for k, v in f.items() if k not in own} for f in features])
         if self.is_training:
@@ -184,6 +186,7 @@ class PaddingRowCollator:
 
     def _check_ids(self, input_ids: torch.Tensor, features: list[dict[str, Any]]):
         """Raise `ValueError` for an id out of range. A GPU would only report that an assertion failed."""
+        # The collator runs on the CPU, where reading the result does not wait for a GPU.
         is_bad = (input_ids < 0) | (input_ids >= self.vocab_size)
         if is_bad.any():
             place = int(is_bad.flatten(1).any(dim=1).nonzero()[0])

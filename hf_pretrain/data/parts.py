@@ -1,8 +1,8 @@
 """
 Work on large data part by part, in worker processes, with a cache entry per part.
 
-A run that is killed does not repeat finished parts. Memory does not grow with the data, since the pages of a part stay
-mapped only while it is worked on.
+After a kill, a new run does not repeat finished parts. Memory does not grow with the data, because the pages of a part
+stay mapped only while a process works on it.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 from ..runtime.command_line import is_mistake
 
 
-# Number of documents that are packed together: enough to fill rows, few enough to hold in memory. The size of a part
-# is a multiple of it, so that the rows do not depend on how the data are cut into parts.
+# Number of documents to pack together: enough to fill rows, few enough to hold in memory. The size of a part is a
+# multiple of it, so that the rows do not depend on the cuts between parts.
 GROUP_SIZE = 10_000
 PART_SIZE = 100_000
 MAX_PROCESSES = 8
@@ -35,13 +35,14 @@ T = TypeVar("T")
 
 
 def digest(*values: object) -> str:
-    """Return a digest of values whose `repr` shows all that they are."""
+    """Return a digest of values. Their `repr` must show everything that distinguishes them."""
     return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
 
 
 def describe_code(package: Path) -> str:
     """Return a digest of the code that prepares data and of the library versions that it runs with."""
-    # Comments count as well: an unneeded preparation costs minutes, an unnoticed change gives wrong rows.
+    # A changed comment also changes the digest: to prepare data again costs minutes, to miss a change of the code
+    # gives wrong rows.
     files = [*sorted((package / "data").glob("*.py")), *sorted((package / "tokenizer").glob("*.py"))]
     versions = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
     return digest([file.read_bytes() for file in files], versions)
@@ -52,7 +53,7 @@ CODE = describe_code(Path(__file__).parent.parent)
 
 
 def cache_key(*values: object) -> str:
-    """Return a cache key for values whose `repr` shows all that they are. Other code gives other keys."""
+    """Return a cache key for values, as [`digest`] takes them. The key also changes with the code of this package."""
     return digest(CODE, *values)
 
 
@@ -62,7 +63,7 @@ def cut_into_parts(dataset: Dataset) -> list[Dataset]:
 
     An empty dataset gives a single empty part.
     """
-    # As many parts as processes where the data are small, parts of `PART_SIZE` where they are large.
+    # Small data give about one part per process, large data give parts of `PART_SIZE`.
     num_groups = math.ceil(len(dataset) / GROUP_SIZE)
     size = min(PART_SIZE, max(1, math.ceil(num_groups / MAX_PROCESSES)) * GROUP_SIZE)
     starts = range(0, max(len(dataset), 1), size)
@@ -73,7 +74,7 @@ def map_parts(parts: list[Any], function: Callable[[Any], T], *, num_proc: int |
     """
     Apply `function` to each part and return the results in order.
 
-    A single part is worked on in this process, several in worker processes with one progress bar.
+    This process works on a single part itself. Several parts go to worker processes, with one progress bar.
 
     Args:
         parts (`list`): values that can be pickled. A [`~datasets.Dataset`] is pickled as the paths of its files.
@@ -82,7 +83,7 @@ def map_parts(parts: list[Any], function: Callable[[Any], T], *, num_proc: int |
         desc (`str`): text of the progress bar.
 
     Raises:
-        Whatever `function` raises; `concurrent.futures.process.BrokenProcessPool` if a process is killed.
+        The error that `function` raises; `concurrent.futures.process.BrokenProcessPool` if a process is killed.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -94,7 +95,7 @@ def map_parts(parts: list[Any], function: Callable[[Any], T], *, num_proc: int |
         bar = tqdm(outcomes, desc=desc, total=len(parts), unit="part", disable=datasets.are_progress_bars_disabled())
         results = []
         for result, mistake in bar:
-            # Raised here by this package, so that the user gets one line and no traceback.
+            # Raise the mistake here, in this package and this process: the user then sees one line and no traceback.
             if mistake is not None:
                 raise mistake
             results.append(result)
@@ -105,8 +106,8 @@ def _try(function: Callable[[Any], T], part: Any) -> tuple[T | None, Exception |
     """
     Return the result of `function`, or the user's mistake that it raised.
 
-    An exception that crosses the process boundary carries the traceback of the worker as text and would pass for a bug
-    (`command_line.is_mistake`). Returned as a value, it can be raised again in the main process.
+    An exception that crosses the process boundary carries the traceback of the worker as text, and
+    `command_line.is_mistake` would take it for a bug. The main process can raise a returned exception again.
     """
     try:
         return function(part), None
@@ -117,16 +118,16 @@ def _try(function: Callable[[Any], T], part: Any) -> tuple[T | None, Exception |
 
 
 def _begin_worker(parent: int) -> None:
-    """Silence a worker process, and end it when its parent is killed: it would wait for work forever."""
+    """Silence a worker process, and end it when its parent is killed; otherwise it would wait for work forever."""
     datasets.disable_progress_bars()
     # NOTE: the threads of `tokenizers` do not survive a fork, and each worker has one core anyway.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def watch() -> None:
-        # An orphan gets another parent. Python has no portable signal for it.
+        # The operating system gives an orphan another parent. No portable signal reports that, so poll.
         while os.getppid() == parent:
             time.sleep(1)
-        # `sys.exit` in a thread would end the thread alone.
+        # `sys.exit` in a thread would end only that thread.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

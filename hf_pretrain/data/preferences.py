@@ -1,4 +1,4 @@
-"""Tokenize preferences into the ids that TRL's preference trainers take."""
+"""Tokenize preferences into the columns of ids that TRL's preference trainers expect."""
 
 import json
 
@@ -16,29 +16,31 @@ def prepare_pairs(
     documents: Dataset, tokenizer: PreTrainedTokenizerFast, *, max_length: int, num_proc: int | None = None
 ) -> tuple[Dataset, str]:
     """
-    Tokenize preferences; cached by content.
+    Tokenize preferences. The result is cached by content.
 
     Args:
         documents ([`Dataset`]): with the single column `text`: preferences in the internal form.
         tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
-        max_length (`int`): greatest number of tokens in a row. The collator truncates longer answers. A pair is
+        max_length (`int`): maximum number of tokens in a row. The collator truncates longer answers. A pair is
             dropped if its prompt leaves no room for an answer, or if the answers are equal within `max_length`.
         num_proc (`int`, *optional*): number of processes that tokenize.
 
     Returns:
-        `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, and a report for the user. The
-        answers run from the first token that the assistant generates, or from where they differ if that is earlier, to
-        the stop token.
+        `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, and a report for the user. An answer
+        begins at the first token that the assistant generates, or where the two sequences differ if that is earlier.
+        It ends with the stop token.
 
     Raises:
         `ValueError`: if no pair is left; a [`~data.encoding.RenderingError`] if the template cannot render a pair.
     """
+    # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
     key = (documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, max_length)
     pairs = documents.map(
         _encode_batch,
         batched=True,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
         remove_columns=["text"],
+        # Give the types, because `datasets` cannot infer them from a batch that drops every pair.
         features=PAIR_FEATURES,
         num_proc=num_proc,
         new_fingerprint=cache_key(key),
@@ -55,7 +57,7 @@ def prepare_pairs(
 def _encode_batch(
     batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int
 ) -> dict[str, list[list[int]]]:
-    """Tokenize a batch of preferences, without those that leave no room for an answer."""
+    """Tokenize a batch of preferences. Drop those that leave no room for an answer or have equal answers."""
     columns: dict[str, list[list[int]]] = {name: [] for name in PAIR_FEATURES}
     for text in batch["text"]:
         preference = json.loads(text)
@@ -71,12 +73,12 @@ def _encode_batch(
             start, end = _last_answer(is_generated, num_turns)
             sequences[f"{name}_ids"] = ids[:end]
             starts.append(start)
-        # The text that some templates write before the answer depends on it, for example an empty thought. The prompt
-        # ends where the two sequences differ.
+        # Some templates write text before an answer that depends on the answer, for example an empty thought. So the
+        # prompt ends where the two sequences differ, at the latest.
         start = min(*starts, _common_length(*sequences.values()))
         row = {"prompt_ids": sequences["chosen_ids"][:start]}
         row |= {name: ids[start:] for name, ids in sequences.items()}
-        # Beyond `max_length` the collator truncates, so a difference there would never be trained on.
+        # The collator truncates at `max_length`, so training would never see a difference beyond it.
         room = max_length - len(row["prompt_ids"])
         if room > 0 and row["chosen_ids"][:room] != row["rejected_ids"][:room]:
             for name in PAIR_FEATURES:
@@ -91,8 +93,8 @@ def _common_length(one: list[int], other: list[int]) -> int:
 
 
 def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:
-    """Return the range `[start, end)` of the answer that follows `num_turns` earlier ones."""
-    # The first token is bos, never generated, so index -1 at i = 0 cannot hide a start.
+    """Return the range `[start, end)` of the answer that follows `num_turns` earlier answers."""
+    # The first token is bos, which is never generated. So the index -1 at i = 0 cannot hide a start.
     starts = [i for i, flag in enumerate(is_generated) if flag and not is_generated[i - 1]]
     start = starts[num_turns]
     end = next((i for i in range(start, len(is_generated)) if not is_generated[i]), len(is_generated))

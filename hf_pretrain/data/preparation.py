@@ -1,4 +1,4 @@
-"""From names of datasets to packed sequences, for every stage that trains on tokens and for evaluation."""
+"""Turn names of datasets into packed sequences, for every stage that trains on tokens and for evaluation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .arguments import ChatArguments, DataArguments
 @dataclass
 class PackedRows:
     """
-    Packed sequences, and where they come from.
+    Packed sequences, with their tokenizer and a report.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer that made the tokens.
@@ -44,11 +44,12 @@ def load_rows(
     Return documents as packed sequences. The main process prepares them, and the other ranks read its cache.
 
     Args:
-        data_args ([`~data.arguments.DataArguments`]): for [`~data.arguments.ChatArguments`], the rows have loss
-            weights, and the tokenizer's chat template gets the marks of assistant tokens if it has none.
-        training_args ([`~transformers.TrainingArguments`]): for the ranks, the seed and `rejected.jsonl`.
+        data_args ([`~data.arguments.DataArguments`]): the data. With [`~data.arguments.ChatArguments`], the rows have
+            loss weights, and a chat template that does not mark assistant tokens gets the marks.
+        training_args ([`~transformers.TrainingArguments`]): gives the ranks, the seed and the directory of
+            `rejected.jsonl`.
         tokenizer: the tokenizer, or a function that trains one on the training documents.
-        is_evaluation (`bool`, defaults to `False`): prepare the validation set alone.
+        is_evaluation (`bool`, defaults to `False`): prepare only the validation set.
         keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
 
     Raises:
@@ -60,7 +61,7 @@ def load_rows(
         mark_template(tokenizer, data_args.chat_template)
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_documents = data_args.load_documents(training_args, keep_rejected=keep_rejected)
-        # A tokenizer can be called, too.
+        # Check the type: `callable` is no test, because a tokenizer can be called, too.
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             tokenizer = tokenizer(train_documents)
         train_rows, train_report = None, None

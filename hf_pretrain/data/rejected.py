@@ -12,21 +12,19 @@ from .corpora import COPY
 
 logger = logging.get_logger(__name__)
 
-# Number of bad lines that are logged one by one.
+# Number of bad lines that get a warning each.
 MAX_WARNINGS = 20
-# Number of rows of a stream between two checks of the limit.
+# A stream compares the number of bad lines with the limit once per this many rows.
 RATIO_INTERVAL = 1000
 
 
 class RejectedLines:
     """
-    The bad lines of one load.
-
-    Each is logged, listed in a file and counted.
+    Record of the bad lines of one load: it logs and counts them, and lists them in a file.
 
     Args:
-        max_ratio (`float`): greatest tolerated share of bad lines.
-        path (`str` or `Path`, *optional*): JSONL file that lists them; an older one is removed.
+        max_ratio (`float`): maximum share of bad lines.
+        path (`str` or `Path`, *optional*): JSONL file that lists them; an existing file is removed.
     """
 
     def __init__(self, max_ratio: float, path: str | Path | None):
@@ -56,14 +54,15 @@ class RejectedLines:
         Record a bad line.
 
         Raises:
-            `ValueError`: if a whole file is bad (line 0), since nobody knows how many lines it held.
+            `ValueError`: if a whole file is bad (line 0), because the number of its lines is unknown.
         """
         if line == 0:
             raise ValueError(f"{source}: {reason}.")
-        # A copy is no mistake of the user's, so it does not count against the limit.
+        # The user did not make the copies in embedded corpora, so they do not count against the limit.
         if reason == COPY.reason:
             self.num_copies += 1
             return
+        # Count the line in every epoch of a stream, because `num_lines` counts it in every epoch, too.
         self.num_rejected += 1
         if (source, line) in self.listed:  # every epoch of a stream reads it again
             return
@@ -79,6 +78,7 @@ class RejectedLines:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             entry = {"source": source, "line": line, "offset": offset, "reason": reason}
+            # Open the file for each line, so that a killed run has listed all of them.
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
@@ -91,7 +91,7 @@ class RejectedLines:
         Compare the number of bad lines with the limit.
 
         Raises:
-            `ValueError`: if there are more.
+            `ValueError`: if there are more bad lines than the limit allows.
         """
         if self.num_rejected > self.max_ratio * self.num_lines:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Find the files and embedded parts that users name, and cut them into pieces that are read and cached together."""
+"""Find the files and embedded parts that users name, and group their pieces into shards, each with one cache entry."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
 logger = logging.get_logger(__name__)
 
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
-# Approximate size of the data behind one file of the cache.
+# Approximate size of the source data of one cache file.
 SHARD_BYTES = 64 << 20
 
 
 def file_state(source: str) -> tuple[int, int]:
-    """Return size and modification time of a file, which reveal a change; zeros for an embedded part."""
+    """Return size and modification time of a file, which show whether it changes; zeros for an embedded part."""
     if source in EMBEDDED_SOURCES:
         return 0, 0
     status = Path(source).stat()
@@ -53,7 +53,7 @@ def find_sources(name: str) -> list[str] | None:
         return [name]
     path = Path(name).expanduser()
     if path.is_dir():
-        # Sorted, because the order of a directory differs between file systems. Hidden files are no data.
+        # Sort, because the order of a directory differs between file systems. Skip hidden files.
         files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
         paths = [file for file in files if file_format(file) is not None]
         if len(paths) < len(files):
@@ -70,7 +70,7 @@ def find_sources(name: str) -> list[str] | None:
     elif any(character in name for character in "*?["):
         paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
         wanted = f"No file matches the glob {name} and ends in"
-    # Neither exists, but it looks like a path: a mistyped path must not become a query to the Hub.
+    # The path does not exist, but the name looks like one: a mistyped path must not become a query to the Hub.
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
         raise ValueError(f"There is no file or directory {name}. Check --dataset_name.")
     else:
@@ -91,7 +91,7 @@ def find_sources(name: str) -> list[str] | None:
 @dataclass(frozen=True)
 class Piece:
     """
-    A file or embedded part, or some lines of a file.
+    A file, an embedded part, or some lines of a file.
 
     Args:
         source (`str`): path of the file, or name of the embedded part.
@@ -113,12 +113,13 @@ def cut_sources(sources: list[str]) -> list[list[Piece]]:
     """
     Group the pieces of all sources into shards of about `SHARD_BYTES`.
 
-    Files are kept whole unless they can be cut between lines.
+    Only files that can be cut between lines are cut; all others stay whole.
     """
     shards: list[list[Piece]] = [[]]
     size = 0
     for piece in chain.from_iterable(map(_cut_file, sources)):
         shards[-1].append(piece)
+        # A piece without `stop` is a whole file, whose size is in `state`.
         size += (piece.stop or piece.state[0]) - piece.start
         if size >= SHARD_BYTES:
             shards.append([])
@@ -138,11 +139,12 @@ def _cut_file(source: str) -> Iterator[Piece]:
         for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
             # Cut after the last whole line of the chunk, once the piece is large enough.
             end_of_line = chunk.rfind(b"\n") + 1
-            # A digest covers its own piece only: a file that grows keeps the cache entries of its first pieces.
+            # A digest covers only its own piece, so a file that grows keeps the cache entries of its first pieces.
             if is_cut and end_of_line and stop + end_of_line - start >= SHARD_BYTES:
                 hasher.update(chunk[:end_of_line])
                 next_line += chunk.count(b"\n")
                 yield Piece(source, state, start, stop + end_of_line, line, hasher.hexdigest())
+                # The rest of the chunk belongs to the next piece, so its digest begins with it.
                 hasher, start, line = (
                     hashlib.blake2b(chunk[end_of_line:], digest_size=16),
                     stop + end_of_line,
@@ -153,7 +155,7 @@ def _cut_file(source: str) -> Iterator[Piece]:
                 next_line += chunk.count(b"\n")
             stop += len(chunk)
     if start < stop:
-        # A file that was never cut is read as a whole, whatever its format.
+        # `start` is 0 for a file that was never cut. Such a file is read as a whole, whatever its format.
         yield Piece(source, state, start, stop if start else None, line, hasher.hexdigest())
 
 

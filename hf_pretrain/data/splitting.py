@@ -17,7 +17,7 @@ def split_documents(
     documents: Dataset | IterableDataset, start: float, stop: float, num_proc: int | None
 ) -> Dataset | IterableDataset:
     """
-    Return the documents whose hash lies in [`start`, `stop`), with the column `text` alone.
+    Return the documents whose hash lies in [`start`, `stop`), with only the column `text`.
 
     Args:
         documents ([`Dataset`] or [`IterableDataset`]): with the columns of `DOCUMENT_FEATURES`.
@@ -37,17 +37,17 @@ def split_documents(
 
 def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
     """Filter one part of a dataset."""
-    # A key of our own: `datasets` would hash the pickled function, which does not show changes in this module.
+    # Our own key: `datasets` would hash the pickled function, and that hash does not show changes in this module.
     key = cache_key(documents._fingerprint, key)
     return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
 
 
 def hashes_are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
     """
-    Return for each document whether its hash, as a number in [0, 1), lies in [`start`, `stop`).
+    Return, for each document, whether its hash as a number in [0, 1) lies in [`start`, `stop`).
 
-    The hash is that of the document's origin, such as the first question of a conversation, so that all documents of
-    one origin land in one set. A document without an origin is hashed by its text.
+    The function hashes the document's origin, such as the first question of a conversation, so that all documents with
+    the same origin land in the same set. It hashes the text of a document without an origin.
 
     Args:
         texts (`list[str]`): the documents.
@@ -56,7 +56,8 @@ def hashes_are_between(texts: list[str], origins: list[str | None], start: float
     """
     keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
     hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
-    # NOTE: Python's `hash` differs between processes, so every rank would get another split.
+    # NOTE: Python's `hash` differs between processes, so each rank would get a different split. Multiplying a bound by
+    # a power of two is exact, so neighbouring ranges neither overlap nor leave a gap.
     return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]
 
 

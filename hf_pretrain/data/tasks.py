@@ -8,8 +8,8 @@ Tasks of reinforcement learning: prompts whose answers a program can check, embe
 | `embedded:idiom-task` | the second half of a Chinese idiom from the idiom corpus | `idiom` |
 | `embedded:tool-call` | a call of one of the tools that the system message lists | `tool_call` |
 
-A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: TRL's conversational prompt, and the columns
-that its reward functions read. The same seed gives the same embedded tasks.
+A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: a conversational prompt as TRL expects it, and
+the columns that the reward functions read. The same seed gives the same embedded tasks.
 """
 
 import json
@@ -34,10 +34,10 @@ from .sources import find_sources
 from .splitting import hashes_are_between
 
 
-# Greatest number of tasks per embedded kind.
+# Maximum number of tasks per embedded kind.
 NUM_EMBEDDED = 2000
-# A question anywhere in a dialogue. The lookahead finds overlapping ones. Only questions that fill a line become
-# tasks.
+# A question anywhere in a line of a dialogue. The lookahead finds overlapping questions. Only questions that fill a
+# whole line become tasks.
 ENGLISH_QUESTION = re.compile(
     r"(?=\b((?:What|Who|How|Why|When|Where|Which|Do|Does|Did|Are|Is|Can|Have|Will)\b[^.!?\n]{5,60}\?))", re.ASCII
 )
@@ -46,10 +46,10 @@ ENGLISH_QUESTION = re.compile(
 @dataclass(frozen=True)
 class AnswerFormat:
     """
-    A form that a prompt can ask an answer to have.
+    A form that a prompt can require of an answer.
 
     Args:
-        instruction (`str`): sentence that asks for it.
+        instruction (`str`): sentence in the prompt that asks for the form.
         parts (`tuple[str, ...]`): regular expressions, each of which must match the whole answer.
         with_thought (`bool`): match the thought before the answer as well.
     """
@@ -73,8 +73,8 @@ ANSWER_FORMATS = {
     ),
 }
 
-# The chat template's own words about tools. They go into a system message, since TRL renders only tools that it can
-# call.
+# The chat template's own words about tools. We write them into a system message, because TRL renders only tools that
+# it can call.
 TOOLS_INTRODUCTION = "These tools can be called, each described by one line of JSON:\n<tools>\n"
 TOOLS_INSTRUCTION = (
     "</tools>\nTo call one, write its name and arguments as JSON:\n"
@@ -108,7 +108,7 @@ _WORDS = ["river", "green", "apple", "house", "music", "friend", "winter", "brea
 _LANGUAGES = ["French", "German", "Spanish", "Italian"]
 
 
-# Embedded tasks: generators of rows, with the `origins` of the documents that they are made of.
+# Embedded tasks: generators of rows, each with the `origins` of the documents behind it.
 
 
 def _documents(*parts: str) -> Iterator[dict[str, str]]:
@@ -123,9 +123,10 @@ def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
     for document in _documents("chatterbot", "chitchat"):
         for line in document["text"].split("\n"):
             for match in ENGLISH_QUESTION.finditer(line):
-                # A task is in the validation set only if every document that holds its question is there.
+                # Collect the origin of every document with this question: the task is in the validation set only if
+                # all of them are.
                 origins[match[1]].append(document["origin"])
-                # Without the speaker's mark, such as "A: ".
+                # Compare without the speaker's mark, such as "A: ".
                 if line[3:] == match[1]:
                     questions[match[1]] = None
     shuffled = list(questions)
@@ -144,7 +145,7 @@ def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
         "*": lambda a, b: a * b,
     }
     while True:
-        # Multiplication, the hardest, is drawn half as often as each of the others.
+        # Multiplication is the hardest, so it is half as frequent as addition or subtraction.
         sign = generator.choice("++--*")
         largest = 9 if sign == "*" else 50
         a, b = generator.randint(0, largest), generator.randint(0, largest)
@@ -167,7 +168,7 @@ def _idioms(generator: random.Random) -> Iterator[dict[str, Any]]:
     beginnings = list(endings)
     generator.shuffle(beginnings)
     for beginning in beginnings:
-        # Several idioms may share a beginning; each of their endings is right, alone or with the beginning.
+        # Several idioms may share a beginning. Each of their endings is correct, alone or after the beginning.
         solution = [ending for found in endings[beginning] for ending in (found, beginning + found)]
         prompt = [{"role": "user", "content": f"补全成语：{beginning}__"}]
         yield {"prompt": prompt, "solution": solution, "origins": origins[beginning]}
@@ -199,21 +200,21 @@ EMBEDDED_TASKS: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] =
     "idiom-task": _idioms,
     "tool-call": _tool_calls,
 }
-# Columns that every task of ours has, so that all kinds fit into one table.
+# Columns that every embedded task and every task in MiniMind's format has, so that all kinds fit into one table.
 TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
 
 
 def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Yield the tasks of one embedded kind, each with the origins of the documents that it is made of."""
+    """Yield the tasks of one embedded kind, each with the origins of the documents behind it."""
     task = name.removeprefix("embedded:")
     if task not in EMBEDDED_TASKS:
         known = ", ".join(f"embedded:{task}" for task in EMBEDDED_TASKS)
         raise ValueError(f"--dataset_name {name}: no such embedded task. There are: {known}.")
-    # A text as seed gives each kind of task a sequence of its own.
+    # With the name in the seed, each kind of task gets a different random sequence.
     rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
-    # `zip` ends the generators that have no end.
+    # `zip` with a range also ends generators that never end themselves.
     for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
-        # Tasks that are not made of documents are split by a hash of their prompt.
+        # The split of tasks without documents hashes their prompt.
         origins = row.pop("origins", None) or [json.dumps(row["prompt"])]
         yield TASK_COLUMNS | row | {"task": task}, origins
 
@@ -225,12 +226,12 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     """
     Read the task of one record, in TRL's or MiniMind's format.
 
-    TRL's has a `prompt` (messages or text) and any columns that the rewards read. MiniMind's has `conversations`,
-    whose last message is the answer to replace, with tools in the system message, and a target in `gt`, which becomes
-    `solution`.
+    TRL's format has a `prompt` (messages or text) and any columns that the rewards read. MiniMind's format has
+    `conversations`, with the tools in the system message and the answer to replace as the last message. Its target
+    `gt` becomes `solution`.
 
     Args:
-        record (`Any`): a parsed record, a `dict` if it is sound.
+        record (`Any`): a parsed record, which must be a `dict`.
         describe_tools (`bool`, defaults to `True`): write the tools into the system message.
 
     Raises:
@@ -246,7 +247,7 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
         return {**record, "prompt": _read_prompt(_non_empty_list(messages, "prompt"), "prompt")[0]}
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; write one of them")
-    # The last message is MiniMind's answer, which the policy replaces by its own.
+    # MiniMind's last message is an answer, which the policy replaces by its own.
     *messages, _ = _non_empty_list(record["conversations"], "conversations")
     messages = _non_empty_list(messages, "conversations without the answer")
     prompt, schemas = _read_prompt(messages, "conversations")
@@ -262,7 +263,7 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
 
 
 def _non_empty_list(value: Any, name: str) -> list[Any]:
-    """Return a list of messages; raise `BadRecord` if it is empty or no list."""
+    """Return a list of messages. Raise `BadRecord` if the value is not a list or is empty."""
     if not isinstance(value, list) or not value:
         raise BadRecord(f"`{name}` holds no message; write a list of them")
     return value
@@ -272,7 +273,7 @@ def _read_prompt(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], 
     """
     Return messages in the internal form, with the arguments of tool calls as JSON text.
 
-    In a table, nested arguments would give every call the names of all others.
+    As nested columns of a table, the arguments would get the names of all other calls.
     """
     read, tools = read_messages(messages, name)
     for message in read:
@@ -301,7 +302,7 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
 
 
 class _ColumnTypes:
-    """The Arrow types of the columns that all tasks share in one table."""
+    """Arrow types of the columns of the one table that holds all tasks."""
 
     def __init__(self) -> None:
         self.types: dict[str, pa.DataType] = {}
@@ -311,7 +312,7 @@ class _ColumnTypes:
         Add the columns of a task.
 
         Raises:
-            `BadRecord`: for a value whose type does not fit those of earlier tasks, or that no table can hold.
+            `BadRecord`: for a value that no table can hold, or whose type does not fit the column of earlier tasks.
         """
         for name, value in task.items():
             try:
@@ -337,7 +338,7 @@ def _load_tasks(
     types: _ColumnTypes,
     check: Callable[[dict[str, Any]], None] | None,
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Load the tasks under one name, each with the texts whose hashes decide the set it belongs to."""
+    """Load the tasks of one name, each with the texts whose hashes decide between training and validation."""
     rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
         rows = list(_load_embedded_tasks(name, seed))
@@ -376,18 +377,18 @@ def load_tasks(
     Load the training set and the validation set of tasks.
 
     A hash of its prompt decides to which set a task belongs. A task that is made of embedded documents is in the
-    validation set if the other stages have all of these documents there.
+    validation set if all of these documents are in the validation sets of the other stages.
 
     Args:
-        dataset_names (`list[str]`): each one `embedded:<task>`, a path, glob or directory (`.jsonl`, `.json`), or a
-            Hub id, with records as [`read_task`] takes them.
+        dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory (`.jsonl`, `.json`), or
+            a Hub id, with records in a format of [`read_task`].
         validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
         seed (`int`, defaults to 42): seed of the embedded tasks.
-        describe_tools (`bool`, defaults to `True`): write the tools of MiniMind's records into the system message. The
-            chat template describes tools that the trainer can call.
+        describe_tools (`bool`, defaults to `True`): write the tools of MiniMind's records into the system message. If
+            the trainer can call the tools, the chat template describes them instead.
         max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines.
-        check (`Callable`, *optional*): raises `BadRecord` for a task of the user's that cannot be trained on.
+        check (`Callable`, *optional*): raises `BadRecord` for a task of the user that is unfit for training.
 
     Returns:
         `tuple`: training set and validation set.
@@ -399,6 +400,7 @@ def load_tasks(
     reading = (seed, describe_tools, rejected, _ColumnTypes(), check)
     loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
     rows, origins = zip(*loaded, strict=True)
+    # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
     columns = list(dict.fromkeys(column for row in rows for column in row))
     is_validation = [
         all(hashes_are_between(task_origins, [None] * len(task_origins), 0.0, validation_fraction))

@@ -1,8 +1,8 @@
 """
-The model card of a run or of a conversion: metadata for the Hub, and the measured figures, each stated once.
+The model card of a run or of a conversion: metadata for the Hub, and the measured figures.
 
-Everything in a card comes from the config, the arguments, the trainer's log and the counts of the data. A figure that
-the run did not measure has no line.
+All content of a card comes from the config, the arguments, the trainer's log and the counts of the data. A card states
+each figure once, and leaves out figures that the run did not measure.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ TAGS = ["minimind", "hf_pretrain"]
 @dataclass
 class RunFacts:
     """
-    The facts about a run that its recipe knows and the trainer does not.
+    Facts about a run that only its recipe knows.
 
     Args:
         stage (`str`): the kind of training, such as `pretraining`.
@@ -40,7 +40,7 @@ class RunFacts:
         base_model (`str`, *optional*): the model that the run started from; a Hub id goes into the card's metadata.
         unigram_loss (`float`, *optional*): the loss of a unigram model on the same validation set, in nats per token.
         loss_unit (`str`): the unit of the loss.
-        data_kind (`str`): what the validation set consists of. A card keeps figures of different kinds apart.
+        data_kind (`str`): kind of the validation data, such as `text`. A card lists figures of each kind separately.
     """
 
     stage: str = "training"
@@ -75,7 +75,7 @@ def _is_local(name: str) -> bool:
 
 
 def _hub_id(name: str | None) -> str | None:
-    """Return the Hub id of a model, without the file that its name may add; `None` for a local path."""
+    """Return the Hub id of a model, without the file that its name may contain; `None` for a local path."""
     return split_hub_name(name)[0] if name and not _is_local(name) else None
 
 
@@ -97,7 +97,7 @@ def format_run_card(
     has_curve: bool = False,
 ) -> str:
     """
-    Return the card of a training run, with what it has measured so far.
+    Return the card of a training run, with the figures that it has measured so far.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model, or an adapter around it.
@@ -106,7 +106,7 @@ def format_run_card(
         repo_id (`str`): the repository that receives the card.
         training (`list` of pairs of `str`): rows of the table "Training".
         command (`str`): the command that continues the run from this repository.
-        language (`list[str]`, *optional*): ISO codes; by default those of the embedded corpora.
+        language (`list[str]`, *optional*): ISO codes; by default the languages of the embedded corpora, if used.
         license (`str`, *optional*): the licence of the model.
         has_curve (`bool`): whether the loss curve lies beside the card.
     """
@@ -153,12 +153,14 @@ def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalR
     return [
         EvalResult(
             task_type="text-generation",
+            # The Hub requires a type, also for data that are not on the Hub.
             dataset_type=(facts.hub_datasets or ["custom"])[0],
             # The Hub groups entries by type and configuration, and shows one dataset name for each group.
             dataset_config=f"{data_name}, {facts.data_kind}",
             dataset_name=f"{data_name} (validation {facts.data_kind})",
             metric_type=metric.name,
             metric_name=f"{metric.label} ({unit})" if (unit := metric.unit_in(facts.loss_unit)) else metric.label,
+            # Six decimals keep the metadata readable, and lie far below the noise of an evaluation.
             metric_value=round(metrics[metric.key], 6),
         )
         for metric in METRICS
@@ -167,8 +169,9 @@ def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalR
 
 
 def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
-    """Add results to the `model-index` of a card. They replace older ones of the same metric and data."""
+    """Add results to the `model-index` of a card. They replace older results of the same metric and data."""
     old_results = card.data.eval_results or []
+    # Keep results of other tasks and data, which an earlier evaluation has written.
     kept = [old for old in old_results if not any(new.is_equal_except_value(old) for new in results)]
     # The Hub shows `model-index` only together with a name.
     card.data.model_name = card.data.model_name or model_name
@@ -186,7 +189,7 @@ def format_conversion_card(
     has_tokenizer: bool,
 ) -> str:
     """
-    Return the card of a converted checkpoint: its source, and how far the conversion is from it.
+    Return the card of a converted checkpoint: its source, and its difference from the source.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the source.
@@ -228,21 +231,23 @@ def _front(metadata: ModelCardData, repo_id: str, sentence: str) -> str:
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
     """Return pairs of name and value as a Markdown table without a header."""
+    # Markdown requires a header row, so write an empty one.
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
 def architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
     """Return the sizes of a MiniMind model, without its adapter, as pairs of name and value."""
     config: MiniMindConfig = model.config
-    # This function counts whole parameters, even if ZeRO-3 has sharded them.
+    # `get_model_param_count` counts whole parameters, even if ZeRO-3 has sharded them.
     parameters = get_model_param_count(model)
     if is_adapted(model):
+        # Only the adapter is trainable, so the rest is the base model.
         parameters -= get_model_param_count(model, trainable_only=True)
     rows = [("parameters", f"{parameters:,}")]
     if config.num_experts:
-        # gate_proj, up_proj and down_proj
+        # An expert has 3 matrices: gate_proj, up_proj and down_proj.
         expert = 3 * config.hidden_size * config.moe_intermediate_size
-        # The parameters of the experts that a token does not visit; 3 matrices per expert.
+        # The parameters of the experts that a token is not routed to.
         idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
         rows.append(("parameters active per token", f"{parameters - idle:,}"))
     rows += [
@@ -282,7 +287,7 @@ def _adapter_rows(model: Any) -> list[tuple[str, str]]:
 
 
 def _usage(repo_id: str, config: MiniMindConfig, *, format: str = "minimind", has_tokenizer: bool = True) -> str:
-    """Return how to load a checkpoint in `format`, and how to serve it if a tokenizer lies beside it."""
+    """Return the card's instructions for loading a checkpoint in `format`, and for serving it with its tokenizer."""
     without = "\n\nThis repository holds no tokenizer. Use the one that these weights were trained on."
     if format == "gguf" and not has_tokenizer:
         return f"## Serve\n\nllama.cpp reads `{FILE_NAME}`.{without}"
@@ -293,7 +298,7 @@ def _usage(repo_id: str, config: MiniMindConfig, *, format: str = "minimind", ha
         load = f"```python\n{load}\n```"
         load = f"## Load\n\nMiniMind's own scripts read the `.pth` file, and so does hf_pretrain:\n\n{load}"
         return load if has_tokenizer else load + without
-    # NOTE: AutoTokenizer reads the model's config first, and then asks whether to run the code beside it.
+    # NOTE: AutoTokenizer reads the model's config first, and then asks the user whether to run the code beside it.
     trust, class_name = (
         (", trust_remote_code=True", "PreTrainedTokenizerFast") if format == "minimind" else ("", "AutoTokenizer")
     )
@@ -313,7 +318,7 @@ model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})
 ```{needs}"""
     if format != "minimind":
         return f"{load}\n\n## Serve\n\n```bash\nvllm serve {repo_id}\n```"
-    # The stock architecture that vLLM loads is the one that the GGUF file declares.
+    # vLLM loads the same stock architecture that the GGUF file declares.
     stock = gguf_layout(config)
     if unsupported_feature(config, stock) is not None:
         return load
@@ -330,7 +335,7 @@ python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-
 
 
 def _adapter_usage(repo_id: str) -> str:
-    """Return how to load an adapter, and how to merge it."""
+    """Return the card's instructions for loading an adapter and for merging it."""
     return f"""## Load
 
 ```python

@@ -1,5 +1,5 @@
 """
-Push what a run saves, without delaying the run and without losing anything when a push fails.
+Push the checkpoints and the model of a run. A push does not delay the run, and a failed push loses nothing.
 
 | `--hub_strategy` | pushed |
 |---|---|
@@ -8,9 +8,9 @@ Push what a run saves, without delaying the run and without losing anything when
 | `checkpoint` | the same, and the newest complete checkpoint as `last-checkpoint/` |
 | `all_checkpoints` | the same, and every complete checkpoint as `checkpoint-N/` |
 
-Each push is one commit. It uploads hard links, so checkpoint rotation cannot remove the files meanwhile. While a push
-is in progress, the next checkpoints wait, and the newest of them is pushed afterwards (`all_checkpoints` pushes all of
-them).
+Each push is one commit. It uploads hard links, so checkpoint rotation cannot remove the files during the upload. A
+checkpoint that is saved while a push is in progress waits. Only the newest waiting checkpoint is pushed;
+`all_checkpoints` pushes all of them.
 """
 
 import shutil
@@ -44,9 +44,9 @@ class HubPusher:
     Args:
         output_dir (`str` or `Path`): the directory of the run.
         strategy (`str`): a value of [`~transformers.trainer_utils.HubStrategy`].
-        token (`str`, *optional*): the token to push with; by default the one of the login.
+        token (`str`, *optional*): the token to push with; by default the token of the login.
         revision (`str`, *optional*): the branch to push to.
-        pushes_always (`bool`): push a checkpoint although the previous push is still in progress.
+        pushes_always (`bool`): push a checkpoint even while the previous push is in progress.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HubPusher:
         """
         try:
             self.repo_id = self._hub.create_repo(name, private=private, token=token, exist_ok=True).repo_id
-        # HTTP clients raise many types of errors; any of them means that there is no repository to push to.
+        # HTTP clients raise many types of errors. Each of them means that there is no repository to push to.
         except Exception as error:
             raise ValueError(
                 f"--push_to_hub: the repository {name} cannot be created or opened at {self._hub.endpoint}: "
@@ -94,7 +94,7 @@ class HubPusher:
 
     @property
     def report(self) -> str:
-        """The outcome of the last push, for the end of a run."""
+        """Outcome of the last push, for the report at the end of a run."""
         if self._final_error is not None:
             command = upload_command(self.output_dir, self.repo_id, published_files(self.output_dir))
             return f"FAILED: {self._final_error}. The run is complete in {self.output_dir}; push it with `{command}`."
@@ -103,10 +103,10 @@ class HubPusher:
         return f"{self._hub.endpoint}/{self.repo_id}{failed}"
 
     def takes(self, checkpoint: Path) -> bool:
-        """Return whether `push_checkpoint` should be called now. A checkpoint that has to wait is remembered."""
+        """Return whether the caller should call `push_checkpoint` now. Remember a checkpoint that has to wait."""
         if self.strategy == HubStrategy.END:
             return False
-        # With all_checkpoints every one is pushed, so none may be skipped for a newer one.
+        # `all_checkpoints` pushes every checkpoint, so a newer one must not replace a waiting one.
         must_push = self.pushes_always or self.strategy == HubStrategy.ALL_CHECKPOINTS
         if not must_push and any(not push.done() for push in self._pushes):
             logger.warning(f"{checkpoint} waits: the previous push is still in progress.")
@@ -125,16 +125,18 @@ class HubPusher:
             logger.warning(f"{checkpoint} could not be pushed: {self._errors[-1]}")
             return
         message = f"Step {checkpoint.name.rpartition('-')[2]}"
+        # `run_as_future` uses one thread, so pushes run one after another.
         self._pushes.append(self._hub.run_as_future(self._upload, staging, message, whole))
 
     def _stage(self, checkpoint: Path) -> tuple[Path, str | None]:
         """
         Return a directory of links with the layout of the repository, and the name of the complete checkpoint in it.
         """
+        # In the output directory, because hard links work only within one file system.
         staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=self.output_dir))
         for name in published_files(checkpoint):
             link_or_copy(checkpoint / name, staging / name)
-        # A copy, because the next push rewrites the card in place.
+        # Copy the card instead of linking it, because the next push rewrites it in place.
         shutil.copy2(self.output_dir / CARD_NAME, staging)
         names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         whole = names.get(self.strategy)
@@ -156,7 +158,7 @@ class HubPusher:
                 delete_patterns=f"{whole}/*" if whole else None,
             )
         finally:
-            # After a failure, too: the checkpoint itself is still in the output directory.
+            # Remove the links after a failure, too: the checkpoint itself is still in the output directory.
             shutil.rmtree(staging, ignore_errors=True)
 
     def finish(self, *, write_card: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> None:
@@ -165,10 +167,11 @@ class HubPusher:
             self.push_checkpoint(self._waiting, write_card=write_card)
             self._waiting = None
         for push in self._pushes:
-            # A short timeout, so that a second signal of the user is noticed.
+            # Wait in short intervals, to notice a second signal of the user.
             while not push.done() and not gives_up():
                 wait([push], timeout=0.2)
             if not push.done():
+                # `cancel` stops only a push that has not begun.
                 push.cancel()
                 logger.warning(f"A push to {self.repo_id} was cancelled. The checkpoints are in {self.output_dir}.")
                 continue
@@ -179,7 +182,7 @@ class HubPusher:
         self._pushes = []
 
     def push_model(self, *, message: str | None, revision: str | None = None) -> CommitInfo | None:
-        """Push the model in `output_dir`. If that fails, return `None`, and let `report` say why."""
+        """Push the model in `output_dir`. If the push fails, return `None`; `report` then gives the reason."""
         self._final_error = None
         try:
             return self._hub.upload_folder(
@@ -187,9 +190,10 @@ class HubPusher:
                 folder_path=self.output_dir,
                 commit_message=message,
                 revision=revision or self.revision,
+                # Names, not patterns such as *.json: the directory also holds rows of the training data.
                 allow_patterns=published_files(self.output_dir),
             )
-        except Exception as error:  # The run is saved and must end well, whatever the error is.
+        except Exception as error:  # The run is saved, so a failed push must not fail the run.
             self._final_error = describe_error(error)
             logger.warning(f"The push to {self.repo_id} failed: {self._final_error}")
             return None

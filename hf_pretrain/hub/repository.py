@@ -1,4 +1,4 @@
-"""Repositories on the Hub: which files of a directory are pushed, and how checkpoints are found and downloaded."""
+"""Repositories on the Hub: choose the files of a directory to push, and find and download checkpoints."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from .model_card import CARD_NAME, CURVE_NAME
 
 logger = logging.get_logger(__name__)
 
-# A run pushes these files and the shards that an index names, and no others. A pattern such as *.json would publish
-# training text: nonfinite-*.json holds rows of it.
+# A run pushes only these files and the shards that an index names. A pattern such as *.json would publish training
+# text, because nonfinite-*.json holds rows of it.
 PUBLISHED = (
     *(CARD_NAME, CURVE_NAME, "evaluation.json", TRAINER_STATE_NAME, *CODE_FILES),
     *(
@@ -55,7 +55,7 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
 
     Args:
         repo_id (`str`): `owner/name`, or a name in the user's own namespace.
-        private (`bool`, *optional*): for a new repository; by default as the account has it.
+        private (`bool`, *optional*): whether a new repository is private; by default as the account is set.
 
     Raises:
         `ValueError`: if the Hub refuses or cannot be reached, with the reason.
@@ -63,7 +63,7 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
     try:
         # `create_repo` returns the full id, which adds the user's namespace to a bare name.
         return HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id
-    # The network and the server raise many types of errors; any of them means that there is no repository to push to.
+    # The network and the server raise many types of errors. Each of them means that there is no repository to push to.
     except Exception as error:
         raise ValueError(
             f"The Hub repository {repo_id} cannot be created or opened: {describe_error(error)}. Log in with `hf auth "
@@ -110,7 +110,7 @@ def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", al
     names = published_files(folder, also=also)
     try:
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=names)
-    # As above: whatever the type of the error, the user gets the reason and the command.
+    # As above, catch every type of error: the user gets the reason and the command.
     except Exception as error:
         raise ValueError(
             f"The push to {repo_id} failed: {describe_error(error)}. The files are in {folder}; push them with "
@@ -126,7 +126,7 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
     Raises:
         `ValueError`: if there is none, or its step is unreadable.
     """
-    # The state file tells a checkpoint from any other folder, and holds its step.
+    # Only a checkpoint has a state file, which also holds its step.
     files = HfApi().list_repo_files(repo_id, revision=revision)
     found = []
     for match in filter(None, map(_CHECKPOINT.fullmatch, files)):
@@ -136,6 +136,7 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} names no global_step ({error!r}).") from error
         # The step becomes part of a path on this machine, so it must be a plain number.
+        # `type(...) is` instead of `isinstance`, because a JSON true would pass as an int.
         if type(step) is not int or step < 0 or (match[2] is not None and step != int(match[2])):
             raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} has the invalid global_step {step!r}.")
         found.append((step, match[1]))
@@ -144,6 +145,7 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
             f"--resume_from_hub {repo_id}: the repository holds no checkpoint, because it was not pushed with "
             f"--hub_strategy checkpoint. Start from its weights with --model_name_or_path {repo_id}."
         )
+    # At equal steps, `last-checkpoint` wins over `checkpoint-N`, because its name comes later in the alphabet.
     step, folder = max(found)
     return folder, step, [path for path in files if path.startswith(f"{folder}/")]
 
@@ -154,7 +156,7 @@ def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Pat
     checkpoint.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because a rename works within one file system only.
+    # Download beside the target, because a rename works only within one file system.
     with tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=target.parent) as scratch:
         snapshot_download(repo_id, allow_patterns=files, revision=revision, local_dir=scratch)
         try:
@@ -166,7 +168,7 @@ def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Pat
 
 
 def remove_staging(output_dir: str | Path) -> None:
-    """Delete the pushes and downloads of a killed run. None may be in progress in `output_dir`."""
+    """Delete the unfinished pushes and downloads of a killed run. None may be in progress in `output_dir`."""
     for path in Path(output_dir).glob(f"{STAGING_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 

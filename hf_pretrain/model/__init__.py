@@ -1,9 +1,9 @@
 """
 The MiniMind model: configuration, presets, decoder, attention over packed sequences, experts and loss.
 
-This package is the lowest layer but one. It imports `runtime` at most and knows nothing of tokenizers, data or
-training. The modules in `configuration_minimind.CODE_FILES` travel to the Hub with every checkpoint and import only
-each other; `presets` and `config_fields` stay here.
+This package may import `runtime` and nothing else; it knows nothing about tokenizers, data or training. The modules in
+`configuration_minimind.CODE_FILES` travel to the Hub with every checkpoint and import only each other. `presets` and
+`config_fields` do not travel.
 """
 
 from .configuration_minimind import MiniMindConfig

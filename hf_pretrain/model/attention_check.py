@@ -1,7 +1,7 @@
 """
 Compare an attention implementation with the eager reference before its first use.
 
-An implementation that is wrong on some device still gives finite logits, so nothing else would notice it.
+An implementation that is wrong on some device still returns finite logits, so no other check would notice.
 """
 
 import torch
@@ -42,14 +42,14 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     instead = 'Use attn_implementation="packed", "sdpa" or "eager".'
     if name == "flex_attention" and device.type == "cpu":
-        # NOTE: torch 2.13 compiles FlexAttention to wrong values on CPUs without AVX-512, and only for some shapes,
-        # so that the comparison below could pass here and the model still be wrong at another length.
+        # NOTE: torch 2.13 compiles FlexAttention to wrong values on CPUs without AVX-512, but only for some shapes.
+        # The comparison below could pass, and the model could still be wrong at another length.
         raise ValueError(
             f"flex_attention does not run on a CPU: torch compiles it to wrong values on some of them, and it has no "
             f"backward pass there ({versions}). {instead}"
         )
     generator = torch.Generator().manual_seed(0)
-    # Three documents of uneven length per row, so that a mask that leaks across documents shows.
+    # Three documents of uneven length per row (24 tokens): a mask that leaks across documents changes the output.
     position_ids = torch.cat([torch.arange(length) for length in (11, 6, 7)]).repeat(2, 1).to(device)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     # (batch_size, num_heads, seq_len, head_dim)
@@ -69,8 +69,8 @@ def check_attention(attention: nn.Module, device: torch.device, dtype: torch.dty
         query, key, value = (part.float() for part in states)
         expected, _ = eager_attention_forward(attention, query, key, value, bias, scaling)
     difference = ((output.float() - expected).norm() / expected.norm()).item()
-    # Half precision rounds to about 0.4 %. The wrong results seen so far were off by 17 % and more. The negated form
-    # also catches NaN.
+    # Half precision alone causes about 0.4 %; the wrong results seen so far were off by 17 % or more. `not ... <` is
+    # also true for NaN.
     if not difference < 0.03:
         raise ValueError(
             f'attn_implementation="{name}" is {difference:.0%} off the reference on {device.type} in {dtype} '

@@ -1,8 +1,8 @@
 """
-Check the types of config fields that other programs wrote, before anything is computed with them.
+Check the types of the fields in configs that other programs wrote.
 
-The import of MiniMind's own and of transformers' configs uses it: a string in place of a number would otherwise fail
-deep inside torch, with a message that does not name the field.
+The importers of MiniMind and transformers checkpoints run this check first. Without it, a string in place of a number
+would fail deep inside torch, with a message that does not name the field.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any, *, least: int = 1) -> bool:
-    """Return whether `value` is an integer from `least` that fits into 32 bits."""
+    """Return whether `value` is an integer of at least `least` that fits into 32 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
-# (expected value in words, predicate, fields under every name that MiniMind and transformers give them)
+# (expected value in words, predicate, names of the fields in MiniMind's and transformers' configs)
 _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "a whole number of at least 1",
@@ -71,7 +71,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         what, is_right = _BY_FIELD.get(name, ("", lambda value: True))
         if value is not None and not is_right(value):
             raise ValueError(f"The config says {name}={value!r}; it must be {what}. Correct the config file.")
-        # `rope_parameters` and `rope_scaling` hold fields of their own.
+        # `rope_parameters` and `rope_scaling` are objects with further fields.
         if isinstance(value, Mapping):
             check_fields(value)
 

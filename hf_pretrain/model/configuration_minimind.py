@@ -29,7 +29,7 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 
-# To be raised when older code would misread new checkpoints.
+# Raise it when older code would misread new checkpoints.
 FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
@@ -105,12 +105,12 @@ class MiniMindConfig(PreTrainedConfig):
         "norm_eps": "rms_norm_eps",
         "max_seq_len": "max_position_embeddings",
     }
-    # Plans of tensor, expert and pipeline parallelism, by which transformers shards and splits the decoder.
+    # transformers shards and splits the decoder by these plans of tensor, expert and pipeline parallelism.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
-        # Heads are split over ranks. Each rank holds the whole norm and sees the gradient of its own heads alone.
+        # Ranks split the heads. Each rank holds the whole norm, but sees only the gradient of its own heads.
         "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.o_proj": "rowwise",
@@ -176,7 +176,7 @@ class MiniMindConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         self._check_sizes()
         if self.head_dim is None:
-            # v1 and v2 have no field of their own for it.
+            # Configs of v1 and v2 have no such field.
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             # Integer division of the negated number rounds up.
@@ -192,8 +192,8 @@ class MiniMindConfig(PreTrainedConfig):
         """
         Raise `ValueError` for sizes that do not fit together.
 
-        NOTE: this is not a `validate_*` method, since `@strict` of huggingface_hub would wrap the `ValueError` in its
-        own type.
+        NOTE: huggingface_hub's `@strict` wraps a `ValueError` of a `validate_*` method in its own type, so this method
+        has another name.
         """
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
             if getattr(self, name) < 1:
@@ -232,14 +232,14 @@ class MiniMindConfig(PreTrainedConfig):
         """
         Save the config as transformers does, with the model's code beside it.
 
-        NOTE: transformers' `register_for_auto_class` copies the module of the model's class. FSDP2 replaces that class
-        by one of torch's, so the checkpoint would carry torch's files instead of ours.
+        NOTE: transformers' `register_for_auto_class` copies the module that defines the model's class. FSDP2 replaces
+        that class by a class of torch, so the checkpoint would carry torch's files instead of ours.
         """
         self.auto_map = dict(AUTO_MAP)
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         for name in CODE_FILES:
             source, target = Path(__file__).with_name(name), Path(save_directory, name)
-            # A config that was loaded from the Hub alone lies in a directory without the modeling file.
+            # If only the config was loaded from the Hub, the modeling file is not beside it. Skip absent files.
             if source.is_file() and source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
         super().save_pretrained(save_directory, **kwargs)

@@ -34,8 +34,7 @@ class MiniMindTopKRouter(nn.Module):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob
-        # A bare parameter, not `nn.Linear`, as transformers' own routers have it: checkpoints keep the name
-        # `gate.weight`.
+        # transformers' own routers use a bare parameter instead of `nn.Linear` too. Checkpoints name it `gate.weight`.
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,7 +62,7 @@ def grouped_mm_in_autocast(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    Compute the experts by transformers' grouped matrix products, in the dtype of autocast where that is on.
+    Compute the experts with transformers' grouped matrix products, in autocast's dtype where autocast is on.
 
     Args:
         module (`nn.Module`): the experts.
@@ -74,14 +73,14 @@ def grouped_mm_in_autocast(
         `torch.Tensor` of shape `(num_tokens, hidden_size)`.
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
-        # NOTE: autocast has no rule for grouped products, and transformers casts the tokens to the dtype of the
-        # weights. In float32 a compiled graph falls back to a loop over experts that waits for the device.
+        # NOTE: autocast has no rule for grouped products, so transformers casts the tokens to the dtype of the
+        # weights. If that is float32, a compiled graph falls back to a loop over experts that waits for the device.
         module = _CastExperts(module, compute_dtype(hidden_states))
     return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
 
 
 class _CastExperts:
-    """The attributes that transformers reads from a module of experts, with the weights in another dtype."""
+    """Stand-in for a module of experts: the attributes that transformers reads, with the weights in another dtype."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype):
         self.gate_up_proj = experts.gate_up_proj.to(dtype)
@@ -90,11 +89,11 @@ class _CastExperts:
         self.has_gate, self.has_bias, self.has_post_expert_norm = True, False, False
         self.is_transposed = False
         self._is_expert_parallel = experts._is_expert_parallel
-        # NOTE: a method that transformers' decorator adds to the class of experts.
+        # NOTE: transformers' decorator adds this method to the experts' class.
         self._apply_gate = experts._apply_gate
 
 
-# An interface of our own: the entry is not to change the experts of other models in this process.
+# A separate interface: an entry in transformers' global one would change the experts of other models in this process.
 EXPERTS_FUNCTIONS = ExpertsInterface()
 EXPERTS_FUNCTIONS["grouped_mm"] = grouped_mm_in_autocast
 
@@ -104,8 +103,8 @@ class MiniMindExperts(nn.Module):
     """
     All experts as two stacked parameters.
 
-    Stacked, every rank runs the same operations whatever the router chose. transformers' experts interface replaces
-    `forward` by grouped or batched matrix products; the loop here is the reference.
+    With stacked parameters every rank runs the same operations, whatever the router chose. transformers' experts
+    interface replaces `forward` by grouped or batched matrix products; the loop here is the reference.
 
     Parameters:
         gate_up_proj of shape `(num_experts, 2 * moe_intermediate_size, hidden_size)`: the gate rows, then the up rows.
@@ -148,7 +147,7 @@ class MiniMindSparseMoeBlock(nn.Module):
     """
     Routed experts plus shared experts that process every token.
 
-    `n` shared experts are one SwiGLU of `n` times the width: their outputs are summed, so the results are equal.
+    One SwiGLU of `n` times the width computes the sum of `n` shared experts.
     """
 
     def __init__(self, config: MiniMindConfig):
@@ -162,7 +161,7 @@ class MiniMindSparseMoeBlock(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map `(batch_size, seq_len, hidden_size)` to the same shape; the router logits leave through a hook."""
+        """Map `(batch_size, seq_len, hidden_size)` to the same shape. A hook on the router records its logits."""
         # (batch_size, seq_len, hidden_size) -> (batch_size * seq_len, hidden_size)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(tokens)

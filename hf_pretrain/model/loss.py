@@ -1,7 +1,7 @@
 """
-The masked, weighted cross-entropy, the router loss, and the documents that both refer to.
+The masked, weighted cross-entropy, the router loss, and the documents that the router loss averages over.
 
-With `w[t]` the weight of predicting token `t` from the tokens before it, a step's loss is
+Let `w[t]` be the weight of predicting token `t` from the tokens before it. Then the loss of a step is
 
     sum of w * CE / sum of w   +   router_aux_loss_coef * sum of aux_d over documents / number of documents
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 IGNORE_INDEX = -100
 # Number of logits per chunk on a GPU and on a CPU: enough for an efficient matrix product, few enough for the cache.
 MAX_LOGITS = (2**25, 2**22)
-# Least number of tokens per chunk, however large the vocabulary: each chunk costs a pass over the head's gradient.
+# Minimum number of tokens per chunk for any vocabulary: each chunk costs a pass over the head's gradient.
 MIN_ROWS = 256
 
 
@@ -86,8 +86,8 @@ def linear_masked_cross_entropy(
     """
     Compute `masked_cross_entropy(hidden_states @ weight.T, ...)` without holding the logits of all tokens in memory.
 
-    It works through the tokens in chunks: it turns the logits of a chunk into a loss and, where gradients are wanted,
-    into gradients, and then frees them.
+    The function processes the tokens in chunks. It turns the logits of a chunk into a loss and, if autograd needs
+    them, into gradients; then it frees the logits.
 
     NOTE: torch's `linear_cross_entropy` and Liger's accept weights per class, not per token. torch's can return a loss
     per token, but then it computes the logits twice: 2.4 to 3 times as long as this on a CPU in bfloat16.
@@ -106,7 +106,7 @@ def linear_masked_cross_entropy(
     targets, weights = _targets(labels, loss_mask)
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
-        # `torch.no_grad()` around the call. Detached inputs tell it that nobody wants gradients.
+        # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
         hidden_states, weight = hidden_states.detach(), weight.detach()
     total = _LinearCrossEntropy.apply(hidden_states.flatten(0, 1), weight, targets, weights)
     return total / _divisor(weights, num_items_in_batch)
@@ -118,6 +118,7 @@ def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torc
 
     This shifts the labels by one. Shifting the logits instead would copy them.
     """
+    # The last position of a row predicts nothing: its weight is 0 and its target is ignored.
     weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1)).flatten()
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten(), weights
 
@@ -126,7 +127,8 @@ def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | N
     """Return `num_items_in_batch`, or the sum of the weights where the caller gave none."""
     if num_items_in_batch is not None:
         return num_items_in_batch
-    # A batch whose weights are all zero contributes zero, not 0 / 0. `where` does so without a wait for the GPU.
+    # A batch whose weights are all zero contributes 0 instead of 0 / 0. An `if` would wait for the GPU; `where` does
+    # not.
     return torch.where(weights.sum() > 0, weights.sum(), 1.0)
 
 
@@ -152,6 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The sum over chunks needs float32: in bfloat16 small terms would be rounded away.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
+        # `device == "cpu"` is 0 or 1 and picks one of the two limits.
         num_rows = max(MIN_ROWS, MAX_LOGITS[device == "cpu"] // len(weight))
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
@@ -178,6 +181,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total):
+        # A saved gradient is None where its input needed none.
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None, None
 
@@ -211,10 +215,10 @@ def find_documents(
     """
     Find the documents of a batch.
 
-    A document begins with each row and wherever `position_ids` do not increase by one. Beside an `attention_mask`,
-    whose padding may hold any position, it begins wherever they are 0. Padding does not count. Where `labels` are
-    given, a document without a trained token does not count either: the padding of a packed sequence, or a padding
-    row.
+    A document begins with each row and wherever `position_ids` do not increase by one. If an `attention_mask` is
+    given, padding may hold any position, so there a document begins only at position 0. Padding does not count. If
+    `labels` are given, a document without a trained token does not count either. The padding of a packed sequence and
+    a padding row are such documents.
 
     Args:
         shape (`tuple` of `batch_size, seq_len`): shape of the batch.
@@ -234,7 +238,7 @@ def find_documents(
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     elif position_ids is not None:
         starts[:, 1:] = position_ids[:, 1:] == 0
-    # (batch_size * seq_len,): rows one after the other, so that a document never spans two of them
+    # (batch_size * seq_len,): each row starts a document, so no document spans two rows
     index = starts.flatten().cumsum(0) - 1
 
     token_mask = torch.ones_like(starts).flatten()
@@ -250,7 +254,8 @@ def find_documents(
 
 def _sum_by(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Sum `values` of shape `(num_tokens, ...)` per document; row `d` of the result belongs to document `d`."""
-    # As many rows as tokens, most of them zero: a GPU would have to wait to learn the number of documents.
+    # The result has as many rows as there are tokens, most of them zero: to allocate one row per document, the CPU
+    # would wait for the GPU to learn their number.
     return torch.zeros_like(values).index_add_(0, index, values)
 
 
@@ -261,15 +266,15 @@ def router_loss(
     Compute the load-balancing loss of Switch Transformers (https://huggingface.co/papers/2101.03961, equations 4 to
     6).
 
-    For each document it is `E * sum over experts of f_e * P_e`, where `f_e` is the share of the document's top-k
-    choices that went to expert `e` and `P_e` is the mean probability that its tokens give to `e`. The result is summed
-    over layers and averaged over documents. An even load gives 1 per layer.
+    The loss of a document is `E * sum over experts of f_e * P_e`, where `f_e` is the share of the document's top-k
+    choices that went to expert `e`, and `P_e` is the mean probability that its tokens give to `e`. The result is the
+    sum over layers and the mean over documents. An even load gives 1 per layer.
 
     Args:
         router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one tensor per layer.
         top_k (`int`): number of experts per token.
         documents ([`Documents`]): from [`find_documents`].
-        level (`str`): `"sequence"`, or `"batch"` for one loss over all tokens that count.
+        level (`str`): `"sequence"`, or `"batch"` for one loss over all tokens in `token_mask`.
 
     Returns:
         `torch.FloatTensor`: a scalar, not multiplied by the coefficient; zero where no document counts.

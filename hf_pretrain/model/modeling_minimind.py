@@ -50,9 +50,9 @@ class MiniMindRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; the result has the dtype that the next matrix product uses."""
-        # The dtype of the weight decides; under autocast it is float32.
+        # Compute in the weight's dtype, which under autocast is float32.
         normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-        # Autocast would cast once for each projection that reads the result.
+        # Cast once here. Autocast would cast again for each projection that reads the result.
         return normed.to(compute_dtype(normed))
 
     def extra_repr(self) -> str:
@@ -95,7 +95,7 @@ class MiniMindAttention(nn.Module):
             hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
             position_embeddings (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): rotations
                 from [`MiniMindRotaryEmbedding`].
-            attention_mask (`torch.Tensor`, *optional*): in the form that the attention implementation takes.
+            attention_mask (`torch.Tensor`, *optional*): the mask in the format of the attention implementation.
             past_key_values ([`Cache`], *optional*): keys and values of earlier tokens, updated in place.
 
         Returns:
@@ -155,7 +155,7 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Map `(batch_size, seq_len, hidden_size)` to the same shape; the arguments are those of the attention."""
+        """Map `(batch_size, seq_len, hidden_size)` to the same shape. Arguments: [`MiniMindAttention.forward`]."""
         attention_output, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings=position_embeddings,
@@ -168,7 +168,7 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
 
 
 class MiniMindPreTrainedModel(PreTrainedModel):
-    """Base class of the MiniMind models: initialisation and what transformers reads about the architecture."""
+    """Base class of the MiniMind models: initialisation, and the flags that tell transformers what is supported."""
 
     config: MiniMindConfig
     config_class = MiniMindConfig
@@ -238,8 +238,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
         """
         Raise `ValueError` for a position past the rotary table.
 
-        Reading positions back from a GPU would stall it, so there only the length of the input is checked; an index
-        past the table fails on the device itself.
+        To read positions from a GPU, the CPU would have to wait for it. So on a GPU only the length of the input is
+        checked here, and the lookup kernel itself fails for an index past the table.
         """
         limit = self.config.max_position_embeddings
         if position_ids.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -253,12 +253,12 @@ class MiniMindModel(MiniMindPreTrainedModel):
     @staticmethod
     def _unmask_packed_rows(attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
         """
-        Drop an attention mask of ones beside packed documents.
+        Drop an attention mask that marks no padding, if the rows hold packed documents.
 
-        transformers keeps packed documents apart only where `attention_mask is None`. A mask of ones carries no
-        information and is dropped. A mask with padding beside restarting positions is ambiguous and raises
-        `ValueError`. A compiled graph cannot look into the values of either, so packed sequences must come without a
-        mask there.
+        transformers keeps packed documents apart only if `attention_mask is None`. A mask of ones carries no
+        information and is dropped. A mask with padding together with restarting positions is ambiguous and raises
+        `ValueError`. A compiled graph cannot read the values of these tensors, so a compiled model needs packed
+        sequences without a mask.
         """
         mask = attention_mask.bool()
         # A position of 0 begins a document where neither it nor the token before it is padding.
@@ -273,7 +273,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         )
 
     # NOTE: `capture_outputs` adds router logits, hidden states and attentions to the output by hooks on the modules in
-    # `_can_record_outputs`, so the layers return hidden states alone.
+    # `_can_record_outputs`, so the layers return only hidden states.
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -302,7 +302,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 the flattened batch, and its end.
             max_length_q (`int`, *optional*): length of the longest document, or more.
             packed_documents ([`~packed_attention.PackedDocuments`], *optional*): the documents of the rows, if the
-                caller has found them already. They take the place of those that `position_ids` imply.
+                caller has found them already. They replace the documents that `position_ids` imply.
 
         Returns:
             [`MoeModelOutputWithPast`]: with `last_hidden_state` of shape `(batch_size, seq_len, hidden_size)`.
@@ -325,21 +325,21 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
         self._check_positions(position_ids, seq_len)
 
-        # While a graph is traced or shapes are inferred, there are no values to compare.
+        # Tracing a graph and inferring shapes use tensors without values, which the check could not compare.
         is_computed = not (
             torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)
         )
         # NOTE: continuous batching passes a paged cache as `cache`. transformers then creates no masks, and the check
         # needs them.
         if is_computed and kwargs.get("cache") is None:
-            # A rank of a pipeline has only some of the layers.
+            # Take any layer: a pipeline rank holds only some of them, so `self.layers[0]` may be absent.
             attention = next(module for module in self.modules() if isinstance(module, MiniMindAttention))
             check_attention(attention, inputs_embeds.device, compute_dtype(inputs_embeds))
         causal_mask = None
         cu_seq_lens, max_length = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None)
         if kwargs.get("packed_documents") is None:
-            # NOTE: this must run before the cache is created. Beside any cache, even an empty one, transformers does
-            # not look for packed documents.
+            # NOTE: this must run before the cache is created. Given a cache, even an empty one, transformers does not
+            # look for packed documents.
             causal_mask, kwargs["packed_documents"] = find_visible(
                 self.config,
                 inputs_embeds,
@@ -351,6 +351,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 max_length=max_length,
             )
         if use_cache and past_key_values is None:
+            # The mask above does not depend on this cache: it is empty, so every visible token lies in the input.
             past_key_values = DynamicCache(config=self.config)
 
         position_embeddings = self.rotary_emb(position_ids)
@@ -376,7 +377,7 @@ class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
     Args:
         loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats.
-        ce_loss (`torch.FloatTensor`, scalar): the masked cross-entropy alone.
+        ce_loss (`torch.FloatTensor`, scalar): the masked cross-entropy, without the router loss.
         aux_loss (`torch.FloatTensor`, scalar): the router loss, not multiplied by its coefficient.
     """
 
@@ -404,7 +405,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     """MiniMind with a language-modelling head, the masked loss and the router loss."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    # Plans by which transformers shards the head; the config holds those of the decoder.
+    # transformers shards the head by these plans; the config holds the plans of the decoder.
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
@@ -426,8 +427,9 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
     def generate(self, *args, **kwargs):
         """Generate as transformers does, but without the compiled graphs of single layers."""
-        # NOTE: each layer of a cache would compile a graph of its own. Past its recompile limit the compiler falls
-        # back to eager execution, for training as well.
+        # NOTE: each layer of a cache would compile a separate graph. Past its recompile limit, the compiler falls back
+        # to eager execution, for training as well.
+        # torch has no public way to ask whether `module.compile()` was called.
         is_compiled = self.model.layers[0]._compiled_call_impl is not None
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             return super().generate(*args, **kwargs)
@@ -460,8 +462,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 each label.
             num_items_in_batch (scalar, *optional*): divisor of the cross-entropy: the sum of the weights over all
                 micro-batches of all ranks. The default is the sum over this call.
-            num_documents_in_batch (scalar, *optional*): divisor of the router loss, in documents. Without it, and with
-                `num_items_in_batch`, the router loss is multiplied by this call's share of the items.
+            num_documents_in_batch (scalar, *optional*): divisor of the router loss, in documents. If the caller passes
+                only `num_items_in_batch`, the router loss is multiplied by this call's share of the items.
             output_router_logits (`bool`, *optional*): return the router logits of every layer, and `aux_loss` also
                 without `labels`.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): compute logits only for the last positions, or for
@@ -475,7 +477,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             [`MiniMindCausalLMOutputWithPast`]
 
         Raises:
-            `ValueError`: as [`MiniMindModel.forward`], or if `loss_mask` and `labels` differ in shape.
+            `ValueError`: if `loss_mask` and `labels` differ in shape, or for the reasons in [`MiniMindModel.forward`].
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -520,8 +522,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 documents,
                 level=self.config.router_aux_loss_level,
             )
-            # MaskedLossTrainer passes the number of documents, which is exact. transformers' Trainer counts tokens
-            # alone; the share of tokens then approximates the share of documents.
+            # MaskedLossTrainer passes the number of documents, which is exact. transformers' Trainer counts only
+            # tokens; then the share of tokens approximates the share of documents.
             if num_documents_in_batch is not None:
                 aux_loss = aux_loss * (documents.count / num_documents_in_batch)
             elif num_items_in_batch is not None and labels is not None:
@@ -542,11 +544,11 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
 
 class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
-    """MiniMind with one score per sequence, as reward models use it; without a router loss."""
+    """MiniMind with one score per sequence, for reward models. It has no router loss."""
 
     def __init__(self, config: MiniMindConfig):
-        # NOTE: skip the constructor of `GenericForSequenceClassification`: it builds the model by AutoModel, which
-        # asks a second time whether to run this code from the Hub.
+        # NOTE: skip the constructor of `GenericForSequenceClassification`. It builds the model with AutoModel, which
+        # asks the user a second time whether to run this code from the Hub.
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = MiniMindModel(config)

@@ -1,5 +1,5 @@
 """
-Attention over packed sequences: each document attends to itself alone, at a cost that depends on its own length.
+Attention over packed sequences: each document attends only to itself, at a cost that depends on its own length.
 
 `eager_attention_forward` is the reference. `packed_attention_forward` is registered with transformers as
 `attn_implementation="packed"`.
@@ -26,7 +26,7 @@ except ImportError:
 else:
     # NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads (`enable_gqa`).
     HAS_VARLEN_ATTN = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# In tokens: all documents up to this length form one group, since further groups would cost more than their padding.
+# Documents of at most this many tokens share one group: splitting them would cost more than their padding does.
 SHORT_DOCUMENT = 32
 # Number of queries per matrix product in `_attend_in_blocks`.
 ATTENTION_BLOCK = 256
@@ -51,7 +51,7 @@ def eager_attention_forward(
         key, value (`torch.Tensor` of shape `(batch_size, num_key_value_heads, key_len, head_dim)`)
         attention_mask (`torch.Tensor` broadcastable to `(batch_size, num_heads, seq_len, key_len)`, *optional*): added
             to the scores; minus infinity hides a key.
-        scaling (`float`): factor of the scores.
+        scaling (`float`): factor that multiplies the scores.
         dropout (`float`): dropout probability of the attention weights.
 
     Returns:
@@ -74,8 +74,8 @@ class PackedDocuments:
     """
     The documents of a batch of packed sequences. The model finds them once per forward pass; every layer uses them.
 
-    Documents of similar length form a group, in which all are padded to the longest, so that one call attends within
-    all documents of the group. A slot is one position of a group, padding included.
+    Documents of similar length form a group. All documents of a group are padded to its longest, so that one call
+    computes attention for the whole group. A slot is one position of a group, padding included.
 
     Args:
         cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`): start of each document in the flattened batch,
@@ -83,8 +83,8 @@ class PackedDocuments:
         max_length (`int`): length of the longest document in tokens, or more.
         in_groups (`bool`): whether attention runs in groups; the fields below are set only then.
         groups (`list` of `(num_documents, length)`): shape of each group.
-        gather (`torch.LongTensor` of shape `(num_slots,)`): index of the token in each slot; a padding slot repeats
-            one.
+        gather (`torch.LongTensor` of shape `(num_slots,)`): index of the token in each slot. A padding slot repeats
+            the first token of its document.
         scatter (`torch.LongTensor` of shape `(batch_size * seq_len,)`): index of the slot of each token. `gather` and
             `scatter` are `None` where each row is one document.
     """
@@ -105,21 +105,21 @@ def find_packed_documents(
     max_length: int | None = None,
 ) -> PackedDocuments:
     """
-    Find the documents of packed sequences: one begins wherever `position_ids` do not increase by one.
+    Find the documents of packed sequences. A document begins wherever `position_ids` do not increase by one.
 
     Args:
         position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`)
-        in_groups (`bool`): prepare attention in groups; otherwise for `varlen_attn`.
-        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): from the collator. Without it, a
-            GPU must wait to learn the number of documents.
+        in_groups (`bool`): prepare attention in groups; otherwise prepare `varlen_attn`.
+        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): from the collator. Without it, the
+            CPU must wait for the GPU to learn the number of documents.
         max_length (`int`, *optional*): length of the longest document in tokens, or more.
 
     Returns:
         [`PackedDocuments`]
 
     Raises:
-        `ValueError`: if `cu_seq_lens` do not end with the batch. Only checked on a CPU, where reading them costs
-            nothing.
+        `ValueError`: if `cu_seq_lens` does not end at the end of the batch. Checked only on a CPU, where reading it
+            costs nothing.
     """
     if cu_seq_lens is None:
         is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
@@ -129,14 +129,15 @@ def find_packed_documents(
             f"cu_seq_lens_q end at {int(cu_seq_lens[-1])}, the batch has {position_ids.numel()} tokens: they belong "
             "to another batch. Pass those of this batch, or position_ids alone."
         )
-    # `varlen_attn` needs no more than an upper bound, and the exact length would be a wait for the GPU.
+    # `varlen_attn` needs only an upper bound. To read the exact length, the CPU would wait for the GPU.
     max_length = max_length or position_ids.shape[1]
     if not in_groups:
         return PackedDocuments(cu_seq_lens.int(), max_length)
     starts = cu_seq_lens[:-1].long()
-    # As many documents as rows: each row is one document, and the batch is one group as it is.
+    # With as many documents as rows, each row is one document, and the batch itself is the only group.
     if len(starts) == len(position_ids):
         return PackedDocuments(cu_seq_lens.int(), max_length, True, [tuple(position_ids.shape)])
+    # Stable, so that documents of equal length keep their order on every device.
     lengths, order = cu_seq_lens.long().diff().sort(descending=True, stable=True)
     groups: list[tuple[int, int]] = []
     for length in lengths.tolist():
@@ -180,9 +181,9 @@ def find_visible(
         cu_seq_lens, max_length: as in [`find_packed_documents`].
 
     Returns:
-        `tuple`: a mask in the form that the attention implementation takes, and `None`. For `"packed"` without a mask
-        and a cache instead `None` and [`PackedDocuments`]: for `varlen_attn` where it can run, else for attention in
-        groups.
+        `tuple`: with `"packed"` and neither a mask nor a cache, `None` and the [`PackedDocuments`], prepared for
+        `varlen_attn` where it can run and for attention in groups elsewhere. In all other cases, a mask in the format
+        of the attention implementation, and `None`.
     """
     if config._attn_implementation != "packed" or attention_mask is not None or past_key_values is not None:
         mask = create_causal_mask(
@@ -194,7 +195,7 @@ def find_visible(
         )
         return mask, None
     device = inputs_embeds.device
-    # `varlen_attn` needs an Ampere GPU or newer, half precision and a head_dim it has a kernel for; it has no dropout.
+    # `varlen_attn` needs an Ampere GPU or newer, half precision and a supported head_dim; it has no dropout.
     in_groups = (
         device.type != "cuda"
         or not HAS_VARLEN_ATTN
@@ -204,7 +205,7 @@ def find_visible(
         or (config.dropout > 0 and is_training)
         or torch.cuda.get_device_capability(device) < (8, 0)
     )
-    # One row of positions may stand for all rows.
+    # The caller may pass one row of positions for all rows.
     position_ids = position_ids.expand(inputs_embeds.shape[:2])
     documents = find_packed_documents(
         position_ids, in_groups=in_groups, cu_seq_lens=cu_seq_lens, max_length=max_length
@@ -216,8 +217,8 @@ class _ToGroups(torch.autograd.Function):
     """
     Copy tokens to slots.
 
-    Autograd's own backward of `index_select` would add up the gradients of all slots of a token. Padding slots have
-    none, so backward only fetches the gradient of the token's own slot.
+    Autograd's own backward of `index_select` would sum the gradients of all slots of a token. The gradient of a
+    padding slot is zero, so this backward only fetches the gradient of the token's own slot.
     """
 
     @staticmethod
@@ -259,10 +260,10 @@ def packed_attention_forward(
     """
     Compute causal attention within each document.
 
-    The cost grows with the lengths of the documents, not with the length of the rows. On a GPU in half precision
-    `varlen_attn` does the work. Elsewhere documents of similar length are attended to together, padded on the right,
-    where causal attention hides the padding without a mask. Without `packed_documents` this is scaled dot product
-    attention with `attention_mask`.
+    The cost grows with the lengths of the documents, not with the length of the rows. On a GPU in half precision,
+    `varlen_attn` computes the result. Elsewhere, documents of similar length are padded on the right and computed
+    together; causal attention hides that padding without a mask. Without `packed_documents`, this function computes
+    scaled dot product attention with `attention_mask`.
 
     Args:
         module (`nn.Module`): an attention layer.
@@ -283,7 +284,7 @@ def packed_attention_forward(
         )
     batch_size, _, seq_len, _ = query.shape
     # (batch_size, num_heads, seq_len, head_dim) -> (batch_size * seq_len, num_heads, head_dim)
-    # Kernels need one dtype; a norm on query and key may have changed theirs.
+    # Kernels need one dtype, and a norm may have changed the dtype of query and key.
     query, key, value = (states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value))
     if packed_documents.in_groups:
         output = _attend_in_groups(query, key, value, packed_documents, scaling, dropout)
@@ -298,7 +299,7 @@ def packed_attention_forward(
     return output.unflatten(0, (batch_size, seq_len)), None
 
 
-# NOTE: excluded from compiled graphs, since each batch has other lengths and would compile a graph of its own.
+# NOTE: excluded from compiled graphs: the lengths differ in each batch, so each batch would compile a new graph.
 @torch.compiler.disable
 def _attend_in_groups(
     query: torch.Tensor,
@@ -371,7 +372,7 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def compute_dtype(states: torch.Tensor) -> torch.dtype:
-    """Return the dtype that matrix products of `states` have: the dtype of autocast where it is on."""
+    """Return the dtype of matrix products with `states`: autocast's dtype where autocast is on."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 

@@ -13,7 +13,7 @@ def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
     """
     Compute the rotary table `pos_cis[p, i] = scale * exp(1j * p / theta ** (2 * i / head_dim))`.
 
-    The formula is that of RoFormer (https://huggingface.co/papers/2104.09864). Where `rope_parameters` ask for YaRN or
+    The formula comes from RoFormer (https://huggingface.co/papers/2104.09864). If `rope_parameters` names YaRN or
     another static type, transformers rescales the frequencies.
 
     Args:
@@ -30,8 +30,8 @@ def precompute_pos_cis(config: MiniMindConfig) -> torch.Tensor:
         raise ValueError(
             f'rope_type="{rope_type}" depends on the length of the input, and MiniMind keeps one table. Use "yarn".'
         )
-    # NOTE: the ranges are integers because DeepSpeed's zero.Init makes constructors of float tensors return its own
-    # dtype. The table is always computed on the CPU, so that every device holds the same bits.
+    # NOTE: under DeepSpeed's zero.Init, constructors of float tensors return DeepSpeed's dtype. So build integer
+    # ranges and convert them. Compute on the CPU, so that every device holds the same bits.
     with torch.device("cpu"):
         if rope_type == "default":
             exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
@@ -67,11 +67,11 @@ def apply_rotary_pos_emb(states: torch.Tensor, rotation: torch.Tensor) -> torch.
 
 class MiniMindRotaryEmbedding(nn.Module):
     """
-    Owner of the complex rotary table.
+    Module that holds the complex rotary table.
 
     Buffers:
-        pos_cis (`torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64): not saved in
-            checkpoints. It is recomputed when a model is built or loaded, moved between devices, and never cast.
+        pos_cis (`torch.Tensor` of shape `(max_position_embeddings, head_dim // 2)`, complex64): the table. Checkpoints
+            do not contain it: building or loading a model recomputes it. It moves between devices but is never cast.
     """
 
     def __init__(self, config: MiniMindConfig):
@@ -100,9 +100,9 @@ class MiniMindRotaryEmbedding(nn.Module):
         """
         return self._real_table(self.table_key)[position_ids].unsqueeze(2)
 
-    # NOTE: Inductor generates no code for complex numbers. As a constant result, the real view of `pos_cis` (the same
-    # memory) is made outside the graph. Dynamo compares `table_key` on each call, so that one compiled graph never
-    # reuses the table of another configuration.
+    # NOTE: Inductor generates no code for complex numbers. The decorator makes Dynamo take the real view of `pos_cis`
+    # (the same memory) outside the graph. Dynamo compares `table_key` on each call, so a compiled graph never reuses
+    # the table of another configuration.
     @torch.compiler.assume_constant_result
     def _real_table(self, table_key: str) -> torch.Tensor:
         return torch.view_as_real(self.pos_cis)

@@ -1,6 +1,6 @@
 """
-The common ground of all layers: parsing with one-line errors, devices, signals, collectives between ranks, the lock of
-an output directory, complete writes, names of models and datasets, and the table of metrics.
+Parts that all layers use: parsing with one-line errors, devices, signals, collectives between ranks, the lock of an
+output directory, complete writes, names of models and datasets, and the table of metrics.
 
-Nothing here knows about models. The package re-exports nothing, because each layer needs another part.
+Nothing here knows about models. The package re-exports nothing, because each layer needs different modules.
 """

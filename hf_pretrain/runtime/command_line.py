@@ -1,8 +1,8 @@
 """
 Errors and library output on the command line.
 
-A user's mistake ends a recipe with one line, a bug with a traceback. Progress bars appear on terminals only, and
-messages of libraries that no user can act on are hidden.
+After a mistake of the user, a recipe ends with one line; after a bug, it ends with a traceback. Progress bars appear
+only on terminals. Messages of libraries are hidden if the user cannot act on them.
 """
 
 import argparse
@@ -30,14 +30,14 @@ EXIT_MISTAKE = 2
 # EX_IOERR of sysexits.h: the output could not be written.
 EXIT_NOT_SAVED = 74
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-# Seconds within which every supported launcher ends the other ranks after the first one has stopped.
+# After the first rank has stopped, every supported launcher ends the others within this many seconds.
 _LAUNCHER_SECONDS = 20.0
-# What this package raises for a mistake of the user: a wrong value, a missing extra, a missing or broken file.
+# This package raises these for mistakes of the user: a wrong value, a missing extra, a missing or broken file.
 _MISTAKES = (ValueError, ImportError, OSError)
 
 
 class RecipeParser(HfArgumentParser):
-    """Parser of dataclasses or single arguments that raises `ValueError` where argparse exits."""
+    """Parser of dataclasses or single arguments that raises `ValueError` instead of exiting as argparse does."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `--help` lists the flags.")
@@ -49,29 +49,29 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def shows_bars() -> bool:
-    """Return whether somebody sees progress bars. In a log file they would fill page after page."""
+    """Return whether the output is a terminal or a notebook. In a log file, progress bars would fill many pages."""
     return sys.stderr.isatty() or is_in_notebook()
 
 
 def quiet_libraries() -> None:
     """
-    Hide the progress bars of libraries where nobody sees them and, unless `--log_level info` or `debug` is on the
-    command line, the messages that no user can act on.
+    Hide the progress bars of libraries unless [`shows_bars`]. Hide messages that no user can act on, unless
+    `--log_level info` or `debug` is on the command line.
     """
     if not shows_bars():
         datasets.disable_progress_bars()
         transformers_logging.disable_progress_bar()
-    # The logging level is parsed later: libraries already write while the recipe is being imported.
+    # Search the command line, because libraries write messages before it is parsed.
     if re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv)):
         return
     if not sys.warnoptions:
-        # FutureWarnings are for the authors of libraries: one library calls a name that another one will change.
+        # FutureWarnings address the authors of libraries: one library uses a name that another one will change.
         warnings.filterwarnings("ignore", category=FutureWarning)
-    # NOTE: DeepSpeed logs this on every import. The first line of a run names the device anyway.
-    # A filter and not a level: DeepSpeed's warnings must still appear.
+    # NOTE: DeepSpeed logs this on every import, although the first line of a run names the device. Add a filter, and
+    # do not raise the level, because DeepSpeed's warnings must still appear.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
-    # NOTE: on resume, transformers compares shares of all steps (`--save_steps 0.1`) with the numbers that they became
-    # and warns that they differ. `run_description.changed_settings` reports the settings that did change.
+    # NOTE: on resume, transformers compares shares of all steps (`--save_steps 0.1`) with the saved numbers of steps,
+    # and warns that they differ. `run_description.changed_settings` reports real changes.
     logging.getLogger("transformers.trainer_utils").addFilter(
         lambda record: "The following arguments do not match" not in str(record.msg)
     )
@@ -82,8 +82,8 @@ def one_line_errors() -> Iterator[None]:
     """
     Turn mistakes of the user into one line, `error: ...`, and an exit status.
 
-    The status is 2 for a mistake and 74 for a disk that is full or not writable, the disk of the caches (`HF_HOME`)
-    included. All other exceptions keep their traceback; with `--debug` on the command line these keep it, too.
+    The status is 2 for a mistake and 74 for a disk that is full or not writable, also for the disk of the caches
+    (`HF_HOME`). All other exceptions keep their traceback. With `--debug` on the command line, all exceptions do.
 
     The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
     line only if it does not, because the first rank may not have made the mistake.
@@ -95,10 +95,10 @@ def one_line_errors() -> Iterator[None]:
         refusal = None if is_mistake(error) else _refusal_of_a_disk(error)
         if "--debug" in sys.argv or not (is_mistake(error) or refusal):
             raise
-        # The first rank's line must not be repeated by every rank, so the others give the launcher time to end them.
+        # The other ranks would repeat the first rank's line, so they first give the launcher time to end them.
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(_LAUNCHER_SECONDS)
-        # Messages of libraries may have several lines; a log is searched line by line.
+        # Messages of libraries may have several lines. Join them, because users search a log line by line.
         message = re.sub(r"\s*\n\s*", " ", refusal or str(error))
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_NOT_SAVED if refusal else EXIT_MISTAKE) from None
@@ -114,7 +114,7 @@ def _refusal_of_a_disk(error: BaseException | None) -> str | None:
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    # A library may have read as well as written there.
+    # The error does not tell whether a library was reading or writing there.
     advice = "Check the permissions" if getattr(error, "errno", None) == errno.EACCES else "Free some space"
     return (
         f"{error}. {advice} or choose other directories: caches are in HF_HOME={HF_HOME}, temporary files in "
@@ -135,7 +135,7 @@ def is_mistake(error: BaseException) -> bool:
     # Walk to the frame that raised.
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
-    # The last bytecode instruction tells a `raise` statement from an operation that failed.
+    # The last bytecode instruction distinguishes a `raise` statement from an operation that failed.
     module = str(traceback.tb_frame.f_globals.get("__name__"))
     instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
     return (

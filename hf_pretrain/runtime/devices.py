@@ -1,5 +1,5 @@
 """
-The device of a run: which kinds torch supports, which one is present, and whether it computes in bfloat16 natively.
+The device of a run: the kinds that torch supports, the one that is present, and whether it has bfloat16 units.
 """
 
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ PLUG_INS = (
 
 
 def describe_search() -> str:
-    """Return one line on which devices were looked for and which were found."""
+    """Return one line that names the kinds of devices that were looked for, and those that were found."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = [*([accelerator.type] if accelerator is not None else []), *installed_plug_ins()]
     return (
@@ -27,7 +27,7 @@ def describe_search() -> str:
 
 def installed_plug_ins() -> list[str]:
     """Return the installed packages that add a device type to torch."""
-    # find_spec does not import: importing such a package may start its device.
+    # Do not import the packages: importing one may start its device.
     return [name for name in PLUG_INS if find_spec(name) is not None]
 
 
@@ -39,8 +39,8 @@ def default_device_type(*, use_cpu: bool) -> str:
 
 def has_bfloat16_units(device_type: str) -> bool:
     """
-    Return whether bfloat16 matrix products run on units of their own. Elsewhere they are emulated and slower than
-    float32.
+    Return whether the device has units for bfloat16 matrix products. Otherwise it emulates them, and they are slower
+    than float32.
     """
     if device_type == "cuda":
         # torch counts emulation as support by default.

@@ -1,9 +1,9 @@
 """
-One run per `output_dir`, and no rank without its launcher.
+Lock an `output_dir` for one run, and stop ranks whose launcher is gone.
 
 The main process of a run holds a kernel lock (flock) on `.lock`, and writes its host, its process id and a counter
-into that file every few seconds. The kernel frees the lock however the process ends. On a network file system the
-kernel may not know about locks of other machines: there a lock is taken over once its counter stands still.
+into that file every few seconds. The kernel frees the lock however the process ends. On a network file system, the
+kernel may not know about locks of other machines. There, a new run takes over a lock whose counter stands still.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from transformers.utils import logging
 try:
     import fcntl
 except ImportError:
-    # Windows has no flock; the counter alone decides there.
+    # Windows has no flock. There, only the counter decides.
     fcntl = None  # type: ignore[assignment]
 
 
@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 
 LOCK_NAME = ".lock"
 _BEAT_SECONDS = 5.0
-# A lock of another machine is taken over when its counter has not moved for this long.
+# Take over a lock of another machine if its counter has not moved for this long.
 _SILENCE_SECONDS = 15.0
 # The locks of this process, by path.
 _held: dict[Path, "_Lock"] = {}
@@ -53,7 +53,7 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) ->
         `ValueError`: if another run holds the lock.
     """
     path = Path(output_dir).absolute() / LOCK_NAME
-    # A process may ask twice: the recipe locks before it reads the data, the trainer before it writes.
+    # A process may call this twice: the recipe locks before it reads the data, the trainer before it writes.
     lock = _held.get(path)
     if lock is not None and _is_file_at(lock.descriptor, path):
         return False
@@ -94,7 +94,7 @@ class _Lock:
         # A full disk does not matter: the kernel's lock still holds.
         with suppress(OSError):
             text = json.dumps({**self._holder, "beat": count}).encode()
-            # fsync makes the counter visible to other machines on a shared file system.
+            # Flush to the disk: only then do other machines see the counter on a shared file system.
             os.lseek(self.descriptor, 0, os.SEEK_SET)
             os.write(self.descriptor, text)
             os.ftruncate(self.descriptor, len(text))
@@ -109,7 +109,7 @@ class _Lock:
     def release(self) -> None:
         """Stop the thread and free the lock, deleting the file if it still has its name."""
         self._released.set()
-        # The thread writes to the descriptor, which is closed below.
+        # Wait for the thread, because it writes to the descriptor that is closed below.
         self._thread.join()
         is_there = False
         with suppress(OSError):
@@ -130,16 +130,16 @@ def _open_locked(path: Path, patience_seconds: float) -> int:
     deadline = time.monotonic() + patience_seconds
     has_told = False
     while True:
-        # No O_EXCL: the file may be there without a holder, after a crash.
+        # Do not use O_EXCL: after a crash, the file exists without a holder.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         is_locked = _lock(descriptor)
         holder = _read(descriptor)
         if is_locked is None or is_locked:
-            # The kernel gave the lock and the last holder ran here: that process is gone.
+            # If the kernel gave us the lock and the last holder ran on this machine, that process is gone.
             is_own_host = is_locked and holder.get("host") == socket.gethostname()
             if not _is_file_at(descriptor, path):
-                # The holder removed the file between our open and our lock: we locked a file without a name. Start
-                # over.
+                # The holder removed the file between our open and our lock, so we locked a file without a name. Try
+                # again.
                 os.close(descriptor)
                 continue
             if not holder or is_own_host or _stands_still(path, holder):
@@ -179,7 +179,7 @@ def _stands_still(path: Path, holder: dict) -> bool:
     deadline = time.monotonic() + _SILENCE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        # Open the file anew each time: NFS shows a file that stays open as it was when it was opened.
+        # Open the file again each time: NFS does not show changes to a file that stays open.
         descriptor = os.open(path, os.O_RDONLY)
         try:
             if _read(descriptor) != holder:
@@ -208,7 +208,7 @@ def _describe(holder: dict) -> str:
 
 
 def _is_file_at(descriptor: int, path: Path) -> bool:
-    """Return whether the open file still is the one at `path`."""
+    """Return whether the open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -224,8 +224,8 @@ def _release_all() -> None:
 
 def _forget() -> None:
     """
-    Close the locks in a forked process, such as a data loader worker: an inherited descriptor keeps a killed run's
-    lock.
+    Close the locks in a forked process, such as a data loader worker. An inherited descriptor would keep the lock of a
+    killed run.
     """
     for lock in _held.values():
         os.close(lock.descriptor)
@@ -244,8 +244,8 @@ def watch_launcher(launcher: str) -> None:
     """
     Stop this process, as by SIGTERM, when its launcher dies.
 
-    A dead launcher can no longer forward signals or end its ranks. A process that was started by hand (`launcher` is
-    `python`) may outlive its shell.
+    A dead launcher can neither forward signals nor end its ranks. A process that a user started (`launcher` is
+    `python`) may outlive its shell, so it is not watched.
     """
     if launcher == "python":
         return
@@ -256,7 +256,8 @@ def watch_launcher(launcher: str) -> None:
         while _ancestors(len(chain)) == chain:
             time.sleep(1)
         logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone. This rank stops, as by SIGTERM.")
-        # A signal to itself takes the same path as a signal from a scheduler: the run saves a checkpoint and ends.
+        # Send the signal to this process itself: the run then saves a checkpoint and ends, as after a scheduler's
+        # signal.
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
@@ -264,8 +265,8 @@ def watch_launcher(launcher: str) -> None:
 
 def _ancestors(number: int) -> list[int]:
     """
-    Return the ids of the processes above this one, the nearest first. DeepSpeed's runner starts a launcher, which
-    starts the ranks: two levels.
+    Return the ids of the `number` nearest ancestors of this process, the parent first. With DeepSpeed there are two
+    levels: its runner starts a launcher, which starts the ranks.
     """
     found = [os.getppid()]
     with suppress(psutil.Error):

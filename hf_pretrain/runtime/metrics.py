@@ -1,4 +1,4 @@
-"""The headline metrics of an evaluation, in one table that progress line, report, model card and comparisons read."""
+"""Table of the metrics of an evaluation. Progress line, report, model card and comparisons read it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Metric:
     Args:
         key (`str`): its name in the trainer's logs, `trainer_state.json` and `evaluation.json`.
         label (`str`): its name for people.
-        unit (`str`): its unit; empty where it has none or the label says it.
-        lower_is_better (`bool`): whether a smaller value is the better one.
+        unit (`str`): its unit; empty if there is none or the label names it.
+        lower_is_better (`bool`): whether a smaller value is better.
         is_headline (`bool`): whether the progress line and the report show it; the model card shows all.
     """
 
@@ -29,17 +29,17 @@ class Metric:
 
     @property
     def name(self) -> str:
-        """The key without `eval_`, as `--metric_for_best_model` and a card's `metric_type` take it."""
+        """The key without `eval_`, for `--metric_for_best_model` and a card's `metric_type`."""
         return self.key.removeprefix("eval_")
 
     def unit_in(self, loss_unit: str) -> str:
-        """Return the unit in a run whose loss is counted in `loss_unit`; preference losses have units of their own."""
+        """Return the unit in a run whose loss has the unit `loss_unit`; preference losses have other units."""
         return loss_unit if self.key == "eval_loss" else self.unit
 
 
 METRICS = (
     Metric("eval_loss", "validation loss", NATS),
-    # The exponential of the loss: the progress line has no room to say the same thing twice.
+    # No headline: it is the exponential of the loss, and the progress line is short.
     Metric("eval_perplexity", "perplexity", is_headline=False),
     Metric("eval_bits_per_byte", "bits per byte"),
     Metric("eval_kl", "KL divergence from the teacher", NATS),
@@ -47,7 +47,7 @@ METRICS = (
     Metric("eval_reward", "mean reward", lower_is_better=False),
 )
 HEADLINES = tuple(metric for metric in METRICS if metric.is_headline)
-# Endings of `--metric_for_best_model`. transformers itself knows of "loss" alone.
+# Endings of `--metric_for_best_model` for which lower is better. transformers itself knows only "loss".
 LOWER_IS_BETTER = tuple(metric.name for metric in METRICS if metric.lower_is_better)
 
 

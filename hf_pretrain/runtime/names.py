@@ -14,7 +14,7 @@ def is_path(name: str | Path) -> bool:
     if Path(text).exists():
         return True
     repo_id, file = split_hub_name(text)
-    # A Hub id has one slash at most, so a name with two can only be a path.
+    # A Hub id has at most one slash, so a name with two slashes can only be a path.
     return file is None and (
         text.startswith((".", "/", "~")) or text.endswith(_WEIGHT_SUFFIXES) or repo_id.count("/") > 1
     )
@@ -25,7 +25,7 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
     Split the name of a model, `owner/name[:file]`, into its Hub id and the file in that repository.
 
     Returns:
-        `tuple`: `("owner/name", "full_sft_512.pth")`, or `(name, None)` if it names no file. The file may lie in a
+        `tuple`: `("owner/name", "full_sft_512.pth")`, or `(name, None)` if `name` has no file. The file may lie in a
             folder.
     """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w./ -]+)", name)
@@ -33,7 +33,7 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
 
 
 def model_name(name: str | Path) -> str:
-    """Return the last part of the name of a model, without the ending of a file of weights."""
+    """Return the last part of a model's name, without the suffix of a weight file."""
     repo_id, file = split_hub_name(str(name))
     last = Path(file or repo_id).name
     return last.removesuffix(Path(last).suffix) if last.endswith(_WEIGHT_SUFFIXES) else last
@@ -57,21 +57,21 @@ class DatasetName:
     @classmethod
     def parse(cls, name: str) -> "DatasetName":
         """Split a name as a user types it. An empty part counts as left out."""
-        # The revision comes first: a branch may hold a colon, and a configuration holds no @.
+        # Split off the revision first: a branch may contain a colon, but a configuration never contains @.
         rest, _, revision = name.partition("@")
         repo_id, _, config = rest.partition(":")
         return cls(repo_id, config or None, revision or None)
 
     @property
     def is_embedded(self) -> bool:
-        """Whether it names the corpora that come as packages (`embedded`, `embedded:chatterbot`)."""
+        """True if the name means the embedded corpora (`embedded`, `embedded:chatterbot`)."""
         return self.repo_id == "embedded"
 
 
 def may_be_checkpoint(name: str | Path) -> bool:
     """
-    Return whether `name` is a directory or may be a Hub id. Configs and tokenizers are looked for in those alone, not
-    beside a single file of weights.
+    Return whether `name` is a directory or may be a Hub id. Only these can hold a config or a tokenizer; a single
+    weight file cannot.
     """
     return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
 

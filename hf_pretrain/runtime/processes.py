@@ -1,4 +1,4 @@
-"""Run a function on the main process, or on those that write files, with the same outcome on every rank."""
+"""Run a function on the main process or on the processes that write files, with the same outcome on every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,9 +15,10 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
     """
     Run `decide` on the main process and give its result to every rank.
 
-    An exception is raised on every rank, so that no rank waits for one that has stopped. All ranks must call this.
+    If `decide` raises, every rank raises, so that no rank waits for a rank that has stopped. All ranks must call this
+    function.
     """
-    # The result and the error travel in one broadcast, so that every rank takes part in it in either case.
+    # Send the result and the error in one broadcast, so that every rank enters it in either case.
     outcome: list[Any] = [None, None]
     if args.process_index == 0:
         try:
@@ -34,7 +35,8 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
 
 def on_saving_processes(args: TrainingArguments, action: Callable[[], None]) -> None:
     """
-    Run `action` on the processes that write files. If one of them raises, all ranks raise. All ranks must call this.
+    Run `action` on the processes that write files. If one of them raises, all ranks raise. All ranks must call this
+    function.
     """
     error: BaseException | None = None
     try:
@@ -42,7 +44,7 @@ def on_saving_processes(args: TrainingArguments, action: Callable[[], None]) -> 
             action()
     except (ValueError, OSError, SystemExit) as raised:
         error = raised
-    # Every saving rank may fail on its own disk, so the errors of all ranks are gathered.
+    # Each saving rank may fail on its own disk, so gather the errors of all ranks.
     errors: list[Any] = [error]
     if args.world_size > 1:
         errors = [None] * args.world_size

@@ -1,4 +1,4 @@
-"""Let the ranks of a run agree, and name the ranks that do not answer."""
+"""Let the ranks of a run agree, and name the ranks that do not respond."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-# Ranks that fail together do so within this time.
+# If several ranks fail for the same reason, they do so within this time.
 _ROLL_CALL_SECONDS = 5.0
 
 
@@ -32,7 +32,7 @@ class Ranks:
 
     @cached_property
     def _cpu_group(self) -> dist.ProcessGroup | None:
-        """A gloo group; `None` if the default group is one. NCCL collectives would wait for the GPU's queue."""
+        """A gloo group; `None` if the default group uses gloo. NCCL collectives would wait for the GPU's queue."""
         if dist.get_backend() == "gloo":
             return None
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
@@ -56,7 +56,7 @@ class Ranks:
     @contextmanager
     def naming_missing(self) -> Iterator[None]:
         """
-        Turn a communication error within the block into a `RuntimeError` that names the ranks that do not answer.
+        Turn a communication error within the block into a `RuntimeError` that names the ranks that do not respond.
         """
         try:
             yield
@@ -72,7 +72,7 @@ class Ranks:
             ) from error
 
     def _find_missing(self) -> list[int]:
-        """Return the ranks that do not report within `_ROLL_CALL_SECONDS` that they have stopped, too."""
+        """Return the ranks that do not report within `_ROLL_CALL_SECONDS` that they have stopped as well."""
         store = dist.distributed_c10d._get_default_store()
         try:
             store.set(f"stopped/{self.rank}", "")
@@ -82,7 +82,7 @@ class Ranks:
                 time.sleep(0.1)
             return [rank for rank, name in enumerate(names) if not store.check([name])]
         except (RuntimeError, ConnectionError):
-            # Without a launcher, rank 0 keeps the store, and it has ended.
+            # Without a launcher, rank 0 holds the store, so an unreachable store means that rank 0 has ended.
             return [0]
 
 

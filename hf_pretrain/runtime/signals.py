@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from typing import Any
 
 
-# Windows has the first two only.
+# Windows has only the first two.
 _SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
-# Launchers forward a signal that the terminal has already sent to every process. The copy arrives within this time.
+# The terminal sends a signal to every process, and launchers forward it again. The copy arrives within this time.
 _COPY_SECONDS = 2.0
 
 
 class SignalListener:
     """
-    Note signals instead of dying from them, so that a run can stop at the end of a step.
+    Record signals instead of dying from them, so that a run can stop at the end of a step.
 
     Attributes:
         number (`int`): the first signal that arrived, or 0.
         is_impatient (`bool`): a second signal arrived more than two seconds later. Waiting for a push should end.
-        is_ending (`bool`): set by the caller when the process is about to exit. From then on signals are ignored,
-            because the launchers of other ranks still send some. In an interactive session they are not.
+        is_ending (`bool`): set by the caller when the process is about to exit. When the block ends, signals are then
+            ignored, because launchers may still send some. In an interactive session they are not ignored.
     """
 
     def __init__(self) -> None:
@@ -38,24 +38,24 @@ class SignalListener:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # In a notebook, an earlier run of the same trainer may have been stopped.
+        # Reset: in a notebook, a signal may have stopped an earlier run of the same trainer.
         self.number, self.is_impatient, self.is_ending = 0, False, False
-        # `nohup` starts a run with SIGHUP ignored, and the run must keep it so.
+        # `nohup` starts a run with SIGHUP ignored, and the run must keep ignoring it.
         handled = [
             number for number in SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
         ]
-        # The handlers of before return with the block: a notebook or a server has its own.
+        # Restore the earlier handlers when the block ends: a notebook or a server has its own.
         previous = {number: signal.signal(number, self._note) for number in handled}
         try:
             yield
         finally:
-            # `sys.ps1` exists in interactive sessions alone, which go on after the run.
+            # `sys.ps1` exists only in interactive sessions, which continue after the run.
             ignores = self.is_ending and not hasattr(sys, "ps1")
             for number, handler in previous.items():
                 signal.signal(number, signal.SIG_IGN if ignores else handler)
 
     def _note(self, number: int, frame: Any) -> None:
-        """Note a signal. A second Ctrl-C raises `KeyboardInterrupt` at once."""
+        """Record a signal. A second Ctrl-C raises `KeyboardInterrupt` at once."""
         now = time.monotonic()
         if not self.number:
             self.number, self._first_time = number, now
@@ -69,8 +69,8 @@ def survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: int
     """
     Initialize a worker of a data loader, and let it ignore the first SIGTERM.
 
-    NOTE: a signal to the whole process group would end the workers, and torch raises an error in the main process when
-    it misses one. The second SIGTERM ends a worker, because torch itself ends workers with SIGTERM.
+    NOTE: a signal to the whole process group would end the workers, and torch raises an error in the main process if a
+    worker is missing. A second SIGTERM must end a worker, because torch itself ends workers with SIGTERM.
     """
     if initialize is not None:
         initialize(worker_id)

@@ -1,4 +1,4 @@
-"""Let the first process of each machine work while the others wait, however long that takes."""
+"""Let the first process of each machine work while the others wait, without a time limit."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# How often a waiting process looks, and how often it prints that it waits.
+# Seconds between two polls of a waiting process, and between two lines that tell the user about it.
 POLL_SECONDS = 0.2
 TELL_SECONDS = 60.0
 _DONE, _FAILED = b"done", b"failed"
@@ -25,21 +25,22 @@ _numbers = count()
 @contextmanager
 def first_process_first(rank: int, local_rank: int, *, desc: str) -> Iterator[None]:
     """
-    Let the first process of this machine through, and the others once it has left the block. All ranks must call this.
+    Run the block in the first process of this machine, then in the others. All ranks must call this function.
 
-    NOTE: `main_process_first` of transformers waits in a collective, which gives up after `--ddp_timeout`.
+    NOTE: `main_process_first` of transformers waits in a collective, which fails after `--ddp_timeout`.
 
     Args:
         rank (`int`): the number of this process among all.
         local_rank (`int`): the number of this process on its machine.
-        desc (`str`): what the first process does, as a participle, for the line that the others print every minute.
+        desc (`str`): the work of the first process as a participle, such as `preparing the data`. The others print it
+            every minute.
 
     Raises:
         `ValueError`: on the waiting processes, if the first process failed or died.
     """
     # The rank of this machine's first process: ranks are numbered machine by machine.
     first = rank - local_rank
-    # torchrun keeps one store across its restarts, with the keys of the attempt before.
+    # torchrun keeps one store across its restarts, with the keys of earlier attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"first_process_first/{attempt}/{first}/{next(_numbers)}"
     store = _get_default_store()
@@ -47,7 +48,7 @@ def first_process_first(rank: int, local_rank: int, *, desc: str) -> Iterator[No
         _wait(store, key, first, desc)
         yield
         return
-    # The others use the id to notice that this process has died.
+    # With the id, the others notice if this process dies.
     store.set(f"{key}/pid", str(os.getpid()))
     outcome = _FAILED
     try:
@@ -64,10 +65,10 @@ def _wait(store: dist.Store, key: str, first: int, desc: str) -> None:
     while (outcome := _read(store, key, first, desc)) is None:
         time.sleep(POLL_SECONDS)
         pid = _read(store, f"{key}/pid", first, desc)
-        # In another container the id may belong to no process here. So only a process that was seen before can be
-        # missed.
+        # In another container, the id may name no process that is visible here. So only a process that was visible
+        # before counts as dead.
         is_there = pid is not None and psutil.pid_exists(int(pid))
-        # Read once more: the process may have finished and ended between the two reads.
+        # Read the outcome once more: the process may have finished and ended since the last read.
         if was_seen and not is_there and _read(store, key, first, desc) is None:
             raise ValueError(f"Rank {first} died while it was {desc}. Start again; finished parts are kept.")
         was_seen = is_there

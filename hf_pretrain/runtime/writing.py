@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME
 
 
-# Subdirectory for files that are still being written, in checkpoint directories as well.
+# Subdirectory for files that a save or an export has not finished yet.
 ASIDE = ".saving"
 
 
@@ -28,7 +28,7 @@ def check_writable(directory: Path, *, overwrite: bool = False) -> None:
         raise ValueError(
             f"{directory} exists and is not an empty directory; choose another, or replace it with --overwrite."
         )
-    # Directories are never deleted: a run's checkpoints lie in some.
+    # Never delete directories: some hold a run's checkpoints.
     others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
     if others or not any(path.name == CONFIG_NAME or path.suffix == ".gguf" for path in entries):
         found = f"the directory {others[0]}" if others else f"no model, but {entries[0].name}"
@@ -40,14 +40,14 @@ def check_writable(directory: Path, *, overwrite: bool = False) -> None:
 @contextmanager
 def written_whole(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
-    Give a directory to write into, and move its files into `directory` when the block ends.
+    Yield a directory to write into, and move its files into `directory` when the block ends.
 
-    The files that `directory` held before are deleted. config.json arrives last, so that a directory with a config is
-    complete. If the block fails, nothing in `directory` changes.
+    The earlier files in `directory` are deleted. config.json arrives last, so a directory with a config is complete.
+    If the block fails, nothing in `directory` changes.
 
     Raises:
-        `ValueError`: as [`check_writable`] does, before anything is written.
-        `OSError`: if writing failed, naming the directory.
+        `ValueError`: in the cases of [`check_writable`], before anything is written.
+        `OSError`: if writing failed. The message names the directory.
     """
     check_writable(directory, overwrite=overwrite)
     is_new = not directory.exists()
@@ -68,7 +68,7 @@ def written_whole(directory: Path, *, overwrite: bool = False) -> Iterator[Path]
         shutil.rmtree(aside, ignore_errors=True)
         if is_new:
             directory.rmdir()
-        # safetensors reports a full disk with an exception of its own.
+        # safetensors reports a full disk with its own type of exception.
         if isinstance(error, (OSError, SafetensorError)):
             raise OSError(f"{directory} could not be written, and nothing was kept: {error}") from error
         raise

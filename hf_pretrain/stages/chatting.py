@@ -1,9 +1,8 @@
 """
 A chat with a model in the terminal: its history, its `/commands`, and answers that appear while they are generated.
 
-User input is plain text and never a control token ([`~tokenizer.encoding.encode_prompt`]). The tokenizer's
-response template splits an answer into reasoning, tool calls and content. Without such a template an answer is content
-only.
+User input never becomes a control token ([`~tokenizer.encoding.encode_prompt`]). The tokenizer's response template
+splits an answer into reasoning, tool calls and content. Without such a template, the whole answer is content.
 """
 
 import json
@@ -59,7 +58,7 @@ class Chat:
                 f"The tokenizer {tokenizer.name_or_path} has no chat template. Use a tokenizer of "
                 "recipes/tokenizer.py, or put a chat_template.jinja beside it."
             )
-        # The system message comes from the command line, which may hold any bytes.
+        # The system message comes from the command line, which may contain any bytes.
         _check_text(system or "")
         self.model, self.tokenizer = model, tokenizer
         self.system, self.enable_thinking = system, enable_thinking
@@ -71,17 +70,17 @@ class Chat:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation with its system message, as a chat template takes it."""
+        """The conversation with its system message, in the form that a chat template expects."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.history
 
     @property
     def prompt(self) -> str:
-        """The text that asks the user for the next line."""
+        """Text that asks the user for the next line."""
         return f"{self.pending_calls[0]['function']['name']} returns: " if self.pending_calls else "> "
 
     def say(self, text: str) -> None:
         """
-        Add what the user typed: the result of a pending tool call, otherwise a user message.
+        Add the user's text to the history, as the result of a pending tool call or else as a user message.
 
         Raises:
             `ValueError`: for text that is not UTF-8.
@@ -107,9 +106,9 @@ class Chat:
         Raises:
             `ValueError`: if the conversation fills the model's positions.
         """
-        # The whole conversation is encoded again: /system, /tools and /think change its beginning.
+        # Encode the whole conversation again, because /system, /tools and /think change its beginning.
         ids = encode_prompt(self.tokenizer, self.messages, self.tools, self.enable_thinking)
-        # The rotary table ends there: one more position would raise within generate.
+        # A position past the end of the rotary table would raise within `generate`.
         room = self.model.config.max_position_embeddings - len(ids)
         if room <= 0:
             raise ValueError(
@@ -127,10 +126,11 @@ class Chat:
                 **self.generation_kwargs | {"max_new_tokens": min(room, self.generation_kwargs["max_new_tokens"])},
             )
         except KeyboardInterrupt:
+            # Show the text that the streamer still holds back.
             streamer.end()
-        # An interrupted answer stays in the history as far as it was shown.
+        # The history keeps the part of an interrupted answer that the user has seen.
         self.history.append(streamer.message)
-        # Say their results one by one: each answer from the user is the result of the next call.
+        # Each of the next lines of the user is the result of one call.
         self.pending_calls = list(streamer.message.get("tool_calls", []))
         return streamer.message
 
@@ -157,7 +157,7 @@ class Chat:
             self.history, self.pending_calls = [], []
             return "the conversation is empty"
         if name == "/save" and value:
-            # One line per conversation, as data files for SFT have it.
+            # Write one line per conversation, the format of data files for SFT.
             conversation = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
             try:
                 with open(value, "a", encoding="utf-8") as file:
@@ -199,7 +199,7 @@ _TOOLS_FORM = 'A file of tools holds [{"type": "function", "function": {"name": 
 
 
 class _AnswerStreamer(TextStreamer):
-    """Split an answer into its parts while it is generated: show them, and collect them in `message`."""
+    """Streamer that splits an answer into its parts, shows them at once, and collects them in `message`."""
 
     def __init__(
         self,
@@ -210,8 +210,9 @@ class _AnswerStreamer(TextStreamer):
     ):
         self.parser = None
         if tokenizer.response_template is not None:
-            # The template may already have opened the reasoning in the prompt, so the parser must see it.
+            # The prompt may already open the reasoning, so the parser must see the prompt, too.
             self.parser = tokenizer.get_response_parser(prefix=tokenizer.decode(prompt_ids), tools=tools)
+        # The parser needs the special tokens, such as the stop token.
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=self.parser is None)
         self.write = write
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -225,12 +226,12 @@ class _AnswerStreamer(TextStreamer):
             return
         events = self.parser.feed(text)
         if stream_end:
-            # An answer that ends inside a region, after max_new_tokens, is closed here.
+            # Close an answer that ends inside a region, for example after max_new_tokens.
             message, last_events = self.parser.finalize()
             self.message |= message
             events += last_events
         for event in events:
-            # A dirty chunk may still turn out to be the beginning of a marker such as </think>.
+            # A dirty chunk may be the beginning of a marker such as </think>, so wait for the next piece.
             if event["type"] == "region_chunk" and not event["dirty"]:
                 self._show(event["field"], event["text"])
             elif event["type"] == "region_close" and event["field"] == "tool_calls":
@@ -241,7 +242,7 @@ class _AnswerStreamer(TextStreamer):
                 self._show("tool_calls", f"{call['name']} {arguments}")
 
     def _show(self, field: str, text: str):
-        """Write a piece of text, with a label where another part of the answer begins."""
+        """Write a piece of text. Write a label first if another part of the answer begins."""
         if field != self._shown or field == "tool_calls":
             label = {"reasoning_content": "(thinking) ", "tool_calls": "(calls) "}.get(field, "")
             self.write(("\n" if self._shown else "") + label)

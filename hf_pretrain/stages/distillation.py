@@ -1,16 +1,16 @@
 """
-Distillation: a student learns from a teacher's distribution over the next token besides the data
+Distillation: a student learns from the data and from a teacher's distribution over the next token
 (https://huggingface.co/papers/1503.02531; reverse KL: https://huggingface.co/papers/2306.08543).
 
-With `w[t]` the weight of predicting token `t`, and `p` and `q` the distributions of teacher and student at the
-temperature,
+Let `w[t]` be the weight of predicting token `t`, and let `p` and `q` be the distributions of teacher and student at
+the temperature. Then
 
     loss = ce_weight * sum of w * CE / sum of w
          + (1 - ce_weight) * temperature ** 2 * sum of w * KL / sum of w
          + router_aux_loss_coef * router loss
 
 with sums over all micro-batches of all ranks, as in `training/trainer.py`. `KL` is `KL(p || q)` (forward) or `KL(q ||
-p)` (reverse). Cross-entropy and router loss are the student's own, at temperature 1.
+p)` (reverse). `CE` and the router loss come from the student, at temperature 1.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class DistillationArguments:
-    """The teacher, and how the student learns from it."""
+    """Arguments that name the teacher and describe the loss."""
 
     teacher_name_or_path: str | None = field(
         default=None, metadata={"help": "Directory or Hub id of a causal language model with the same tokenizer."}
@@ -127,8 +127,8 @@ def masked_divergence(
 @contextmanager
 def _whole_weights() -> Iterator[None]:
     """Let `from_pretrained` load whole weights within the block, under ZeRO-3 too."""
-    # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. Only the student has an engine
-    # that could gather the shards, so the teacher must be loaded without that config.
+    # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. The teacher has no engine that
+    # could gather its shards, so load it without that config. transformers has no public getter for the config.
     reference = deepspeed_integration._hf_deepspeed_config_weak_ref
     config = reference() if reference is not None else None
     deepspeed_integration.unset_hf_deepspeed_config()
@@ -147,29 +147,29 @@ def load_teacher(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """
-    Load the teacher, whole on every rank, frozen, in float32 and in eval mode.
+    Load the whole teacher on every rank, frozen, in float32 and in eval mode.
 
     Args:
         name_or_path (`str`): a directory or Hub id.
-        tokenizer ([`PreTrainedTokenizerBase`]): the student's.
-        is_packed (`bool`): whether its rows will hold several documents, which `position_ids` alone separate.
+        tokenizer ([`PreTrainedTokenizerBase`]): the student's tokenizer.
+        is_packed (`bool`): whether its rows will hold several documents, separated only by `position_ids`.
         trust_remote_code (`bool`): whether code in its repository may run.
 
     Raises:
-        `ValueError`: if it cannot be loaded, or a shard lies outside its directory; if its tokenizer is missing or
-            differs from the student's; if it attends across documents in packed rows.
+        `ValueError`: if the teacher cannot be loaded, or a shard lies outside its directory; if its tokenizer is
+            missing or differs from the student's; if it attends across documents in packed rows.
     """
     check_shards(name_or_path)
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path, trust_remote_code=trust_remote_code))
     try:
         with _whole_weights():
-            # NOTE: with None, transformers asks on stdin whether to run the code.
+            # NOTE: with `trust_remote_code=None`, transformers would ask on stdin whether to run the code.
             teacher = AutoModelForCausalLM.from_pretrained(
                 name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
-    # eval switches dropout off: the teacher must answer alike on every rank and in the cache.
+    # Without dropout, the teacher gives the same answers on every rank and in the cache.
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):
         raise ValueError(
@@ -180,8 +180,8 @@ def load_teacher(
 
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ValueError` if the ids of two tokenizers differ in meaning, naming the first difference."""
-    # Compare by id: the same tokens in another order would still mix up the two distributions.
+    """Raise `ValueError` if an id means different tokens in two tokenizers. The message names the first difference."""
+    # Compare by id: with the same tokens in another order, the KL would compare different tokens.
     ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (tokenizer, teacher_tokenizer))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
@@ -195,14 +195,14 @@ def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer:
 @torch.no_grad()
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
     """Return whether a model confines attention to a document when only `position_ids` restart."""
-    # Random ids suffice: the question is which positions a model attends to, not what it predicts.
+    # Random ids suffice, because the test depends only on the positions that a model attends to.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, 12), generator=generator).to(model.device)
     positions = torch.arange(12, device=model.device)[None] % 6
-    # Two documents of six tokens in one row, against the second one alone.
+    # Compare a row of two documents of six tokens with the second document alone.
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
     alone = model(input_ids=ids[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits
-    # Looser than rounding, because attention kernels differ with the length of a row.
+    # Allow more than rounding errors, because attention kernels depend on the length of a row.
     return torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * alone.abs().max().item())
 
 
@@ -214,16 +214,16 @@ class DistillationTrainer(MaskedLossTrainer):
     `eval_kl`. `eval_loss` remains the student's cross-entropy.
 
     Args:
-        teacher ([`~transformers.PreTrainedModel`]): as [`load_teacher`] returns it; neither wrapped nor sharded.
-        distillation_args ([`DistillationArguments`]): how to learn from it.
+        teacher ([`~transformers.PreTrainedModel`]): the result of [`load_teacher`], neither wrapped nor sharded.
+        distillation_args ([`DistillationArguments`]): describes the loss.
     """
 
     def __init__(self, *args, teacher: PreTrainedModel, distillation_args: DistillationArguments, **kwargs):
         super().__init__(*args, **kwargs)
         self.distillation_args = distillation_args
-        # Output heads may be padded past the tokenizer, to different widths.
+        # Output heads may be wider than the tokenizer, and differ in width.
         self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
-        # Not a submodule of the student: it must not be saved, sharded or counted with it.
+        # Do not make the teacher a submodule of the student, because it must not be saved, sharded or counted with it.
         self.teacher: PreTrainedModel | None = teacher.to(self.args.device)
         # For each evaluated batch, the sum of w * KL and the sum of w.
         self._eval_divergences: list[torch.Tensor] = []
@@ -233,13 +233,13 @@ class DistillationTrainer(MaskedLossTrainer):
 
     def _extra_flops_per_token(self) -> float:
         """Return the teacher's FLOPs per token: 2 per parameter, for a forward pass."""
-        # With a cache the teacher does not run in training.
+        # With a cache, the teacher does not run during training.
         return 0.0 if self.teacher is None else 2 * num_active_parameters(self.teacher)
 
     def _ask_once(self, top_k: int):
-        """Take the teacher's log-probabilities from a cache, and free the teacher."""
+        """Compute or open the cache of the teacher's log-probabilities, and free the teacher."""
         row_sets = [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
-        # Hash the teacher's values, not its path: a directory may hold other weights tomorrow.
+        # Hash the teacher's values, not its path: the weights in a directory may change.
         weights = hashlib.blake2b(digest_size=8)
         for parameter in self.teacher.parameters():
             weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -255,6 +255,7 @@ class DistillationTrainer(MaskedLossTrainer):
                 "config": hashlib.blake2b(self.teacher.config.to_json_string().encode(), digest_size=8).hexdigest(),
                 "weights": weights.hexdigest(),
                 "temperature": self.distillation_args.temperature,
+                # Autocast rounds the logits, so each dtype has its own cache.
                 "dtype": str(self._autocast_dtype),
             },
             args=self.args,
@@ -267,18 +268,18 @@ class DistillationTrainer(MaskedLossTrainer):
         self.teacher = None
 
     def _set_signature_columns_if_needed(self):
-        """Keep the column that finds a row in the cache; Trainer drops columns that the model does not take."""
+        """Keep the column with the row's number in the cache. Trainer drops columns that the model does not accept."""
         super()._set_signature_columns_if_needed()
         self._signature_columns = list({*self._signature_columns, ROW_COLUMN})
 
     @property
     def _skips_logits(self) -> bool:
-        """False: the divergence needs the student's logits."""
+        """False, because the divergence needs the student's logits."""
         return False
 
     @property
     def _autocast_dtype(self) -> torch.dtype:
-        """The dtype of the teacher's forward pass, the same as the student's."""
+        """Dtype of the teacher's forward pass; it equals the student's."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
 
     @torch.no_grad()
@@ -297,7 +298,8 @@ class DistillationTrainer(MaskedLossTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Add the teacher's log-probabilities to a micro-batch, and return its loss."""
         inputs = dict(inputs)
-        # The student's forward accepts no teacher columns.
+        # Remove the teacher's columns, which the student's `forward` does not accept. Keep them in an
+        # attribute for `_divergence`, because `MaskedLossTrainer` passes all of `inputs` to the model.
         self._targets = {name: inputs.pop(name) for name in ("teacher_log_probs", "teacher_indices") if name in inputs}
         if self.teacher is not None:
             self._targets["teacher_log_probs"] = self._ask(inputs)
@@ -320,7 +322,7 @@ class DistillationTrainer(MaskedLossTrainer):
         """Return the loss of the formula above, and its parts for the log."""
         loss, parts = super()._combine_losses(outputs, inputs, num_items_in_batch)
         kl_loss = self._divergence(outputs, inputs, num_items_in_batch)
-        # `loss` holds the whole cross-entropy and the router loss: exchange a share of the cross-entropy for the KL.
+        # `loss` contains the whole cross-entropy and the router loss. Replace a share of the cross-entropy by the KL.
         loss = loss + (1 - self.distillation_args.ce_weight) * (kl_loss - outputs.ce_loss)
         return loss, parts | {"kl_loss": kl_loss}
 
@@ -328,7 +330,7 @@ class DistillationTrainer(MaskedLossTrainer):
         """Keep the KL and the weight of one batch of the validation set."""
         super()._add_to_evaluation(outputs, inputs)
         self._eval_divergences.append(
-            # A sum, divided by the total weight at the end: the mean must not depend on the batch size.
+            # Keep a sum and divide by the total weight at the end: the mean must not depend on the batch size.
             torch.stack([self._divergence(outputs, inputs, 1.0).detach(), self._eval_weight])
         )
 

@@ -1,5 +1,5 @@
 """
-The arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json`, a table, and the card's `model-index`.
+Arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json`, a table, and the card's `model-index`.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ RESULTS_NAME = "evaluation.json"
 
 @dataclass
 class ValidationArguments(ChatArguments):
-    """Which records make the validation set: text, or conversations with `--dataset_kind auto`."""
+    """Arguments that choose the validation set: text, or conversations with `--dataset_kind auto`."""
 
     dataset_kind: str = field(
         default="text",
@@ -33,10 +33,11 @@ class ValidationArguments(ChatArguments):
 @dataclass
 class EvaluationArguments(LMTrainingArguments):
     """
-    The arguments of a training run, so that its `--config` reproduces its own figures, and those of the evaluation.
+    Arguments of the evaluation, and all arguments of a training run. With the `--config` of a run, the evaluation
+    reproduces the figures of that run.
 
     Raises:
-        `ValueError`: for tasks without lm-eval installed, or in several processes.
+        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes.
     """
 
     output_dir: str | None = field(
@@ -52,17 +53,18 @@ class EvaluationArguments(LMTrainingArguments):
     limit: float | None = field(default=None, metadata={"help": "Number of examples per task; below 1, their share."})
 
     def __post_init__(self):
-        # --output_dir of a training config names the run to evaluate; settle() sets it to the directory of the
+        # In a training config, --output_dir names the run to evaluate. `settle` later sets it to the directory of the
         # results.
         self.run_dir = self.output_dir
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             raise ValueError(f"--tasks {self.tasks} needs lm-eval: pip install 'hf_pretrain[eval]'.")
         super().__post_init__()
+        # The number of processes is known only after transformers' constructor.
         if self.tasks and self.world_size > 1:
             raise ValueError(
                 f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
             )
-        # The recipe evaluates once, by itself; a training config may ask for more.
+        # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"
 
     def settle(self, model_name_or_path: str | None) -> str:
@@ -92,7 +94,7 @@ class EvaluationArguments(LMTrainingArguments):
 def format_results(results: dict[str, Any]) -> str:
     """Return the results as a table for the terminal."""
     rows = [("on", "metric", "value", "")]
-    # Programs read the saved file, so its key keeps its older name, held_out.
+    # The key keeps its older name, held_out, because other programs read the saved file.
     figures = results["held_out"]
     for metric in METRICS:
         if metric.key in figures:
@@ -111,7 +113,7 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     """
     Write `evaluation.json`, and the same figures into the `model-index` of the model card.
 
-    The text of an existing card stays as it is. A missing card is created with these figures only.
+    The text of an existing card does not change. A missing card is created with only these figures.
 
     Returns:
         `Path`: the JSON file.
@@ -121,11 +123,12 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     path = directory / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     entries = validation_results(results["held_out"], facts)
-    # A score on a part of the examples is not the score of the task, so it stays out of the card.
+    # With --limit, a score covers only a part of the task's examples, so it must not go into the card.
     if results.get("limit") is None:
         entries += _task_results(results["tasks"])
     if entries:
         card_path = directory / CARD_NAME
+        # A card needs a block of metadata, even an empty one, before results can be added.
         card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\n{}\n---\n")
         add_results(card, entries, model_name=directory.resolve().name)
         card.save(card_path)
@@ -140,7 +143,7 @@ def _task_results(tasks: dict[str, Any]) -> list[EvalResult]:
             dataset_type=result["dataset"] or "custom",
             dataset_config=task,
             dataset_name=task,
-            # Without the filter of the answers: the Hub knows metrics by their plain names.
+            # Drop the answer filter from the name: the Hub knows metrics by their plain names.
             metric_type=metric.split(" (")[0],
             metric_name=f"{metric}, {result['num_fewshot']}-shot" if result["num_fewshot"] else metric,
             metric_value=round(entry["value"], 6),

@@ -2,8 +2,8 @@
 Tasks of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), run through its own
 Hugging Face model.
 
-Every document in training begins with bos, but the tokenizers do not add it. Without bos the harness would measure the
-model on texts that seem to begin in the middle.
+Every document in training begins with bos, but the tokenizers do not add it. Without bos, the harness would measure
+the model on texts that look as if their beginning were missing.
 """
 
 import copy
@@ -28,7 +28,7 @@ class BosHFLM(HFLM):
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, batch_size: int):
-        # The caller's tokenizer must not gain a bos of its own.
+        # Copy: the caller's tokenizer must not add bos from now on.
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokenizer.bos_token, "$A"], special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)]
@@ -38,13 +38,14 @@ class BosHFLM(HFLM):
             tokenizer=tokenizer,
             backend="causal",
             batch_size=batch_size,
+            # HFLM then encodes with special tokens, that is, with the post-processor above.
             add_bos_token=True,
             prefix_token_id=tokenizer.bos_token_id,
         )
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts, without scoring bos."""
-        # NOTE: HFLM itself puts its prefix token before whatever it encodes; a second bos would be scored as text.
+        # NOTE: in this method, HFLM itself puts its prefix token before the text. It would score a second bos as text.
         self.add_bos_token = False
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -76,13 +77,13 @@ def evaluate_tasks(
 
     Returns:
         `dict`: for each task its `dataset` (a Hub id, or `None`), `num_fewshot`, `num_examples`, and `metrics`, which
-            hold the `value` and `stderr` of each metric.
+            holds the `value` and `stderr` of each metric.
 
     Raises:
-        `ValueError`: for a task that lm-eval does not know, naming the nearest one.
+        `ValueError`: for a task that lm-eval does not know. The message names the nearest one.
     """
     manager = TaskManager(include_path=include_path, include_defaults=False)
-    # Indexing the thousands of tasks in lm-eval takes about ten seconds, so look at the user's own first.
+    # Indexing the thousands of tasks in lm-eval takes about ten seconds, so search the user's own tasks first.
     if any(not manager.match_tasks([task]) for task in tasks):
         manager = TaskManager(include_path=include_path)
     for task in tasks:
@@ -95,7 +96,7 @@ def evaluate_tasks(
         task_manager=manager,
         num_fewshot=num_fewshot,
         limit=limit,
-        # Samples would hold every question and answer in memory.
+        # Logged samples would keep every question and answer in memory.
         log_samples=False,
     )
     return {name: _summary(name, output) for name in output["results"]}

@@ -1,16 +1,16 @@
 """
-Preference training with TRL's trainers, and this package's router loss, saving and pushing.
+Preference training with TRL's trainers, and with this package's router loss, saving and pushing.
 
 | `--algorithm` | |
 |---|---|
 | `dpo` | direct preference optimization, https://arxiv.org/abs/2305.18290, and its `--loss_type`s |
-| `kto` | Kahneman-Tversky optimization, https://arxiv.org/abs/2402.01306: each answer by itself, liked or not |
+| `kto` | Kahneman-Tversky optimization, https://arxiv.org/abs/2402.01306: single answers, liked or disliked |
 | `orpo` | odds ratio preference optimization, https://arxiv.org/abs/2403.07691, without a reference model |
 | `simpo` | simple preference optimization, https://arxiv.org/abs/2405.14734, without a reference model |
 
-DPO and SimPO average over pairs, and every global batch is complete: the last pairs of an epoch that fill no batch are
-left out (other pairs in each epoch), so accumulation and world size change nothing. KTO estimates its KL, and ORPO
-averages its likelihood, within the batch of a device, so there the batch size matters.
+DPO and SimPO average over pairs. Every global batch is complete: the last pairs of an epoch that do not fill a batch
+are left out (different pairs in each epoch). So accumulation and world size change nothing. Within the batch of one
+device, KTO estimates its KL and ORPO averages its likelihood, so for these two the batch size matters.
 """
 
 import argparse
@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class PreferenceTrainingArguments(LMTrainingArguments):
-    """The arguments that all algorithms share. The others are TRL's."""
+    """Arguments that all algorithms share. TRL's configs add the others."""
 
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="dpo", metadata={"help": "dpo, kto, orpo or simpo."})
@@ -57,14 +57,14 @@ class PreferenceTrainingArguments(LMTrainingArguments):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether training needs a frozen copy of the initial model."""
+        """True if training needs a frozen copy of the initial model."""
         return self.algorithm in ("dpo", "kto") and not self.precompute_ref_log_probs
 
 
 @dataclass
 class DPOTrainingArguments(PreferenceTrainingArguments, DPOConfig):
     """
-    TRL's `DPOConfig`. Flags that other recipes have too keep the defaults of this package; so do the classes below.
+    TRL's `DPOConfig`. Here and in the classes below, flags that other recipes also have keep this package's defaults.
     """
 
 
@@ -94,14 +94,14 @@ class SimPOTrainingArguments(PreferenceTrainingArguments, CPOConfig):
 
 class _WholeBatchesMixin(RunTrainer):
     """
-    Leave out the last rows of an epoch, or of an evaluation, that fill no global batch.
+    Leave out the last rows of an epoch, or of an evaluation, that do not fill a global batch.
 
-    An evaluation prints that, and takes smaller batches of a small validation set. Raise `ValueError` if the rows fill
-    no batch at all.
+    An evaluation warns about the rows that it leaves out, and uses smaller batches for a small validation set. Raise
+    `ValueError` if the rows do not fill a single batch.
     """
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
-        """Return a source of rows whose sampler leaves out what fills no global batch."""
+        """Return a source of rows whose sampler leaves out rows that do not fill a global batch."""
         num_processes = self.accelerator.num_processes
         if not is_training:
             # A small validation set would otherwise fill no batch and give no figures.
@@ -112,33 +112,35 @@ class _WholeBatchesMixin(RunTrainer):
         elif len(dataset) % multiple:
             left_out = len(dataset) % multiple
             logger.warning_once(f"{description}: {left_out} of {len(dataset)} rows fill no batch and are left out.")
-        # Padding rows, as in pretraining, are not possible here: a preference loss has no weights per row.
+        # Padding rows are not possible here: unlike the loss of pretraining, a preference loss has no row weights.
         if len(dataset) < multiple:
             raise ValueError(
                 f"{description}: {len(dataset)} rows do not fill one batch of {multiple} (devices x batch size"
                 f"{' x accumulation' if is_training else ''}). Lower the batch size or add data."
             )
-        # Other rows are left out in every epoch, and the same ones on every rank.
+        # The seed decides which rows are left out: different ones in each epoch, but the same ones on every rank.
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
 
         def whole_batches(_):
             sampler = sampler_fn(dataset) if sampler_fn is not None else None
             rows = sampler if sampler is not None else range(len(dataset))
+            # Trainer calls this function later, when `reachable` below exists.
             reachable.sampler = WholeBatchSampler(rows, multiple=multiple, seed=seed)
             return reachable.sampler
 
-        # NOTE: after a resume on several ranks, accelerate tells the epoch to the dataset and not to the sampler.
+        # NOTE: after a resume on several ranks, accelerate calls `set_epoch` only on the dataset, not on the sampler.
         reachable = PaddedDataset(dataset)
         return RowSource(reachable, batch_size, whole_batches)
 
 
 class WholeBatchSampler(PaddedSampler):
-    """The indices of another sampler, cut to whole batches."""
+    """Sampler that yields the indices of another sampler up to the last whole batch."""
 
     def __len__(self) -> int:
         return self.multiple * math.floor(len(self.sampler) / self.multiple)
 
     def __iter__(self) -> Iterator[int]:
+        # The parent appends its padding indices after all rows, so the slice ends before them.
         yield from itertools.islice(super().__iter__(), len(self))
 
 
@@ -154,9 +156,9 @@ class MiniMindKTOTrainer(_WholeBatchesMixin, RouterLossMixin, KTOTrainer):
     """TRL's [`~trl.KTOTrainer`]. The chosen answer of a pair counts as liked, the other one as disliked."""
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: KTOConfig, name: str) -> Dataset:
-        """Turn pairs into single answers, and add the mismatched answers that the KL is estimated from."""
-        # The KL needs a fixed order, so the rows are shuffled once, here. NOTE: the cache of `datasets` may hold the
-        # rows of an older version of these functions.
+        """Turn pairs into single answers, and add the mismatched answers from which TRL estimates the KL."""
+        # The KL needs a fixed order, so shuffle the rows once, here. NOTE: do not read the cache of `datasets`, which
+        # may hold rows of an older version of these functions.
         fresh = {"batched": True, "load_from_cache_file": False}
         dataset = dataset.shuffle(seed=args.seed).map(_unpair, remove_columns=dataset.column_names, **fresh)
         if not self.calculate_KL:
@@ -167,12 +169,12 @@ class MiniMindKTOTrainer(_WholeBatchesMixin, RouterLossMixin, KTOTrainer):
 
 def _unpair(batch: dict[str, list]) -> dict[str, list]:
     """
-    Return chosen and rejected answers alternately. Neighbours answer different prompts, as the mismatch below needs
-    it.
+    Return chosen and rejected answers alternately. Neighbours answer different prompts, as `_mismatch` requires.
     """
     rows: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "label": []}
     num_pairs = len(batch["prompt_ids"])
     for number in range(num_pairs):
+        # Take the rejected answer from the pair half a batch further on, which has a different prompt.
         for index, name in ((number, "chosen_ids"), ((number + num_pairs // 2) % num_pairs, "rejected_ids")):
             rows["prompt_ids"].append(batch["prompt_ids"][index])
             rows["completion_ids"].append(batch[name][index])
@@ -186,30 +188,31 @@ def _mismatch(batch: dict[str, list]) -> dict[str, list]:
 
 
 class _ReferenceFreeTrainer(_WholeBatchesMixin, RouterLossMixin):
-    """Adapter for TRL's ORPO and CPO trainers, which use other names for the same things."""
+    """Adapter for TRL's ORPO and CPO trainers, which have other names for some attributes."""
 
     def __init__(self, *args: Any, ref_model: PreTrainedModel | None = None, **kwargs: Any):
+        # The recipe passes a reference model to every trainer; these algorithms need none, so it is None here.
         super().__init__(*args, **kwargs)
 
     @property
     def router_aux_loss_coef(self) -> float:
-        """The name that [`RouterLossMixin`] reads."""
+        """`aux_loss_coef` under the name that [`RouterLossMixin`] reads."""
         return self.aux_loss_coef
 
     @property
     def _metrics(self) -> dict[str, dict[str, list]]:
-        """The name that [`RouterLossMixin`] writes to."""
+        """`_stored_metrics` under the name that [`RouterLossMixin`] writes to."""
         return self._stored_metrics
 
     def tokenize_row(self, feature: dict[str, Any], model: PreTrainedModel | None = None) -> dict[str, list[int]]:
-        """Return the columns that their collator reads."""
+        """Return the columns that TRL's collator reads."""
         prompt, columns = feature["prompt_ids"], {"prompt_input_ids": feature["prompt_ids"]}
         columns["prompt_attention_mask"] = [1] * len(prompt)
         for name in ("chosen", "rejected"):
             ids = (prompt + feature[f"{name}_ids"])[: self.max_length]
             columns[f"{name}_input_ids"] = ids
             columns[f"{name}_attention_mask"] = [1] * len(ids)
-            # The loss counts the answer, not the prompt.
+            # The loss covers the answer, not the prompt.
             columns[f"{name}_labels"] = [-100] * len(prompt) + ids[len(prompt) :]
         return columns
 
@@ -234,7 +237,7 @@ def preference_arguments(argv: list[str] | None = None) -> type[PreferenceTraini
     """
     Return the arguments class of the algorithm that `--algorithm` names.
 
-    The class must be known before the other flags can be parsed, so this reads one flag from the command line.
+    The parser needs the class before it can parse the other flags, so this function reads one flag by itself.
 
     Raises:
         `ValueError`: for an unknown algorithm.

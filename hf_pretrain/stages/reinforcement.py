@@ -1,7 +1,7 @@
 """
-Reinforcement learning with TRL's trainers, on our models and with our flags: GRPO
-(https://huggingface.co/papers/2402.03300) with its losses (`--loss_type grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`,
-...), and RLOO (https://huggingface.co/papers/2402.14740).
+Reinforcement learning with TRL's trainers, our models and our flags: GRPO (https://huggingface.co/papers/2402.03300)
+with its losses (`--loss_type grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, ...), and RLOO
+(https://huggingface.co/papers/2402.14740).
 
 This package adds the router loss, saving, pushing and the model card ([`~stages.trl_support.RouterLossMixin`]), a
 reference model that is a copy of the initial policy, and an evaluation that reports rewards instead of a loss.
@@ -41,13 +41,13 @@ try:
 except ImportError as error:
     raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
 
-# The deepest nesting of brackets in a tool call. Real arguments have one or two levels.
+# Maximum number of nested brackets in a tool call. Real arguments have one or two levels.
 MAX_NESTING = 64
 
 
 @dataclass
 class TaskArguments:
-    """The tasks to train on, and the rewards of their answers."""
+    """Arguments that choose the tasks to train on, and the rewards of their answers."""
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded:answer-format"],
@@ -83,7 +83,7 @@ class TaskArguments:
 
 @dataclass
 class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
-    """TRL's `GRPOConfig`, in which the flags that all recipes share keep their meaning and their defaults."""
+    """TRL's `GRPOConfig`. Flags that all recipes share keep this package's meaning and defaults."""
 
     output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="grpo", metadata={"help": "grpo (see --loss_type) or rloo."})
@@ -116,22 +116,23 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             )
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns would remove the columns that the rewards read; leave it out.")
-        # A copy of a sharded policy would have to be sharded in the same way, which TRL does not do.
+        # The reference model would have to be sharded like the policy, and TRL does not do that.
         if self.fsdp_size > 1 and self.beta != 0.0:
             raise ValueError(
                 f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or "
                 "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
         super().__post_init__()
+        # `bf16` and the device are known only after the constructor above.
         if self.use_transformers_continuous_batching and self.bf16:
-            # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and does not
-            # undo it.
+            # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and never casts
+            # it back.
             raise ValueError(
                 "--use_transformers_continuous_batching under bf16 makes TRL cast the trained weights to bfloat16, "
                 "which loses small updates. Add --bf16 false."
             )
         if self.use_transformers_continuous_batching and self.device.type == "cpu":
-            # The share of the machine's memory for the cache. TRL's default is half of it.
+            # The cache gets this share of the machine's memory. TRL's default is one half.
             given = self.transformers_continuous_batching_config or {}
             self.transformers_continuous_batching_config = {"max_memory_percent": 0.05} | given
         if self.enable_thinking is not None:
@@ -141,7 +142,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
 
     @property
     def method(self) -> str:
-        """The algorithm, with its loss if it has several, for messages and the model card."""
+        """Name of the algorithm, and of its loss if it has several, for messages and the model card."""
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
 
 
@@ -154,10 +155,10 @@ def task_check(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Callable[[dict[str, Any]], None]:
     """
-    Return a function that raises `BadRecord` for a task that the run cannot train on.
+    Return a function that raises `BadRecord` for a task that the run cannot use.
 
     Args:
-        rewards (`list`): reward functions; the built-in ones know what they need ([`~stages.rewards.check_task`]).
+        rewards (`list`): reward functions; [`~stages.rewards.check_task`] knows the needs of the built-in ones.
         tokenizer ([`PreTrainedTokenizerFast`]): a tokenizer whose chat template must render the prompt.
         max_prompt_length (`int`): the longest prompt, in tokens, that leaves room for a completion.
         tools (`list` of functions, *optional*): tools that the template describes.
@@ -194,13 +195,14 @@ def task_check(
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the model, whole on every rank, even if ZeRO-3 has sharded the weights of `model`."""
-    # copy.deepcopy(model) would copy empty parameters under ZeRO-3.
+    # Under ZeRO-3, `copy.deepcopy(model)` would copy empty parameters.
     twin = type(model)(copy.deepcopy(model.config))
     gathered: AbstractContextManager = nullcontext()
     if is_deepspeed_zero3_enabled():
         import deepspeed
 
         gathered = deepspeed.zero.GatheredParameters(list(model.parameters()))
+    # A collective under ZeRO-3: all ranks must enter it.
     with gathered:
         twin.load_state_dict(model.state_dict())
     return twin.to(model.device).eval()
@@ -210,9 +212,9 @@ def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
     """
     Parse a completion, and raise `ValueError` for one that TRL cannot process further.
 
-    NOTE: TRL treats a completion as plain text if its parser raises a `ValueError`. But 1,000 nested brackets raise a
-    `RecursionError`, fewer raise it later when TRL copies or renders the call, and half of a surrogate pair cannot be
-    tokenized.
+    NOTE: TRL treats a completion as plain text only if its parser raises a `ValueError`. But 1,000 nested brackets
+    raise a `RecursionError`. Fewer brackets raise it later, when TRL copies or renders the call. Half of a surrogate
+    pair cannot be tokenized.
     """
     try:
         message = parse(*args, **kwargs)
@@ -227,12 +229,12 @@ def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
 def _is_deeper(value: Any, depth: int) -> bool:
     """Return whether lists and dictionaries are nested more than `depth` levels."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    # The depth limit also bounds this recursion.
+    # This recursion cannot become too deep either: it stops at `depth`.
     return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
 class _EpochSampler(Sampler[int]):
-    """TRL's sampler of prompts, in an order that depends only on seed and epoch."""
+    """Wrapper of TRL's sampler of prompts, whose order depends only on the seed and the epoch."""
 
     def __init__(self, sampler: RepeatSampler):
         self.sampler = sampler
@@ -253,46 +255,48 @@ class _EpochSampler(Sampler[int]):
 
 
 class _OnlineTrainer(RouterLossMixin):
-    """The common part of our GRPO and RLOO trainers."""
+    """Common base of our GRPO and RLOO trainers."""
 
     def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
         rewards, tasks = kwargs.get("reward_funcs") or [], kwargs.get("train_dataset")
         if isinstance(tasks, Dataset) and rewards and not kwargs.get("environment_factory"):
-            # Environments compute their own rewards, so their tasks need no column for one.
+            # Environments compute their own rewards, so their tasks need no columns for rewards.
             run_facts = kwargs.get("run_facts") or RunFacts()
             check_rewards(rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets)
-        # NOTE: TRL loads the reference model again from the path in the config, which a converted or new model lacks.
-        # With an adapter, the policy without its adapter is the reference, and TRL handles that.
+        # NOTE: TRL loads the reference model again from the path in the config, but a converted or new model has no
+        # path. With an adapter, TRL itself uses the policy without its adapter as the reference.
         has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
         needs_reference = args.beta != 0.0 and not has_adapter
+        # Copy before TRL's constructor, which changes the policy's head.
         reference = _copy(model).requires_grad_(False) if needs_reference else None
         tokenizer = kwargs["processing_class"]
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
-            # Our template writes reasoning and tool calls as Qwen3's does, but TRL recognises only its own templates.
+            # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
             tokenizer.response_template = qwen3_template
-        # On the object: TRL calls the method of the tokenizer that it is given.
+        # Replace the method of this object: TRL calls it on the tokenizer that it gets.
         tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response)
-        # beta = 0 keeps TRL from loading a reference model in its constructor; ours is set below.
+        # With beta = 0, TRL's constructor loads no reference model. Ours is set below.
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:
             args.beta, args.sync_ref_model = 0.0, False
         super().__init__(model, args=args, **kwargs)
+        # TRL's constructor has read beta = 0 into `self.beta`. Restore the user's value in both places.
         args.beta, args.sync_ref_model = beta, is_synced
         self.beta = beta
         if reference is not None:
             self.ref_model = self._prepare_reference(reference)
 
-    # NOTE: TRL's sampler draws every epoch from one generator, which a resumed run seeds again: a run resumed in a
-    # later epoch would repeat the order of the first.
+    # NOTE: TRL's sampler draws all epochs from one generator, and a resumed run seeds it again. A run that resumes in
+    # a later epoch would therefore repeat the order of the first epoch.
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
-        """Return a source of tasks whose dataset tells the sampler which epoch it is. It adds no padding rows here."""
+        """Return a source of tasks whose dataset passes the epoch on to the sampler. It adds no padding rows."""
         if is_training and isinstance(dataset, Dataset):
             dataset = PaddedDataset(dataset)
         return super()._row_source(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, dataset=None):
-        """Return TRL's sampler with an order that depends on seed and epoch alone."""
+        """Return TRL's sampler with an order that depends only on the seed and the epoch."""
         sampler = _EpochSampler(super()._get_train_sampler(dataset))
         if isinstance(dataset, PaddedDataset):
             dataset.sampler = sampler
@@ -302,7 +306,7 @@ class _OnlineTrainer(RouterLossMixin):
         """Prepare our reference model as TRL prepares its own."""
         if self.args.disable_dropout:
             disable_dropout_in_model(reference)
-        # TRL replaces the head of the policy in the same way; both must compute log-probabilities alike.
+        # TRL replaces the policy's head in the same way. Both models must compute log-probabilities alike.
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
         if self.is_deepspeed_enabled:
             prepared = prepare_deepspeed(reference, self.accelerator)
@@ -316,8 +320,8 @@ class _OnlineTrainer(RouterLossMixin):
         """Do nothing: TRL counts tokens where it generates them."""
 
     def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:
-        """Return pairs of question and answer: the last prompts, and one completion of each."""
-        # The logs hold num_generations_eval completions of each prompt in a row.
+        """Return pairs of question and answer: the last prompts, each with one completion."""
+        # The logs hold `num_generations_eval` consecutive completions of each prompt.
         every = slice(None, None, self.num_generations_eval)
         prompts, completions = (list(self._logs[name])[every][-num_samples:] for name in ("prompt", "completion"))
         return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]

@@ -1,8 +1,8 @@
 """
 Verifiable reward functions with TRL's signature: `reward(completions, **columns) -> list[float | None]`.
 
-A completion is a list of messages, or text. The columns are those of the tasks (`data/tasks.py`). `None` means that a
-reward does not apply to a row, so several kinds of tasks can be mixed with several rewards.
+A completion is a list of messages, or text. The columns are the columns of the tasks (`data/tasks.py`). `None` means
+that a reward does not apply to a row, so a run can mix several kinds of tasks with several rewards.
 """
 
 import importlib
@@ -21,9 +21,9 @@ from ..data.formats import BadRecord
 from ..data.tasks import ANSWER_FORMATS
 
 
-# The largest reward for a wrong answer, whose parts count in proportion.
+# Maximum reward of a wrong answer. An answer with some correct parts gets a proportional share of it.
 PARTIAL_CREDIT = 0.2
-# ASCII: a Chinese character next to a number is not part of it.
+# With re.ASCII, a Chinese character next to a number is not part of the number.
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # In Python a bool is an int; in JSON it is not.
@@ -61,7 +61,7 @@ def _column(values: list[Any] | None, completions: list[Completion]) -> list[Any
 def _score(
     name: str, completions: list[Completion], task: list[str | None] | None, score: Callable[[int, str], float | None]
 ) -> list[float | None]:
-    """Return `score(row, answer)` for each completion whose row belongs to the task `name`, or to no named task."""
+    """Return `score(row, answer)` of each completion if its row has the task `name` or no task, otherwise `None`."""
     tasks = _column(task, completions)
     return [
         score(row, answer_of(completion)) if tasks[row] in (None, name) else None
@@ -73,8 +73,8 @@ def format_reward(
     completions: list[Completion], *, answer_format: list[str | None], **columns: Any
 ) -> list[float | None]:
     """
-    Return 1 for an answer in the format that `answer_format` names in `ANSWER_FORMATS`; otherwise 0.2 times its share
-    of parts.
+    Return 1 for an answer in the format `answer_format` (a key of `ANSWER_FORMATS`). Otherwise return 0.2 times the
+    share of the format's parts that match.
     """
     rewards: list[float | None] = []
     for completion, name in zip(completions, answer_format, strict=True):
@@ -94,7 +94,7 @@ def arithmetic_reward(
     """Return 1 if the last number of the answer is the solution, 0.2 if there is another number, 0 without one."""
 
     def score(row: int, answer: str) -> float | None:
-        # Thousands separators: 1,234 is one number.
+        # Remove thousands separators: 1,234 is one number.
         values, numbers = _values(solution[row]), _NUMBER.findall(answer.replace(",", ""))
         if not values:
             return None
@@ -113,7 +113,7 @@ def idiom_reward(
     """
 
     def score(row: int, answer: str) -> float:
-        # Only the Chinese characters count, whatever punctuation surrounds them.
+        # Ignore punctuation and all other characters around the Chinese ones.
         characters = "".join(re.findall(r"[\u4e00-\u9fff]", answer))
         idioms = _values(solution[row])
         if characters in idioms or any(len(idiom) == 4 and idiom in answer for idiom in idioms):
@@ -134,7 +134,7 @@ def solution_reward(
     rewards: list[float | None] = []
     for completion, target in zip(completions, solution, strict=True):
         values = _values(target)
-        # A value that the model only passes to a tool is no answer yet.
+        # A value that the model only passes to a tool is not an answer.
         answer = _written_calls(answer_of(completion))[1].replace(",", "")
         numbers = [float(number) for number in _NUMBER.findall(answer)]
         found = [_holds(answer, numbers, value.strip().replace(",", "")) for value in values]
@@ -164,8 +164,8 @@ def tool_call_reward(
     **columns: Any,
 ) -> list[float | None]:
     """
-    Return 0.25 for one `<tool_call>` that parses, 0.5 if its name and arguments fit a tool's schema, and 1 if they are
-    the solution's, or if there is no solution.
+    Return 0.25 for exactly one `<tool_call>` that parses, 0.5 if its name and arguments fit a tool's schema, and 1 if
+    they also equal the solution or there is no solution to compare with.
     """
     solutions = _column(solution, completions)
     tasks = _column(task, completions)
@@ -179,7 +179,8 @@ def tool_call_reward(
             rewards.append(0.0)
         elif not _fits(calls[0], _read_schemas(tools[row])):
             rewards.append(0.25)
-        # Tasks from users' files have no kind and may have several right calls: there the form is all that is checked.
+        # Tasks from users' files have no kind and may have several correct calls, so only the form of a call counts.
+        # Compare parsed JSON: the order of keys and white space do not matter.
         elif tasks[row] is not None and expected and calls[0] != json.loads(expected[0]):
             rewards.append(0.5)
         else:
@@ -189,20 +190,20 @@ def tool_call_reward(
 
 def _written_calls(text: str) -> tuple[list[str], str]:
     """Return the contents of the tool calls in a text, and the text without them."""
-    # No call after the last end tag is complete, and searching from each start tag there would take quadratic time.
+    # After the last end tag there is no complete call. Searching there from each start tag would take quadratic time.
     end = text.rfind("</tool_call>") + len("</tool_call>") if "</tool_call>" in text else 0
     return _TOOL_CALL.findall(text[:end]), _TOOL_CALL.sub("", text[:end]) + text[end:]
 
 
 def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
-    """Return the tool calls of a completion, whether TRL has parsed them or not; an empty list if one is malformed."""
+    """Return the tool calls of a completion, parsed by TRL or not. Return an empty list if one is malformed."""
     message = {} if isinstance(completion, str) else next((m for m in completion if m.get("tool_calls")), {})
-    # TRL parses calls into the message if the tokenizer has a response template; otherwise they stand in the text.
+    # TRL parses calls into the message if the tokenizer has a response template. Otherwise the text contains them.
     calls = [call.get("function", call) for call in message.get("tool_calls", [])]
     try:
         calls += [json.loads(text) for text in _written_calls(answer_of(completion))[0]]
     except (ValueError, RecursionError):
-        # Not JSON, or numbers with too many digits, or too deep brackets.
+        # The text is not JSON, or has numbers with too many digits or too many nested brackets.
         return []
     is_whole = all(
         isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call for call in calls
@@ -237,7 +238,7 @@ def _read_schemas(tools: str) -> dict[str, dict[str, Any]]:
 
 
 def _kinds(schema: Any) -> list[str]:
-    """Return the names of the types that a parameter's schema allows; all types if it names none."""
+    """Return the names of the types that a parameter's schema allows, or all types if it names none."""
     kinds = schema.get("type") if isinstance(schema, dict) else None
     return list(_JSON_TYPES) if not kinds else [kinds] if isinstance(kinds, str) else kinds
 
@@ -248,12 +249,12 @@ def _is_of_kind(value: Any, kind: str) -> bool:
 
 
 def _fits(call: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> bool:
-    """Return whether a call names a known tool and passes the arguments of its schema, each with the right type."""
+    """Return whether a call names a known tool, and its arguments fit the tool's schema in name and type."""
     name, arguments = call["name"], call["arguments"]
     if name not in schemas or not isinstance(arguments, dict):
         return False
     properties, required = schemas[name].get("properties") or {}, schemas[name].get("required") or []
-    # All required arguments, and no invented ones.
+    # The call must have all required arguments, and no unknown ones.
     if not set(required) <= arguments.keys() <= properties.keys():
         return False
     return all(any(_is_of_kind(value, kind) for kind in _kinds(properties[key])) for key, value in arguments.items())
@@ -287,8 +288,8 @@ def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[s
     """
     Check that at least one task gets a reward.
 
-    Only built-in rewards are checked. Which rows concern them does not depend on the answer, while a user's function
-    may return `None` for the empty answer that is tried here.
+    The check tries an empty answer, and covers only built-in rewards: for them, the answer does not decide whether
+    they apply to a row. A user's function may return `None` for an empty answer.
 
     Raises:
         `ValueError`: if no task gets a reward.
@@ -309,7 +310,7 @@ def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[s
 
 def check_task(functions: list[Any], task: dict[str, Any]) -> None:
     """
-    Raise `BadRecord` for a task with a column that a built-in reward among `functions` cannot compare answers with.
+    Raise `BadRecord` for a task with a column that a built-in reward among `functions` cannot use.
     """
     kind = task.get("task")
     for name, of_kind, column, is_usable, wanted in (
@@ -320,7 +321,7 @@ def check_task(functions: list[Any], task: dict[str, Any]) -> None:
         ("tool_call", "tool-call", "tools", _are_tools, "a JSON array of JSON schemas"),
         ("tool_call", "tool-call", "solution", _begins_with_json, "a list with the JSON of a call"),
     ):
-        # A missing column is no mistake: the reward does not apply to this task.
+        # A missing column is not a mistake: the reward does not apply to this task.
         value = task.get(column)
         is_absent = value is None or (column == "solution" and value == [])
         # For a task without a kind, only the form of a call counts, not its solution.
@@ -374,7 +375,7 @@ def _concern(rewards: list[Callable[..., list[float | None]]], tasks: Dataset) -
 
 
 def _required_columns(reward: Callable[..., list[float | None]]) -> set[str]:
-    """Return the columns that a reward function cannot do without."""
+    """Return the columns that a reward function requires."""
     # A built-in reward names its required columns as keyword arguments without a default.
     parameters = inspect.signature(reward).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
@@ -401,12 +402,13 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
         allows_lists (`bool`, defaults to `False`): return a list, too.
 
     Raises:
-        `ValueError`: if there is nothing of that name to import, naming the part of the name that is wrong.
+        `ValueError`: if the name cannot be imported. The message names the part that is wrong.
     """
     module_name, colon, object_name = name.partition(":")
     if not colon:
         raise ValueError(f"{flag} {name} is unknown. Pass one of {', '.join(known)}, or module.path:function.")
-    # Python adds the directory of the script, recipes/, but not the current directory.
+    # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
+    # Append it, so that a user's file cannot shadow an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -416,7 +418,7 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
             f"{flag} {name}: the module {module_name} cannot be imported from the current directory or the "
             f"environment ({error})."
         ) from error
-    # vars, not getattr: a module may define __getattr__ with an import behind every name.
+    # Use `vars` instead of `getattr`: a module may define `__getattr__`, which would import something for any name.
     found = vars(module).get(object_name)
     if not callable(found) and not (allows_lists and isinstance(found, list)):
         raise ValueError(f"{flag} {name}: {module.__file__} has no function {object_name!r}.")

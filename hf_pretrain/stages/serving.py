@@ -1,6 +1,6 @@
 """
-transformers' own server, restricted to one model. It refuses requests that would keep it busy or fill its memory
-before any work is done.
+transformers' own server, restricted to one model. Before any work, it refuses requests that would keep it busy or fill
+its memory.
 
 | request | answer |
 |---|---|
@@ -38,9 +38,9 @@ except ImportError as error:
 # transformers compares each stop string with the whole vocabulary: 1,000 of them take 20 seconds.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
-# Bytes of a request besides the prompt.
+# Maximum number of bytes of a request in addition to the prompt.
 _MAX_OTHER_BYTES = 2**16
-# Arguments of the rendering itself. Other names in a request are variables of the template.
+# Names of the arguments of `apply_chat_template`. Other names in a request are variables of the template.
 _RENDERING_ARGUMENTS = {
     name
     for name, parameter in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.items()
@@ -50,18 +50,18 @@ _RENDERING_ARGUMENTS = {
 
 def adapt_server(name: str) -> None:
     """Prepare transformers' server in this process to serve the model `name`, and no other."""
-    # NOTE: the server looks up the class that config.json names in the `transformers` module that it has imported,
-    # which is not the one in `sys.modules`: transformers replaces that during its own import.
+    # NOTE: the server looks up the class that config.json names in its own reference to the module `transformers`.
+    # This is not the module in `sys.modules`, because transformers replaces that one during its own import.
     model_manager.transformers.MiniMindForCausalLM = MiniMindForCausalLM
-    # NOTE: the server lists the models in the Hub's cache, and fails without a cache. Clients ask for the model to
-    # talk to.
+    # NOTE: the server lists the models in the Hub's cache, and fails without a cache. Clients request this list to
+    # find a model, so return only the served one.
     served = {"id": name, "object": "model", "owned_by": "hf_pretrain", "created": int(time.time())}
     ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [served])
     # NOTE: the server has no limits, and no options to set any.
     server.build_server = partial(_build_guarded, server.build_server, name)
     for manager in (GenerateManager, CBGenerateManager):
         for method in ("generate_streaming", "generate_non_streaming"):
-            # Both managers, and both ways to answer: continuous batching or not, streaming or not.
+            # Wrap all four paths: with and without continuous batching, streaming or not.
             setattr(manager, method, _bounded(getattr(manager, method)))
 
 
@@ -69,9 +69,9 @@ def _build_guarded(
     build: Callable[..., FastAPI], name: str, manager: ModelManager, *args: Any, **kwargs: Any
 ) -> FastAPI:
     """Return transformers' app behind a [`RequestGuard`]. The model must be loaded already."""
-    # The recipe preloads the model, and the server never holds a second one.
+    # The recipe preloads the model, and the server never loads a second one.
     (loaded,) = manager.loaded_models.values()
-    # No prompt that fits into the positions can have more bytes than this.
+    # A prompt that fits into the positions has at most this many bytes per position.
     longest = max(len(token.encode()) for token in loaded.processor.get_vocab())
     # JSON usually writes a byte of text as at most two bytes.
     max_bytes = 2 * longest * loaded.model.config.max_position_embeddings + _MAX_OTHER_BYTES
@@ -106,13 +106,14 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
                 "positions for prompt and answer. Shorten the prompt.",
             )
         _check_stop_strings(config.stop_strings)
-        # A request's generation_config may ask for thousands of answers at once.
+        # The generation_config of a request could ask for thousands of answers at once.
         for name in ("num_beams", "num_return_sequences"):
             if (getattr(config, name) or 1) != 1:
                 raise HTTPException(
                     400, f"{name} {getattr(config, name)} is not supported; the server gives one answer."
                 )
-        # Without a limit, transformers' default or a request's number could run past the rotary table, which raises.
+        # Without this limit, transformers' default or the number in a request could run past the rotary table, which
+        # raises.
         config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
         return generate(self, model, processor, inputs, config, *args, **kwargs)
 
@@ -120,7 +121,7 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_stop_strings(given: Any) -> None:
-    """Refuse stop strings that are too many, too long, or no text."""
+    """Refuse stop strings that are too many, too long, or not text."""
     strings = [given] if isinstance(given, str) else given or []
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
         raise HTTPException(400, f"stop: {given!r:.100} must be text, or a list of text.")
@@ -159,7 +160,7 @@ class RequestGuard:
         except HTTPException as error:
             await JSONResponse({"detail": error.detail}, error.status_code)(scope, receive, send)
             return
-        # The body was read to check it: the application gets it from here.
+        # The check has consumed the body, so replay it to the application.
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -170,15 +171,15 @@ class RequestGuard:
 
     async def _read(self, receive: Receive) -> bytes:
         """
-        Return the body. Read one that is too long to its end without keeping it, because clients listen only after
-        sending.
+        Return the body. If it is too long, read it to its end without keeping it, because clients read the response
+        only after they have sent everything.
         """
         parts, size, more = [], 0, True
         while more:
             message = await receive()
             part, more = message.get("body", b""), message.get("more_body", False)
             size += len(part)
-            # A client that is refused while it sends would see a broken connection instead of the reason.
+            # If the server answered earlier, the client would see a broken connection instead of the reason.
             if size <= self.max_bytes:
                 parts.append(part)
         if size > self.max_bytes:
@@ -189,11 +190,11 @@ class RequestGuard:
 
     def _check_headers(self, headers: Headers) -> None:
         """Refuse requests that a web page of another origin may have sent."""
+        # Only browsers send Origin, with the requests of web pages.
         origin = headers.get("origin")
-        # Browsers send Origin with requests of pages; other clients send none.
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             raise HTTPException(403, f"A web page of {origin} may not use this server.")
-        # A browser sends JSON to another origin only if the server allows it, which this one does not.
+        # Without the server's permission, a browser sends no JSON to another origin. This server does not permit it.
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
 

@@ -1,16 +1,16 @@
 """
-The teacher's log-probabilities for every row, computed once and kept on disk.
+A cache on disk of the teacher's log-probabilities for every row, computed once.
 
-For each token the cache holds the teacher's `top_k` log-probabilities of the next token at the run's temperature, the
-tokens that they belong to, and the log-probability of all other tokens together:
+For each token, the cache holds the teacher's `top_k` largest log-probabilities of the next token at the run's
+temperature, the ids of these tokens, and the log-probability of all other tokens together:
 
     <directory>/log_probs.npy   float32 (num_tokens, top_k + 1)
     <directory>/indices.npy     uint16 or int32 (num_tokens, top_k)
-    <directory>/meta.json       what it was made from; written last, so that a cache without it is made anew
+    <directory>/meta.json       the inputs of the cache; written last, so a cache without it is computed again
 
-The KL is computed over these `top_k + 1` classes. It never exceeds the KL over the whole vocabulary, because joining
-classes can only bring two distributions closer, and it does not see how the student distributes probability within the
-rest. With `top_k` equal to the vocabulary there is no rest, and the KL is exact.
+The KL is computed over these `top_k + 1` classes. It never exceeds the KL over the whole vocabulary, because merging
+classes can only bring two distributions closer. It ignores how the student distributes probability within the rest. If
+`top_k` equals the vocabulary, there is no rest, and the KL is exact.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ ROW_COLUMN = "teacher_row"
 
 def keep_top(log_probs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """
-    Return the log-probabilities of some classes, and of all others as one more class.
+    Return the log-probabilities of the chosen classes, and of all other classes together as one more class.
 
     Args:
         log_probs (`torch.FloatTensor` of shape `(..., vocab_size)`)
@@ -49,7 +49,7 @@ def keep_top(log_probs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         `torch.FloatTensor` of shape `(..., top_k + 1)`, or `(..., top_k)` if `indices` holds all classes.
     """
     top = log_probs.gather(-1, indices)
-    # Without this the rest would be log(0), and its term of the KL NaN.
+    # With all classes kept, the rest would be log(0), and its term of the KL would be NaN.
     if indices.shape[-1] == log_probs.shape[-1]:
         return top
     rest = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1, keepdim=True)
@@ -62,8 +62,8 @@ class TeacherCache:
     An open cache.
 
     Args:
-        log_probs (`np.memmap` of shape `(num_tokens, top_k + 1)`): the file, mapped into memory, not read.
-        indices (`np.memmap` of shape `(num_tokens, top_k)`): the same for the tokens.
+        log_probs (`np.memmap` of shape `(num_tokens, top_k + 1)`): the file, mapped into memory but not read.
+        indices (`np.memmap` of shape `(num_tokens, top_k)`): the file of token ids, mapped likewise.
         starts (`np.ndarray` of shape `(num_rows + 1,)`): the first token of each row.
     """
 
@@ -77,7 +77,7 @@ class TeacherCache:
         padding.
         """
         log_probs = np.zeros((len(rows), seq_len, self.log_probs.shape[1]), dtype=np.float32)
-        # int64, because gather takes no uint16.
+        # `gather` does not accept uint16.
         indices = np.zeros((len(rows), seq_len, self.indices.shape[1]), dtype=np.int64)
         for number, row in enumerate(rows):
             start, end = self.starts[row], self.starts[row + 1]
@@ -87,7 +87,7 @@ class TeacherCache:
 
 
 class TeacherCollator:
-    """Collate with another collator, and add what the cache holds for rows that [`open_cache`] numbered."""
+    """Collate with another collator, and add the cached log-probabilities of rows that [`open_cache`] numbered."""
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]], cache: TeacherCache):
         self.collator = collator
@@ -118,20 +118,20 @@ def open_cache(
     """
     Open the cache in `directory`. Compute it first if it is missing, or belongs to other rows or another teacher.
 
-    All ranks must call this. Each computes its share of the rows, on a file system that all of them see.
+    All ranks must call this function. Each rank computes its share of the rows, on a file system that all ranks share.
 
     Args:
-        directory (`Path`): where the cache lies.
+        directory (`Path`): directory of the cache.
         row_sets (`list[datasets.Dataset]`): the packed rows, such as training and validation set.
-        ask (`Callable`): from a batch to the teacher's log-probabilities, `(batch_size, seq_len, vocab_size)`.
-        collator (`Callable`): from rows to a batch.
+        ask (`Callable`): returns the teacher's log-probabilities for a batch, `(batch_size, seq_len, vocab_size)`.
+        collator (`Callable`): makes a batch from rows.
         top_k (`int`): log-probabilities to keep per token.
         vocab_size (`int`): the size of the shared vocabulary.
-        described_by (`dict`): everything else that the log-probabilities depend on, for `meta.json`.
-        args ([`~transformers.TrainingArguments`]): for the ranks and the batch size.
+        described_by (`dict`): all other inputs of the log-probabilities, for `meta.json`.
+        args ([`~transformers.TrainingArguments`]): gives the ranks and the batch size.
 
     Returns:
-        `tuple`: the cache, and the row sets with a column that finds their rows in it.
+        `tuple`: the cache, and the row sets with a column that holds the number of each row in the cache.
 
     Raises:
         `ValueError`: for streamed rows, or a `top_k` that exceeds the vocabulary.
@@ -148,15 +148,16 @@ def open_cache(
     starts = np.append(0, np.cumsum(lengths, dtype=np.int64))
     meta = {"rows": _digest(row_sets), "top_k": top_k, "vocab_size": vocab_size, **described_by}
     is_main = args.process_index == 0
-    # The main process looks for all ranks: a rank with a stale view of the file system must not decide otherwise.
+    # The main process decides for all ranks: another rank may have a stale view of the file system.
     is_made = broadcast_object_list([_read_meta(directory) == meta])[0]
     if not is_made:
         on_main_process(args, lambda: _allocate(directory, int(starts[-1]), top_k=top_k, vocab_size=vocab_size))
-        # Ranks may get shares of different sizes: the teacher is whole on each of them, so none waits for another.
+        # Shares may differ in size: each rank holds the whole teacher, so no rank waits for another.
         share = np.array_split(np.arange(len(rows)), args.world_size)[args.process_index]
         _fill(
             _open(directory, starts, mode="r+"), rows, share, ask, collator, batch_size=args.per_device_eval_batch_size
         )
+        # Every rank must have written its rows before `meta.json` declares the cache complete.
         args.distributed_state.wait_for_everyone()
         if is_main:
             (directory / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
@@ -179,21 +180,21 @@ def _digest(row_sets: list[datasets.Dataset]) -> str:
 
 
 def _read_meta(directory: Path) -> dict[str, Any] | None:
-    """Return what the cache was made from; `None` if it is incomplete."""
+    """Return the description of the cache in `meta.json`; `None` if the cache is incomplete."""
     try:
         return json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-    # A disk that was full or a run that was killed may have left half a file.
+    # A full disk or a killed run may have left half a file.
     except (OSError, ValueError):
         return None
 
 
 def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
-    """Create the files at their full size, for every rank to write its part."""
+    """Create the files at their full size, so that every rank can write its part."""
     directory.mkdir(parents=True, exist_ok=True)
     # Without meta.json the cache counts as incomplete until every rank has written its part.
     (directory / "meta.json").unlink(missing_ok=True)
     classes = top_k + (top_k < vocab_size)
-    # Half the size for the usual small vocabularies.
+    # uint16 halves the file for the usual small vocabularies.
     index_type = np.uint16 if vocab_size <= 2**16 else np.int32
     files = (("log_probs", np.float32, classes), ("indices", index_type, top_k))
     size = sum(num_tokens * width * np.dtype(dtype).itemsize for _, dtype, width in files)
@@ -207,9 +208,9 @@ def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
 
 def _reserve(path: Path) -> None:
     """
-    Give a sparse file its blocks on the disk, or remove it and raise `OSError`.
+    Allocate the blocks of a sparse file on the disk, or remove the file and raise `OSError`.
 
-    A write through memory to a block that the disk cannot give would end the process with SIGBUS, without a message.
+    If the disk were full, a write to the mapped memory would end the process with SIGBUS, without a message.
     """
     try:
         with open(path, "r+b") as file:
@@ -228,7 +229,7 @@ def _open(directory: Path, starts: np.ndarray, *, mode: Literal["r", "r+"]) -> T
 
 
 def _fill(cache: TeacherCache, rows, share: np.ndarray, ask, collator, *, batch_size: int):
-    """Compute the log-probabilities of the rows in `share`, and write them to their place."""
+    """Compute the log-probabilities of the rows in `share`, and write them into the cache."""
     top_k = cache.indices.shape[1]
     for first in range(0, len(share), batch_size):
         numbers = share[first : first + batch_size].tolist()
@@ -238,8 +239,10 @@ def _fill(cache: TeacherCache, rows, share: np.ndarray, ask, collator, *, batch_
         kept = keep_top(log_probs, indices).cpu().numpy()
         for place, number in enumerate(numbers):
             start, end = cache.starts[number], cache.starts[number + 1]
+            # `end - start` tokens: leave out the padding of the batch.
             cache.log_probs[start:end] = kept[place, : end - start]
             cache.indices[start:end] = indices[place, : end - start].cpu().numpy()
+    # Write the mapped memory to the file now: a crash must not lose it after `meta.json` declares the cache complete.
     cache.log_probs.flush()
     cache.indices.flush()
 

@@ -1,8 +1,8 @@
 """
-Tools that a model may call while it answers: a calculator, and functions of the user's own.
+Tools that a model may call while it answers: a calculator, and functions of the user.
 
-A tool is a function with type hints and a docstring in Google's style, from which transformers makes its JSON schema,
-so that the docstring is part of the prompt. `examples/agent_tools.py` holds the tools of MiniMind's agent stage.
+A tool is a function with type hints and a docstring in Google's style. transformers makes its JSON schema from them,
+so the docstring is part of the prompt. `examples/agent_tools.py` holds the tools of MiniMind's agent stage.
 """
 
 import ast
@@ -23,12 +23,13 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
 }
-# Python integers have no limit: without this, a model could fill the memory with 9**9**9.
+# Python integers have no limit. Without this one, a model could fill the memory with 9**9**9.
 MAX_EXPONENT = 64
 # Operators as models write them.
 _SPELLINGS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")"})
 
 
+# The model reads this docstring as the description of the tool, so it describes the tool instead of commanding it.
 def calculator(expression: str) -> str:
     """
     Calculates the value of an expression.
@@ -55,7 +56,7 @@ def calculator(expression: str) -> str:
                 return _OPERATORS[type(op)](*numbers)
         raise ValueError(f"{expression!r} holds something else than numbers, + - * / % ** and parentheses.")
 
-    # ast and not eval: the expression comes from a model, and may be any Python code.
+    # Use `ast` instead of `eval`: the expression comes from a model, and may be any Python code.
     return str(value(ast.parse(expression.translate(_SPELLINGS).strip(), mode="eval")))
 
 
@@ -64,7 +65,7 @@ def load_tools(names: list[str] | None) -> list[Callable[..., Any]] | None:
     Return tools by name: `calculator`, or `module.path:name` of a function or a list of functions.
 
     Raises:
-        `ValueError`: as [`~stages.rewards.load_object`] does.
+        `ValueError`: in the cases of [`~stages.rewards.load_object`].
     """
     if names is None:
         return None

@@ -1,7 +1,7 @@
 """
-Mixin that gives TRL's trainers our saving and pushing, and our router loss.
+Mixin that adds our saving, pushing and router loss to TRL's trainers.
 
-TRL computes Mixtral's load-balancing loss in its fused LM head. [`RouterLossMixin`] switches that off and adds
+TRL computes Mixtral's load-balancing loss in its fused LM head. [`RouterLossMixin`] turns that off and adds
 `router_aux_loss_coef * sum of aux_d over documents / number of documents` (`model/loss.py`) to the loss.
 """
 
@@ -20,16 +20,16 @@ class RouterLossMixin(RunTrainer):
     """
     Add our router loss to a trainer of TRL: `class MyTrainer(RouterLossMixin, trl.GRPOTrainer)`.
 
-    Every forward pass of the policy that computes gradients contributes. A document is a row, or a part of it if
+    Every forward pass of the policy that computes gradients contributes. A document is a row, or a part of a row if
     positions restart. Passes without gradients (a reference model, an evaluation) contribute nothing.
 
-    The micro-batches of a step have equal weights: the router loss is their mean, as TRL's losses are. With equally
-    many rows in each micro-batch, neither accumulation nor world size changes it.
+    The router loss of a step is the mean over its micro-batches, like TRL's losses. If all micro-batches have the same
+    number of rows, neither accumulation nor world size changes it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Switch off Mixtral's formula in TRL's own code.
+        # Turn off Mixtral's formula in TRL's own code.
         self.aux_loss_enabled = False
         self._adds_router_loss = bool(self.model.config.num_experts) and self.router_aux_loss_coef != 0.0
         self._captured: list[torch.Tensor] | None = None
@@ -42,19 +42,21 @@ class RouterLossMixin(RunTrainer):
     def _send_telemetry(self) -> None:
         """Do nothing: TRL reports every trainer that is created to the Hub."""
 
-    # NOTE: TRL's fused LM head calls the decoder and not our `forward`, and its DPO passes arguments of its own. All
-    # passes of the policy have the decoder in common, so hooks on the decoder compute the loss.
+    # NOTE: TRL's fused LM head calls the decoder instead of our `forward`, and its DPO passes other arguments. But
+    # every pass of the policy calls the decoder, so hooks on the decoder compute the loss.
 
     def _ask_for_router_logits(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        """Make the decoder return its router logits, in passes with gradients within `compute_loss`."""
+        """Make the decoder return its router logits in passes with gradients within `compute_loss`."""
         if self._captured is not None and torch.is_grad_enabled():
             return args, kwargs | {"output_router_logits": True}
+        # None leaves the arguments unchanged.
         return None
 
     def _keep_router_loss(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         """Compute the router loss of one pass and keep it for `compute_loss`."""
         if self._captured is None or not torch.is_grad_enabled():
             return
+        # Activation checkpointing recomputes single layers, not the decoder, so no pass counts twice.
         hidden_states = outputs.last_hidden_state
         documents = find_documents(
             hidden_states.shape[:2],
@@ -86,7 +88,8 @@ class RouterLossMixin(RunTrainer):
             return result
         # A step may run the policy more than once, such as for chosen and rejected answers.
         aux_loss = torch.stack(captured).mean()
-        # TRL logs the mean of everything in this table.
+        # TRL logs the mean of each entry of this table. `gather` is a collective, which all ranks enter here: they run
+        # the same passes.
         self._metrics["train"]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
         # If TRL has already divided its loss by the number of micro-batches, Trainer does not divide again.
         num_micro_batches = self.current_gradient_accumulation_steps if self.loss_is_scaled_for_ga else 1

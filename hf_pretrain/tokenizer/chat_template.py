@@ -1,4 +1,4 @@
-"""Mark in a chat template what the assistant generates, and render conversations within a time limit."""
+"""Mark the text that the assistant generates in a chat template, and render conversations within a time limit."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from .special_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}.*{%-?\s*endgeneration\s*-?%}", flags=re.DOTALL)
 
 
-# Places in the templates of MiniMind's own tokenizers that write what the assistant says, and the same with marks.
+# Places in the templates of MiniMind's own tokenizers that write the assistant's text, and the same places with marks.
 _UNMARKED = {
     # V1 and MiniMind2
     "{{ content + '</s>' + '\\n' }}": "{% generation %}{{ content + '</s>' }}{% endgeneration %}{{ '\\n' }}",
@@ -48,9 +48,9 @@ _UNMARKED = {
 
 def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
     """
-    Make sure that a tokenizer's chat template marks what the assistant generates.
+    Make sure that a tokenizer's chat template marks the text that the assistant generates.
 
-    The templates of MiniMind's own tokenizers get the marks and render the same text as before.
+    The function adds the marks to the templates of MiniMind's own tokenizers. They render the same text as before.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): changed in place.
@@ -87,12 +87,12 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
     tokenizer.chat_template = template
 
 
-# Limit of CPU time per conversation, which usually takes a millisecond. Wall time would depend on other processes.
+# Limit of CPU time per conversation; rendering usually takes a millisecond. Wall time would depend on other processes.
 MAX_RENDER_SECONDS = 10.0
 
 
 class _TimeLimitReached(Exception):
-    """Signal that a template used up its CPU time."""
+    """Exception for a template that used up its CPU time."""
 
     pass
 
@@ -104,17 +104,17 @@ def render_guarded(
     chat_template_kwargs: dict[str, Any],
 ) -> tuple[str, list[tuple[int, int]]]:
     """
-    Render a conversation by the tokenizer's chat template, with guards in texts that spell a control token.
+    Render a conversation with the tokenizer's chat template. Texts that spell a control token get guards.
 
     Args:
-        tokenizer ([`PreTrainedTokenizerFast`]): with a template that marks what the assistant generates.
+        tokenizer ([`PreTrainedTokenizerFast`]): with a template that marks the text that the assistant generates.
         messages (`list[dict]`): a conversation in the internal form of `data.conversations`.
         tools (`list[dict]`, *optional*): JSON schemas of the available tools.
         chat_template_kwargs (`dict`): further variables of the template.
 
     Returns:
-        `tuple`: the rendered text with guards ([`~tokenizer.encoding.guard_control_tokens`]), and for each text that
-        the assistant generates the range `[start, end)` of its characters.
+        `tuple`: the rendered text with guards ([`~tokenizer.encoding.guard_control_tokens`]), and the range
+        `[start, end)` of characters of each text that the assistant generates.
 
     Raises:
         `ValueError`: if the template fails, takes more than `MAX_RENDER_SECONDS`, or leaves out a part of the
@@ -123,6 +123,7 @@ def render_guarded(
     guarded = guard_control_tokens(tokenizer, messages)
     try:
         with _cpu_time_limit(MAX_RENDER_SECONDS):
+            # NOTE: `apply_chat_template` returns a mask of tokens instead of these ranges of characters.
             (rendered,), (spans,) = render_jinja_template(
                 conversations=[guarded],
                 tools=guard_control_tokens(tokenizer, tools),
@@ -131,7 +132,7 @@ def render_guarded(
                 **tokenizer.special_tokens_map,
                 **chat_template_kwargs,
             )
-    except Exception as error:  # a template of the user's own may raise anything
+    except Exception as error:  # a user's template may raise any error
         start = messages[0]["content"][:80]
         if isinstance(error, _TimeLimitReached):
             template = tokenizer.chat_template[:80]
@@ -172,8 +173,8 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
     """
     Raise [`_TimeLimitReached`] in a block that takes more than `seconds` of CPU time.
 
-    NOTE: Python delivers signals only to the main thread. Data are prepared there, also in worker processes. There is
-    no limit in other threads, nor on Windows, which has no such timer.
+    NOTE: Python delivers signals only to the main thread, where data are prepared, also in worker processes. In other
+    threads and on Windows, which has no such timer, there is no limit.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,9 +1,9 @@
 """
 Encode documents, prompts and rendered conversations.
 
-Text is only text here. A text that spells a control token, such as `<|im_end|>` or `<think>`, is encoded letter by
-letter like any other text and decodes to itself. Control tokens come from the chat template alone, so no document can
-end itself early or speak as the assistant.
+Text never becomes a control token here. A text that contains the characters of a control token, such as `<|im_end|>`
+or `<think>`, is encoded letter by letter like any other text and decodes to itself. Only the chat template writes
+control tokens, so no document can end itself early or speak as the assistant.
 """
 
 import json
@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 
-# A guard separates the first character of a spelled control token from the rest until the text is encoded. It is a
-# character of Unicode's private use area; a text that contains it gets it doubled.
+# Until a text is encoded, a guard separates the first character of a spelled control token from the rest. The guard is
+# a character of Unicode's private use area; in a text that already contains this character, it is doubled.
 _GUARD = "\ue000"
 
 
@@ -50,13 +50,13 @@ def encode_prompt(
     """
     Encode a conversation up to the point where the assistant answers.
 
-    The ids are those of `apply_chat_template`, except that no message can produce a control token by spelling it.
+    The ids equal the result of `apply_chat_template`, except that no message can produce a control token.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): with a chat template.
         messages (`list[dict]`): the conversation so far.
         tools (`list[dict]`, *optional*): JSON schemas of the available tools.
-        enable_thinking (`bool`, *optional*): with or without reasoning; the default is the template's.
+        enable_thinking (`bool`, *optional*): with or without reasoning; by default the template decides.
 
     Returns:
         `list[int]`: token ids, the generation prompt included.
@@ -77,7 +77,7 @@ def guard_control_tokens(tokenizer: PreTrainedTokenizerFast, value: Any) -> Any:
     """
     Return a copy of messages or tools in which no text spells a control token.
 
-    A chat template can then render the copy, and [`encode_rendered`] removes the guards again.
+    A chat template renders the copy, and [`encode_rendered`] removes the guards again.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): its added tokens are the control tokens, special or not.
@@ -87,7 +87,7 @@ def guard_control_tokens(tokenizer: PreTrainedTokenizerFast, value: Any) -> Any:
         _, beginning = _control_patterns(tokenizer)
         return beginning.sub(rf"\g<0>{_GUARD}", value.replace(_GUARD, 2 * _GUARD))
     if isinstance(value, dict):
-        # Keys as well: a template may write the names of arguments.
+        # Guard keys as well: a template may write the names of arguments.
         return {guard_control_tokens(tokenizer, k): guard_control_tokens(tokenizer, v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [guard_control_tokens(tokenizer, item) for item in value]
@@ -98,17 +98,17 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
     """
     Encode the text that a chat template rendered from guarded messages ([`guard_control_tokens`]).
 
-    Control tokens in it come from the template; guarded spellings are plain text.
+    Control tokens in the text come from the template; guarded spellings are plain text.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the template.
         text (`str`): the rendered text, with guards.
 
     Returns:
-        `tuple[list[int], list[tuple[int, int]]]`: token ids, and for each the range `[start, end)` of characters in
-        `text` that it stands for, guards counted.
+        `tuple[list[int], list[tuple[int, int]]]`: token ids, and the range `[start, end)` of characters of each token
+        in `text`, including guards.
     """
-    # The template's control tokens cut the text; what lies between them is encoded without control tokens.
+    # Cut the text at the template's control tokens, and encode the text between them without control tokens.
     control, _ = _control_patterns(tokenizer)
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
@@ -118,7 +118,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
         plain = text[position:end]
         kept: Sequence[int] = range(position, end)
         if _GUARD in plain:
-            # A doubled guard is one guard of the text itself. `kept` maps characters back to their place in `text`.
+            # A doubled guard is one guard of the text itself. `kept` maps the characters back to positions in `text`.
             kept = [found.start() for found in _UNGUARDED.finditer(text, position, end)]
             plain = "".join(text[i] for i in kept)
         if plain:
@@ -126,7 +126,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
             ids += encoding.ids
             offsets += [(kept[first], kept[last - 1] + 1) for first, last in encoding.offsets]
         if match:
-            # A control token is one id and stands for its whole spelling.
+            # A control token is one id for its whole spelling.
             ids.append(tokenizer.convert_tokens_to_ids(match[0]))
             offsets.append(match.span())
             position = match.end()
@@ -136,7 +136,8 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
 @lru_cache(maxsize=4)
 def _control_patterns(tokenizer: PreTrainedTokenizerFast) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return a pattern that matches control tokens, and one that matches the first character of each."""
-    # Longest first, since a regular expression takes the first alternative that matches.
+    # The cache assumes that nobody adds tokens to a tokenizer after its first use. Sort the longest spelling first,
+    # because a regular expression takes the first alternative that matches.
     spellings = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     beginnings = (f"{re.escape(spelling[0])}(?={re.escape(spelling[1:])})" for spelling in spellings)
     return re.compile("|".join(map(re.escape, spellings))), re.compile("|".join(beginnings))
@@ -147,8 +148,8 @@ def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     """
     Return the tokenizer's backend without added tokens.
 
-    NOTE: `split_special_tokens=True` is not enough. With it the tokenizer still matches added tokens that are not
-    marked special, such as `<think>` here and in Qwen's tokenizers.
+    NOTE: `split_special_tokens=True` is not enough. The tokenizer still matches added tokens that are not special,
+    such as `<think>` here and in Qwen's tokenizers.
     """
     fields = json.loads(tokenizer.backend_tokenizer.to_str())
     absent: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}

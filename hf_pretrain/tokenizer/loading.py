@@ -26,8 +26,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     """
     Save a tokenizer so that transformers 4.57 can read it too, with padding on the left.
 
-    A decoder generates from the right end of a row, so a batch that is padded on the left gives the same answers as
-    its prompts one by one.
+    A decoder generates at the right end of a row. So with padding on the left, a batch of prompts gives the same
+    answers as the single prompts.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer; it is not changed.
@@ -49,7 +49,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     """
     Load a tokenizer from a directory or from the Hub.
 
-    A tokenizer that has our control tokens but no response template, such as minimind-3's, gets ours.
+    A tokenizer with our control tokens but without a response template, such as minimind-3's, gets our template.
 
     Args:
         name_or_path (`str` or `Path`): a directory or Hub id.
@@ -72,7 +72,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
             "to train a tokenizer on the data."
         )
     try:
-        # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, where nobody may be listening.
+        # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
         tokenizer = AutoTokenizer.from_pretrained(
             str(name_or_path), use_fast=True, trust_remote_code=trust_remote_code
         )
@@ -82,7 +82,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
             f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and "
             f"--model_name_or_path, or leave it out to train a tokenizer on the data. ({error})"
         ) from error
-    # minimind-3 writes tool calls and thoughts as our template does, so our parser reads its answers too.
+    # minimind-3's template writes tool calls and thoughts as ours does, so our response template fits its answers.
     control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if tokenizer.response_template is None and control_tokens.issuperset([BOS_TOKEN, EOS_TOKEN, *MARKS]):
         tokenizer.response_template = json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8"))
@@ -102,7 +102,8 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     if directory.is_dir():
         return load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     try:
-        # NOTE: without this file AutoTokenizer builds an empty tokenizer from the `model_type` of the config.
+        # NOTE: without this file, AutoTokenizer builds an empty tokenizer from the config's `model_type`, without an
+        # error.
         hf_hub_download(path, "tokenizer.json")
     except (OSError, ValueError):
         return None
@@ -127,7 +128,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
             f"The tokenizer {name} has no {', '.join(f'{kind}_token' for kind in missing)}. Set it in its "
             "tokenizer_config.json: documents begin with bos and end with eos, and pad fills rows up."
         )
-    # Not `len(tokenizer)`: ids need not be contiguous.
+    # Do not use `len(tokenizer)`: ids need not be contiguous.
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise ValueError(
@@ -138,10 +139,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
     """
-    Count the UTF-8 bytes that each id stands for, to convert nats per token into bits per byte.
+    Count the UTF-8 bytes of each id, to convert nats per token into bits per byte.
 
     The counts are exact for byte-level BPE, which spells a piece with one character per byte. In SentencePiece-like
-    vocabularies the white space mark and pieces such as `<0xAB>` count as one byte each.
+    vocabularies, the mark for white space and pieces such as `<0xAB>` count as one byte each.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer.
@@ -151,7 +152,7 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
     """
     # Byte-level BPE spells each byte as one visible character, so the length of a piece is its number of bytes.
     lengths = torch.zeros(len(tokenizer), dtype=torch.long)
-    # The backend offers no other way to ask for its kind.
+    # NOTE: the backend has no attribute for its kind, only its `repr`.
     is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
     added = tokenizer.added_tokens_decoder
     for piece, index in tokenizer.get_vocab().items():

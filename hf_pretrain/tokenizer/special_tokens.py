@@ -6,8 +6,8 @@ from pathlib import Path
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
-# Added tokens that are not special: `skip_special_tokens=True` keeps them in decoded text, where tool parsers and
-# users read them.
+# Added tokens that are not special, so that `skip_special_tokens=True` keeps them in decoded text for tool parsers and
+# users.
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
 

@@ -1,4 +1,4 @@
-"""Train byte-level BPE tokenizers, and keep them in a cache by the content of their training data."""
+"""Train byte-level BPE tokenizers, and cache them by the content of their training data."""
 
 import hashlib
 import inspect
@@ -93,10 +93,10 @@ def load_or_train_tokenizer(
         name_or_path (`str`, *optional*): a directory or Hub id to load; `None` trains.
         documents ([`Dataset`] or [`IterableDataset`]): with a column `text`.
         vocab_size (`int`): number of entries of the trained tokenizer in total.
-        cache_dir (`str` or `Path`, *optional*): directory of cached tokenizers, whose names are digests of what they
-            were trained on. The default is `hf_pretrain/tokenizers` in `HF_HOME`.
+        cache_dir (`str` or `Path`, *optional*): directory of cached tokenizers. The name of each is a digest of its
+            training data and settings. The default is `hf_pretrain/tokenizers` in `HF_HOME`.
         max_training_chars (`int`, defaults to 50,000,000): limit of the training text in characters. Above it,
-            training uses evenly spaced documents; of a stream, the first ones.
+            training uses evenly spaced documents, or the first documents of a stream.
 
     Returns:
         [`PreTrainedTokenizerFast`]
@@ -107,11 +107,12 @@ def load_or_train_tokenizer(
     if name_or_path is not None:
         return load_tokenizer(name_or_path)
     texts = _sample_texts(documents, max_training_chars)
-    # The key covers everything that the result depends on: text, settings, templates, code and library version.
+    # The key covers all inputs of the result: text, settings, templates, code and library version.
     digest = hashlib.blake2b(digest_size=16)
     templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
     recipe = [vocab_size, SPECIAL_TOKENS, *templates, _TRAINING_CODE, tokenizers.__version__]
     for part in (json.dumps(recipe), *texts):
+        # No text contains a NUL, so the separator keeps ("ab", "c") and ("a", "bc") apart.
         digest.update(part.encode() + b"\0")
     directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest.hexdigest()
     if directory.is_dir():
@@ -121,8 +122,8 @@ def load_or_train_tokenizer(
     logger.info(f"Training a tokenizer with {vocab_size} entries on {len(texts)} documents")
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Write to a scratch directory and rename it, so that no other process sees half a tokenizer. Where another process
-    # was faster, the rename fails and its tokenizer, which is equal, is used.
+    # Write to a scratch directory and rename it, so that no other process sees half a tokenizer. If another process
+    # was faster, the rename fails, and this process uses the other tokenizer, which is equal.
     scratch = tempfile.mkdtemp(dir=directory.parent)
     try:
         save_tokenizer(tokenizer, scratch)
@@ -138,7 +139,7 @@ def load_or_train_tokenizer(
 def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[str]:
     """Return texts of about `max_chars` characters: evenly spaced, or the first ones of a stream."""
     if isinstance(documents, Dataset):
-        # Estimate the mean length from 1,000 documents; reading all of a large data set would take minutes.
+        # Estimate the mean length from 1,000 documents. Reading all documents of a large dataset would take minutes.
         probe = documents.select(np.linspace(0, len(documents) - 1, min(len(documents), 1000), dtype=np.int64))
         mean_chars = sum(map(len, probe["text"])) / max(len(probe), 1)
         if mean_chars * len(documents) <= max_chars:
@@ -154,7 +155,7 @@ def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[
     return texts
 
 
-# Part of the cache key, so that a tokenizer that older code trained is not used by newer code.
+# Part of the cache key: newer code must not use a tokenizer that older code trained.
 _TRAINING_CODE = inspect.getsource(train_tokenizer)
 
 

@@ -1,20 +1,21 @@
 """
 Training: how a run is configured, trained, saved, resumed and reported.
 
-`arguments` and `parsing` hold the flags. `trainer` has `MaskedLossTrainer`, whose loss means the same at any batch
-size and world size; `run_trainer` has its base, which adds checkpoints, signals and pushes to transformers' `Trainer`
-and connects plain parts: `meter`, `nonfinite`, `row_source`, `data_position`, `run_description`, `deepspeed_support`
-and `optimizers`. `running` holds the steps that all recipes share; `resuming`, `resume_from_hub`, `run_log`,
-`run_record`, `callbacks` and `reporting` serve them. `efficiency` counts FLOPs and memory.
+`arguments` and `parsing` define and parse the flags. `trainer` holds `MaskedLossTrainer`, whose loss has the same
+meaning at any batch size and world size. Its base class, in `run_trainer`, adds checkpoints, signals and pushes to
+transformers' `Trainer`. Both connect plain parts: `meter`, `nonfinite`, `row_source`, `data_position`,
+`run_description`, `deepspeed_support` and `optimizers`. `running` holds the steps that all recipes share; it uses
+`resuming`, `resume_from_hub`, `run_log`, `run_record`, `callbacks` and `reporting`. `efficiency` counts FLOPs and
+memory.
 
-In a notebook, plain arguments are enough, without a command line:
+A notebook needs no command line, only plain arguments:
 
     from hf_pretrain.training import LMTrainingArguments, MaskedLossTrainer
 
     trainer = MaskedLossTrainer(model, LMTrainingArguments(output_dir="out/notebook"), train_dataset=rows)
     trainer.train()
 
-Names are imported on first use, so that a module that needs the arguments alone does not wait for the trainer.
+Names are imported on first use: a module that needs only the arguments does not wait for the import of the trainer.
 """
 
 from importlib import import_module

@@ -32,8 +32,8 @@ class LMTrainingArguments(TrainingArguments):
     """
     transformers' `TrainingArguments` with defaults for small language models.
 
-    It holds and checks values. transformers' class chooses the device and starts the process group when an instance
-    is made; [`~training.launch`] does the same for CPU ranks.
+    The class holds and checks values. When an instance is made, transformers' constructor chooses the device and
+    starts the process group; [`~training.launch`] starts it for CPU ranks.
 
     Raises:
         `ValueError`: for values that do not fit together or do not fit the machine and the launch command.
@@ -97,7 +97,7 @@ class LMTrainingArguments(TrainingArguments):
         default=cast(bool, None),
         metadata={"help": "Compile each decoder layer. On by default with CUDA and without DeepSpeed."},
     )
-    # AdamW's betas and weight decay, and a cosine to 10 %, are GPT-3's (https://arxiv.org/abs/2005.14165, appendix B).
+    # GPT-3 has these betas and weight decay, and a cosine down to 10 % (https://arxiv.org/abs/2005.14165, appendix B).
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(
         default="cosine_with_min_lr",
@@ -133,13 +133,13 @@ class LMTrainingArguments(TrainingArguments):
     include_num_input_tokens_seen: str = field(
         default="non_padding", metadata={"help": "Which tokens to count: no, all or non_padding."}
     )
-    # Every parameter is used in each step. DDP's search would traverse the graph in vain.
+    # Every step uses every parameter, so DDP's search through the graph would find nothing and cost time.
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Let DDP search for parameters without a gradient. MiniMind has none."}
     )
 
     def __post_init__(self):
-        # This comes first, because errors, logs and records quote the arguments.
+        # Hide the token first, because errors, logs and records quote the arguments.
         self._hide_token()
         # Progress bars fill a redirected log with carriage returns.
         if self.disable_tqdm is None:
@@ -148,14 +148,14 @@ class LMTrainingArguments(TrainingArguments):
         if self.accelerator_config is None:
             # Each rank reads a stream itself, because the trainer pads its last batch.
             self.accelerator_config = {"dispatch_batches": False}
-        # --load_best_model_at_end needs an evaluation at each checkpoint, so that its interval must not grow.
+        # --load_best_model_at_end needs an evaluation at each checkpoint, so their interval must not grow.
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
             self.eval_steps = 0.1
-        # NOTE: transformers takes larger values for better ones, unless the metric's name ends in "loss".
+        # NOTE: transformers treats larger values as better, unless the metric's name ends in "loss".
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
-        # NOTE: transformers' schedule has no default minimum. `MaskedLossTrainer` fills it in, TRL's trainers do not.
+        # NOTE: transformers' schedule has no default minimum, and TRL's trainers do not set one either.
         schedule = str(self.lr_scheduler_type)
         if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
@@ -170,8 +170,8 @@ class LMTrainingArguments(TrainingArguments):
                 "--bf16: this CPU has no bfloat16 units and emulates them. A step takes several times as long as in "
                 "float32. Pass --bf16 false to train in float32."
             )
-        # Keep the options from Trainer, which would compile the model as a whole, once for each length of a batch and
-        # each mode. `RunTrainer` compiles the layers with them.
+        # Hide these options from Trainer, which would compile the whole model, again for each length of a batch and
+        # for each mode. `RunTrainer` compiles single layers with them.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
         self.compile_options = {name: value for name, value in given.items() if value is not None}
         if self.torch_compile is None:
@@ -193,6 +193,7 @@ class LMTrainingArguments(TrainingArguments):
                 f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."
             )
         self._check_amounts()
+        # Check before the next two calls, in which the ranks wait for each other.
         check_launch(self)
         start_cpu_ranks(self)
         super().__post_init__()
@@ -203,12 +204,12 @@ class LMTrainingArguments(TrainingArguments):
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """
-        Let the first process of each machine run the block, and the others after it, which then read its cache.
+        Run the block in the first process of each machine, and then in the others, which read its cache.
 
-        transformers' method waits in a collective, which fails after `--ddp_timeout`. This one has no limit.
+        transformers' method waits in a collective, which fails after `--ddp_timeout`. This method waits without limit.
 
         Args:
-            local (`bool`): ignored; the signature is transformers'.
+            local (`bool`): ignored; transformers' method has this argument.
             desc (`str`): the work as a participle, such as `preparing the data`, for the waiting processes' message.
         """
         if self.world_size > 1 and dist.is_initialized():
@@ -229,7 +230,7 @@ class LMTrainingArguments(TrainingArguments):
     @property
     def distributed_config(self) -> DistributedConfig | None:
         """
-        The sizes by which transformers shards the model while loading it; `None` if each process holds all of it.
+        Sizes by which transformers shards the model while it loads it; `None` if each process holds the whole model.
         """
         names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
         sizes = {name: getattr(self, name) for name in names}

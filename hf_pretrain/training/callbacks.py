@@ -14,7 +14,7 @@ def _validation_figures(logs: dict[str, float]) -> str:
 
 
 class TrainingProgressCallback(ProgressCallback):
-    """A progress bar with loss, tokens/s and MFU beside the time left. Validation results get lines of their own."""
+    """Progress bar that also shows loss, tokens/s and MFU. Validation results are printed on separate lines."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or self.training_bar is None:
@@ -28,7 +28,7 @@ class TrainingProgressCallback(ProgressCallback):
             return
         figures = _validation_figures(logs)
         if figures:
-            # The bar would overwrite these figures with those of the next step.
+            # Print above the bar, which would overwrite these figures at the next step.
             self.training_bar.write(f"step {state.global_step}: {figures}")
 
 
@@ -57,7 +57,7 @@ class EvaluationIntervalCallback(TrainerCallback):
         self.min_steps = min_steps
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # Only now has Trainer turned a share of all steps into a number.
+        # Trainer has just converted a share of all steps into a number of steps.
         state.eval_steps = max(state.eval_steps, self.min_steps)
 
 
@@ -83,7 +83,7 @@ class ProfilerCallback(TrainerCallback):
 
         def write(profiler: Any) -> None:
             if self._is_over:
-                # Stopping the profiler also reports the unfinished step after the last one.
+                # `stop` also calls this function, for the unfinished step after the last one.
                 return
             profiler.export_chrome_trace(str(directory / f"step-{state.global_step}-rank-{args.process_index}.json"))
             if args.process_index == 0:
@@ -92,7 +92,7 @@ class ProfilerCallback(TrainerCallback):
 
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
-            # The profiler's own start is slow, so that the step before the traced one warms it up.
+            # The profiler starts slowly, so one step of warm-up comes before the traced one.
             schedule=schedule(wait=self.interval - 2, warmup=1, active=1),
             on_trace_ready=write,
             profile_memory=True,

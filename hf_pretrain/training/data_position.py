@@ -21,8 +21,8 @@ class DataPosition:
     Position of a run in its data.
 
     Args:
-        epoch (`int`, *optional*): the current pass over the data, from 0. Without it, Trainer derives pass and rows
-            from the number of steps.
+        epoch (`int`, *optional*): the current pass over the data, from 0. If it is `None`, Trainer derives the pass
+            and its rows from the number of steps.
         num_rows (`int`): rows of this pass that all ranks together have taken.
         evaluation_is_due (`bool`): a signal cut off an evaluation at this step. It runs on resume.
         num_skipped_steps (`int`): steps that the run skipped because they were not finite.
@@ -39,12 +39,12 @@ class DataPosition:
 
     @classmethod
     def load(cls, directory: str | Path) -> "DataPosition | None":
-        """Return the position saved in a checkpoint; `None` if it has none. Ignore fields of other versions."""
+        """Return the position saved in a checkpoint, or `None` if it has none. Ignore fields of other versions."""
         path = Path(directory, DATA_POSITION_NAME)
         if not path.is_file():
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
-        # Checkpoints of the first version hold the skipped steps beside the sums of the log.
+        # Checkpoints of the first version hold the number of skipped steps under `unlogged`.
         content.setdefault("num_skipped_steps", content.get("unlogged", {}).get("skipped", 0))
         return cls(**{field.name: content[field.name] for field in fields(cls) if field.name in content})
 
@@ -63,7 +63,7 @@ class PositionTracker(TrainerCallback):
 
     def start(self, epoch: int, num_batches: int) -> None:
         """Begin at pass `epoch`, of which each rank has already taken `num_batches` micro-batches."""
-        # `on_epoch_begin` follows and adds one.
+        # Trainer calls `on_epoch_begin` next, which adds one.
         self.epoch, self.num_batches = epoch - 1, 0
         self._num_batches_before = num_batches
 

@@ -1,4 +1,4 @@
-"""Checks and repairs of what DeepSpeed does to a run without a message."""
+"""Check for changes that DeepSpeed makes to a run without a message, and repair them."""
 
 from typing import Any
 
@@ -38,8 +38,8 @@ def check_deepspeed_config(config: dict[str, Any], optimizer: str, *, max_grad_n
                 "--fsdp_size."
             )
         if max_grad_norm:
-            # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm, so that
-            # clipping would shrink the updates.
+            # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping
+            # would therefore shrink the updates.
             raise ValueError(
                 "DeepSpeed's Muon would clip its updates instead of the gradients. Pass --max_grad_norm 0 together "
                 "with --optim_preset muon."
@@ -58,16 +58,17 @@ def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float | None
     """
     Restore the weight decays and step counters that DeepSpeed breaks when it loads a universal checkpoint.
 
-    NOTE: ZeRO-3 gives every group the weight decay of the first group. Also, all parameters share one step counter
-    tensor, so that each parameter of a step would advance it.
+    NOTE: ZeRO-3 gives every group the weight decay of the first group. Also, all parameters share one tensor as their
+    step counter, so updating any of them advances the counter of all.
 
     Args:
-        optimizer: the optimizer, perhaps in wrappers of DeepSpeed and accelerate.
+        optimizer: the optimizer. DeepSpeed and accelerate may have wrapped it.
         weight_decays (`list[float | None]`): the weight decay of each group; `None` leaves a group as it is.
     """
     for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
         if weight_decay is not None:
             group["weight_decay"] = weight_decay
+    # Unwrap: only the innermost optimizer holds the state.
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     for state in optimizer.state.values():
@@ -77,7 +78,8 @@ def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float | None
 
 def float32_weights(model: nn.Module, *, trainable_only: bool) -> dict[str, torch.Tensor] | None:
     """
-    Gather the float32 weights that DeepSpeed's optimizer keeps beside half-precision ones. All ranks call it.
+    Gather the float32 weights that DeepSpeed's optimizer keeps in addition to the half-precision ones. All ranks must
+    call this function.
 
     Args:
         model (`nn.Module`): the model that DeepSpeed trains.
@@ -90,9 +92,11 @@ def float32_weights(model: nn.Module, *, trainable_only: bool) -> dict[str, torc
     from deepspeed.utils import safe_get_full_fp32_param
 
     weights = {}
+    # Include both names of a tied matrix, because `load_state_dict` expects both.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if trainable_only and not parameter.requires_grad:
             continue
+        # A collective: all ranks gather the parameters in the same order.
         weight = safe_get_full_fp32_param(parameter)
         if weight is None:
             return None

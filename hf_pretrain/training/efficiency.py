@@ -2,9 +2,9 @@
 Model FLOPs, the peak rate of a device, and memory: the figures that show how much of the machine a run uses.
 
 Model FLOPs count the matrix products with parameters, forward and backward: 6 per parameter and token
-(https://arxiv.org/abs/2001.08361, section 2.1). Experts count only for the tokens that are routed to them. The
-products of attention are left out, so that the figure does not depend on the length of documents. Recomputation by
-activation checkpointing is left out too.
+(https://arxiv.org/abs/2001.08361, section 2.1). Experts count only for the tokens that are routed to them. The count
+leaves out attention's own products, so that it does not depend on the length of documents, and the recomputation of
+activation checkpointing.
 """
 
 import copy
@@ -36,8 +36,8 @@ except ImportError:
     resource = None  # type: ignore[assignment]
 
 
-# FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first name that matches counts, so that
-# "H100 PCIe" stands before "H100".
+# FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first match wins, so "H100 PCIe" must stand
+# before "H100".
 PEAK_FLOPS_PER_SECOND = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -62,7 +62,7 @@ def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float
 
     Args:
         model (`nn.Module`): a model with a MiniMind or similar config.
-        trainable (`bool`): count parameters that require gradients only.
+        trainable (`bool`): count only parameters that require gradients.
     """
     total = 0.0
     config = model.config
@@ -84,8 +84,8 @@ def num_active_parameters(model: nn.Module, *, trainable: bool = False) -> float
 
 def flops_per_token(model: nn.Module) -> float:
     """
-    Return the FLOPs of training per token: per parameter, 2 forward and 2 for the gradient of the input, and 2 more
-    for the gradient of a trainable parameter.
+    Return the FLOPs of training per token. Each parameter costs 2 in the forward pass and 2 for the gradient of the
+    input; a trainable parameter costs 2 more for its own gradient.
     """
     return 4 * num_active_parameters(model) + 2 * num_active_parameters(model, trainable=True)
 
@@ -103,7 +103,7 @@ class PeakRate:
     The peak FLOP/s of a device.
 
     For bfloat16 and float16 on a known GPU, this is the figure of the data sheet. Otherwise it is the best of several
-    measurements, because a measurement is too low while other processes are busy.
+    measurements, because other busy processes make a measurement too low.
 
     Args:
         device (`torch.device`): the device to measure.
@@ -163,13 +163,14 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if resource is None:
         return psutil.Process().memory_info().peak_wset
+    # Windows has no `resource`. macOS counts ru_maxrss in bytes, Linux in KiB.
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # NOTE: on Linux, ru_maxrss of a new process starts at the peak of the process that started it. VmHWM does not.
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
-# Bucket size of ds_configs/zero1.json and zero2.json. One bucket fills while another one is sent.
+# Bucket size in ds_configs/zero1.json and zero2.json. DeepSpeed fills one bucket while it sends another.
 NUM_BUCKET_ELEMENTS = 12_500_000
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
@@ -179,16 +180,16 @@ class MemoryEstimate:
     """
     Estimate of the bytes that each process holds at the peak of a step.
 
-    The estimate counts tensors. An allocator may hold more: on a CPU, glibc's holds about two fifths more, unless the
+    The estimate counts tensors. The allocator may hold more: on a CPU, glibc holds about two fifths more unless the
     environment sets MALLOC_MMAP_THRESHOLD_=1000000.
 
     Args:
         parameters (`float`): bytes of the parameters, held all the time.
         optimizer (`float`): bytes of the optimizer state, held all the time.
-        gradients (`float`): bytes of all gradients, with DDP's buckets and DeepSpeed's float32 copies. They are
-            complete at the end of the backward pass, when the activations are gone.
-        workspace (`float`): bytes held beside the activations: half-precision or gathered copies of weights,
-            communication buckets, and the chunk of logits in memory.
+        gradients (`float`): bytes of all gradients, with DDP's buckets and DeepSpeed's float32 copies. All of them
+            exist only at the end of the backward pass, when the activations are free.
+        workspace (`float`): bytes in use together with the activations: half-precision or gathered copies of weights,
+            communication buckets, and one chunk of logits.
         activations_per_row (`float`): bytes that one row keeps from the forward to the backward pass.
     """
 
@@ -200,7 +201,7 @@ class MemoryEstimate:
 
     def total(self, batch_size: int) -> float:
         """Return the bytes for `batch_size` rows per device and micro-batch."""
-        # The backward pass frees activations while it adds gradients, so that both peaks do not coincide.
+        # The backward pass frees activations while it adds gradients, so the two peaks do not coincide.
         forward = self.workspace + batch_size * self.activations_per_row
         return self.parameters + self.optimizer + max(forward, self.gradients)
 
@@ -225,8 +226,8 @@ def estimate_memory(
     """
     Estimate the memory per process that training a model takes.
 
-    Activations come from forward passes with fake tensors. Everything else follows from the number of parameters,
-    after https://arxiv.org/abs/1910.02054 (ZeRO, sections 3 and 5).
+    Forward passes with fake tensors give the activations. All other figures follow from the number of parameters, as
+    in https://arxiv.org/abs/1910.02054 (ZeRO, sections 3 and 5).
 
     Args:
         model ([`MiniMindForCausalLM`]): the whole model; its parameters may be on the meta device.
@@ -264,6 +265,7 @@ def estimate_memory(
         stage = int(strategy[-1])
         parameters = width * number * (share if stage == 3 else 1)
         optimizer_states = (states + 4 * number) * share
+        # For the update, DeepSpeed copies this rank's share of the gradients to float32.
         gradients = width * number * (share if stage >= 2 else 1) + 4 * number * share * is_half
         workspace += width * number if stage == 3 else 2 * width * NUM_BUCKET_ELEMENTS
         parameter_dtype = dtype
@@ -273,6 +275,7 @@ def estimate_memory(
         parameters, gradients, optimizer_states = (
             n * (share if is_sharded else 1) for n in (4 * number, 4 * number, states)
         )
+        # Autocast keeps half-precision copies of all weights.
         workspace += 2 * number * is_half
         if is_sharded:
             # FSDP gathers the embedding and two layers at a time: the current one, and the next one in advance.
@@ -290,28 +293,30 @@ def _activations(
     config: PreTrainedConfig, length: int, dtype: torch.dtype, *, parameter_dtype: torch.dtype, device_type: str
 ) -> float:
     """
-    Return the bytes that the forward pass of one row keeps for the backward pass. The row holds one document. Nothing
-    is computed, because fake tensors have shapes and no values.
+    Return the bytes that the forward pass of one row keeps for the backward pass. The row holds one document. Fake
+    tensors have shapes but no values, so this computes nothing.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "packed"
-    # The way in which the packed attention runs on that device.
+    # Choose the implementation that packed attention uses on that device.
     in_groups = device_type == "cpu" or dtype == torch.float32
     with FakeTensorMode():
         model = MiniMindForCausalLM._from_config(config, dtype=parameter_dtype).train()
+        # NOTE: fake tensors have no data pointer; the address of the storage object identifies them.
         own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
         def pass_once(num_rows: int) -> int:
             ids = torch.zeros(num_rows, length, dtype=torch.int64)
             starts = torch.zeros(num_rows + 1, dtype=torch.int32)
             documents = PackedDocuments(starts, length, in_groups=in_groups, groups=[(num_rows, length)])
-            # Fake tensors have no values to check positions or to route tokens by.
+            # Fake tensors have no values, so nothing can check their positions or route their tokens.
             model.model._check_positions = lambda position_ids, length: None
             for module in model.modules():
                 if isinstance(module, MiniMindExperts):
                     module.forward = partial(_run_one_expert, module)  # type: ignore[method-assign]
             kept: dict[int, torch.UntypedStorage] = {}
 
+            # Autograd calls this for each tensor that it saves. Parameters do not count, and views share a storage.
             def note(tensor: torch.Tensor) -> torch.Tensor:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in own:
@@ -323,11 +328,12 @@ def _activations(
                 torch.autocast("cpu", dtype=dtype, enabled=dtype != model.dtype),
             ):
                 outputs = model(ids, labels=ids, skip_logits=True, use_cache=False, packed_documents=documents)
+                # Without gradients autograd saves nothing, and the estimate would be 0.
                 assert outputs.loss.requires_grad
                 return sum(storage.nbytes() for storage in kept.values())
 
-        # The difference leaves out what does not depend on the number of rows, such as half-precision copies of
-        # weights, which `workspace` counts.
+        # The difference removes tensors that do not depend on the number of rows, such as half-precision copies of
+        # weights. `workspace` counts those.
         return pass_once(2) - pass_once(1)
 
 
@@ -335,8 +341,8 @@ def _run_one_expert(
     experts: MiniMindExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    Send all tokens through one expert. It keeps as many bytes as all experts together, however the router distributes
-    the tokens.
+    Send all tokens through one expert. This keeps as many bytes as the real routing does, because the experts together
+    process the same number of tokens.
     """
     top_k = top_k_index.shape[-1]
     tokens = hidden_states.repeat_interleave(top_k, dim=0)

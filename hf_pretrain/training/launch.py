@@ -1,9 +1,8 @@
 """
 The launch of a run: its device, checks of the launch command, and the process group of CPU ranks.
 
-transformers chooses the device and starts the process group of GPU ranks when `TrainingArguments` are made. The
-functions here stand around that: `choose_device`, `check_launch` and `start_cpu_ranks` come before it, `check_device`
-comes after it.
+The constructor of `TrainingArguments` chooses the device and starts the process group of GPU ranks. `choose_device`,
+`check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it.
 """
 
 import atexit
@@ -35,8 +34,8 @@ def choose_device(*, use_cpu: bool) -> str:
     Return the device type of a run: `cpu` with `use_cpu` or if torch finds no accelerator.
 
     Raises:
-        `ValueError`: if a plug-in for an accelerator is installed but unused, so that nobody trains on the CPU by
-            accident.
+        `ValueError`: if a plug-in for an accelerator is installed but torch finds no accelerator. Without the error,
+            the user would train on the CPU by accident.
     """
     if use_cpu or torch.accelerator.is_available():
         return default_device_type(use_cpu=use_cpu)
@@ -52,8 +51,9 @@ def choose_device(*, use_cpu: bool) -> str:
 
 def check_launch(args: "LMTrainingArguments") -> None:
     """
-    Raise `ValueError` for mistakes in the launch command, before ranks wait for each other in a process group.
+    Raise `ValueError` for mistakes in the launch command, before the ranks wait for each other in a process group.
     """
+    # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     num_devices = torch.accelerator.device_count()
@@ -69,7 +69,7 @@ def check_launch(args: "LMTrainingArguments") -> None:
         # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
         read_json(Path(args.deepspeed))
     if args.deepspeed and "RANK" not in os.environ:
-        # Without a launcher's variables, DeepSpeed would look for MPI.
+        # Without the environment variables of a launcher, DeepSpeed would look for MPI.
         raise ValueError(
             "--deepspeed needs a launcher, also for one process. Replace `python` before "
             f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
@@ -81,7 +81,7 @@ def check_launch(args: "LMTrainingArguments") -> None:
 
 
 def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
-    """Raise `ValueError` for sizes that do not fit together, or that Trainer does not support."""
+    """Raise `ValueError` for parallel sizes that do not fit together, or that Trainer does not support."""
     num_ranks = args.fsdp_size * args.tp_size * args.dp_replicate_size
     if num_ranks not in (1, world_size):
         raise ValueError(
@@ -127,8 +127,8 @@ def start_cpu_ranks(args: "LMTrainingArguments") -> None:
     """
     Start the process group of CPU ranks. Do nothing for one process, on GPUs, and if the group exists.
 
-    NOTE: transformers' own start ignores `--ddp_timeout` on CPUs. Also, torchrun keeps one store across restarts, in
-    which the ranks of the next attempt would find the addresses of dead ranks. A prefix per attempt keeps them apart.
+    NOTE: transformers ignores `--ddp_timeout` on CPUs. Also, torchrun keeps one store across restarts, and the ranks
+    of the next attempt would find the addresses of dead ranks in it. A prefix per attempt separates the attempts.
     """
     if not args.use_cpu or int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         return
@@ -144,7 +144,7 @@ def start_deepspeed_cpu_ranks() -> None:
     """
     Start DeepSpeed's own process group on a CPU.
 
-    NOTE: ZeRO-3's zero.Init counts ranks through that group, which Trainer sets up on GPUs alone.
+    NOTE: ZeRO-3's zero.Init counts ranks through that group, which Trainer sets up only on GPUs.
     """
     import deepspeed
 
@@ -159,7 +159,7 @@ def _check_shared_memory() -> None:
         return
     try:
         with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
-            # Unlike a sparse file, an allocated one fails where the space is missing.
+            # Allocate the space. Writing a sparse file would succeed even if the space is missing.
             os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
     except OSError as error:
         raise ValueError(
@@ -174,8 +174,8 @@ def _end_gloo() -> None:
     Leave the process group.
 
     NOTE: gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for
-    that. If it is exiting by then, they abort the process with `terminate called without an active exception`: without
-    the pause, 5 of 136 processes did on a busy machine.
+    that. If the interpreter is exiting by then, they abort the process with `terminate called without an active
+    exception`. Without the pause, this happened to 5 of 136 processes on a busy machine.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

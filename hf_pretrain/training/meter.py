@@ -11,7 +11,7 @@ from .efficiency import PeakRate, peak_memory_bytes
 
 class Meter:
     """
-    Add up losses and tokens on the device, and read them back once per log, because each read waits for the device.
+    Add up losses and tokens on the device. Read them back only once per log, because each read waits for the device.
 
     Args:
         flops_per_token (`float`): FLOPs of a forward and backward pass for one token.
@@ -48,7 +48,7 @@ class Meter:
         self.num_steps -= 1
 
     def add_losses(self, parts: dict[str, torch.Tensor]) -> None:
-        """Add the parts of a micro-batch's loss, scalar tensors by the name they are logged under."""
+        """Add the parts of a micro-batch's loss: scalar tensors, keyed by their names in the log."""
         self._names = tuple(parts)
         # One tensor for all parts: a log then needs one reduction over the ranks and one transfer.
         losses = torch.stack(list(parts.values())).detach()
@@ -80,7 +80,7 @@ class Meter:
         flops_per_second = tokens_per_second * self.flops_per_token
         logs |= {"tokens_per_second": tokens_per_second, "model_flops_per_second": flops_per_second}
         self._last_log_time, self._tokens_at_last_log = now, num_tokens
-        # On a CPU the peak is measured, which takes time that is not the run's.
+        # On a CPU, `update` measures the peak. The run's speed must not include that time.
         with self.paused():
             reached = flops_per_second / self.world_size
             logs["mfu"] = reached / self.peak_rate.update(reached)
@@ -93,7 +93,7 @@ class Meter:
         """Exclude the time of the block, such as an evaluation, from the speed."""
         start = time.perf_counter()
         yield
-        # Moving the start of the interval forward takes the block out of it.
+        # Move the start of the interval forward, so that the interval excludes the block.
         self._last_log_time += time.perf_counter() - start
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 # EX_DATAERR of sysexits.h.
 EXIT_NOT_FINITE = 65
-# More skipped steps than this show a problem that skipping cannot solve, such as a learning rate that is too high.
+# A run that must skip more steps has a problem that skipping cannot solve, such as a learning rate that is too high.
 MAX_SKIPPED_STEPS = 10
 
 
@@ -38,7 +38,7 @@ class NonfiniteGuard:
 
     def write_report(self, step: int, what: str, rows: list[dict[str, Any]]) -> None:
         """
-        Write the rows of a step, so that a user can look at them.
+        Write the rows of a step to a file for the user.
 
         Args:
             step (`int`): number of the step, from 1.

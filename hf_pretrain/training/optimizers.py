@@ -20,11 +20,11 @@ from ..runtime.devices import has_bfloat16_units
 
 
 OPTIM_PRESETS = ("adamw", "muon")
-# Coefficients of the quintic Newton-Schulz iteration. Their slope at zero is steep, so that small singular values grow
-# fast, at the price of values around 1 instead of exactly 1.
+# Coefficients of the quintic Newton-Schulz iteration. The polynomial is steep at zero, so small singular values grow
+# fast. In return, the iteration ends near 1 instead of exactly at 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
-# Elements that are orthogonalized at a time. This bounds the memory for gathered copies of sharded matrices.
+# Number of elements to orthogonalize at a time. This bounds the memory for gathered copies of sharded matrices.
 MAX_ELEMENTS = 2**24
 
 
@@ -44,8 +44,8 @@ def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
 
 def muon_parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """
-    Return parameter groups for [`Muon`]: Muon's matrices, AdamW's matrices, and vectors without weight decay. DTensors
-    of different device meshes get groups of their own, because fused updates cannot mix meshes.
+    Return parameter groups for [`Muon`]: Muon's matrices, AdamW's matrices, and vectors without weight decay. Each
+    device mesh of DTensors gets its own groups, because fused updates cannot mix meshes.
 
     Args:
         model (`nn.Module`): the model; frozen parameters are left out.
@@ -68,8 +68,8 @@ class Muon(torch.optim.Optimizer):
     """
     Muon for the matrices of the layers and torch's AdamW for all other parameters, in one optimizer.
 
-    Each matrix in a stacked parameter, such as the experts, is orthogonalized by itself. Sharded matrices (DTensors)
-    are gathered for their update.
+    Muon orthogonalizes each matrix of a stacked parameter, such as the experts, separately. It gathers sharded
+    matrices (DTensors) for their update.
 
     Args:
         groups (`Iterable[dict]`): the result of [`muon_parameter_groups`].
@@ -89,8 +89,8 @@ class Muon(torch.optim.Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "momentum": momentum})
         rest = [group for group in self.param_groups if not group["use_muon"]]
-        # AdamW shares the group dictionaries and the state, so that schedulers and checkpoints see one optimizer. Its
-        # constructor adds its own settings to the groups.
+        # AdamW shares the group dictionaries and the state, so that schedulers and checkpoints see one optimizer.
+        # AdamW's constructor adds its own settings to the groups.
         self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._adamw is not None:
-            # `load_state_dict` replaces groups and state by new objects.
+            # Share the groups and the state again: `load_state_dict` replaces them by new objects.
             self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
             self._adamw.state = self.state
             self._adamw.step()
@@ -125,17 +125,20 @@ class Muon(torch.optim.Optimizer):
                 self._update_matrices(parameters[start : start + at_a_time], group)
 
     def _update_matrices(self, parameters: list[nn.Parameter], group: dict[str, Any]):
-        """Update matrices of one shape `(..., rows, columns)`, which are orthogonalized in one batch."""
+        """Update matrices of one shape `(..., rows, columns)`. Orthogonalize them in one batch."""
         matrices: list[torch.Tensor] = []
         for parameter in parameters:
+            # Nesterov momentum: look ahead from the buffer, which already holds this gradient.
             update = parameter.grad.lerp(self.state[parameter]["momentum_buffer"], group["momentum"])
+            # `full_tensor` is a collective: all ranks gather the parameters in the same order.
             matrices.append(update.full_tensor() if isinstance(update, DTensor) else update)
-        # (num_parameters, ..., rows, columns)
+        # (num_parameters, ..., rows, columns) -> (num_matrices, rows, columns), and back
         stacked = torch.stack(matrices)
         updates = orthogonalize(stacked.flatten(0, -3)).view(stacked.shape).to(stacked.dtype)
         scale = 0.2 * math.sqrt(max(stacked.shape[-2:]))
         for parameter, update in zip(parameters, updates, strict=True):
             if isinstance(parameter, DTensor):
+                # Every rank has computed the same whole update. Keep this rank's shard, without communication.
                 mesh = parameter.device_mesh
                 update = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
                 update = update.redistribute(mesh, parameter.placements)
@@ -147,13 +150,13 @@ def deepspeed_muon(
     groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
     """
-    Return DeepSpeed's Muon for the same groups. ZeRO-1 and ZeRO-2 cut matrices into flat partitions, which only
-    DeepSpeed's own implementation can put together.
+    Return DeepSpeed's Muon for the groups of [`muon_parameter_groups`]. ZeRO-1 and ZeRO-2 cut matrices into flat
+    partitions, and only DeepSpeed's own implementation can reassemble them.
 
     DeepSpeed scales updates by `sqrt(max(1, rows / columns))`. The learning rate of each group corrects this to our
     scale, and its weight decay is divided by the same factor.
     """
-    # The import compiles kernels, which other runs should not wait for.
+    # Import here: the import compiles kernels, and runs without DeepSpeed must not wait for that.
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -172,6 +175,7 @@ def deepspeed_muon(
         for parameter in group["params"]:
             by_columns[parameter.shape[-1]].append(parameter)
         for columns, parameters in by_columns.items():
+            # 0.2 * sqrt(columns) * sqrt(max(1, rows / columns)) = 0.2 * sqrt(max(rows, columns))
             scale = 0.2 * math.sqrt(columns)
             own = {"params": parameters, "lr": lr * scale, "weight_decay": group["weight_decay"] / scale}
             of_deepspeed.append({**group, **own, "ns_method": ns_method})
@@ -195,7 +199,8 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     if is_tall:
         # The Gram matrix of the shorter side is smaller.
         states = states.mT
-    # The iteration converges for singular values up to 1, and the Frobenius norm bounds them.
+    # The iteration converges for singular values up to 1, and the Frobenius norm bounds them. With the clamp, a zero
+    # matrix stays zero.
     states = states / torch.linalg.matrix_norm(states, keepdim=True).clamp(min=1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(NUM_NEWTON_SCHULZ_STEPS):

@@ -26,14 +26,15 @@ def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:
 
 
 def _known_aliases(dataclass_types: tuple[type, ...]) -> list[str]:
-    """Return older names of flags, which the command line and YAML files still accept."""
+    """Return the older names of flags. The command line and YAML files still accept them."""
     fields = [field for cls in dataclass_types for field in dataclasses.fields(cls)]
     return [alias.removeprefix("--") for field in fields for alias in field.metadata.get("aliases", [])]
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """
-    Return the keys and values of a YAML file. The file that its key `extends` names, relative to it, gives defaults.
+    Return the keys and values of a YAML file. Its key `extends` may name another file, relative to this one, whose
+    values are the defaults.
 
     Raises:
         `ValueError`: if a file does not exist, is not YAML, or holds no mapping.
@@ -55,9 +56,11 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[
     argv = []
     for key, value in read_config(Path(path)).items():
         if key not in known_keys and key not in aliases:
+            # With a cutoff of 0, there is always a nearest key.
             nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
             raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
-        # `--key=value` also holds for values that begin with a dash, such as `max_steps: -1`.
+        # `--key=value` also works for values that begin with a dash, such as `max_steps: -1`. A key without a value
+        # keeps the default.
         if isinstance(value, list):
             argv += [f"--{key}", *map(str, value)]
         elif value is not None:
@@ -83,8 +86,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
             wrong type, and for a value that a dataclass refuses.
     """
     argv = sys.argv[1:] if argv is None else argv
-    # A bare --debug is for `one_line_errors`, which prints tracebacks then. With a value, it is a flag of
-    # TrainingArguments.
+    # A bare --debug makes `one_line_errors` print tracebacks. --debug with a value is a flag of TrainingArguments.
     pairs = zip(argv, [*argv, "--"][1:], strict=True)
     argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
     parser = RecipeParser(dataclass_types, allow_abbrev=False, epilog="--debug shows the traceback of an error, too.")
@@ -92,7 +94,8 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
 
     config = None
     if "config" in known_keys:
-        # Parse twice: the first pass finds the YAML file, whose values come before the command line in the second.
+        # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
+        # wins because it comes last.
         known, _ = parser.parse_known_args(argv)
         config = known.config or _default_config(known, stage)
     defaults = (
@@ -107,7 +110,8 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     try:
         return parser.parse_dict(vars(namespace), allow_extra_keys=False)
     except ValueError as error:
-        # `one_line_errors` shortens errors that this package raises. transformers and TRL refuse values here, too.
+        # transformers and TRL refuse values here, too. Raise their errors again, because `one_line_errors` shortens
+        # only errors that this package raises.
         raise ValueError(str(error)) from error
 
 

@@ -64,8 +64,8 @@ def sample_continuations(
     seed: int = 0,
 ) -> list[tuple[str, str]]:
     """
-    Return pairs of prompt and continuation for documents of the validation set. All ranks of a sharded model call it
-    with the same arguments.
+    Return pairs of prompt and continuation for documents of the validation set. All ranks of a sharded model must call
+    this function with the same arguments.
 
     Args:
         eval_rows ([`~datasets.Dataset`]): packed rows of the validation set.
@@ -88,8 +88,8 @@ def sample_continuations(
 
 def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> str:
     """
-    Return rows as text for a terminal: tokens of weight 1 in green, of another positive weight in yellow, and tokens
-    without loss uncoloured.
+    Return rows as text for a terminal. Tokens of weight 1 are green, tokens of another positive weight are yellow, and
+    tokens without loss have no colour.
 
     Args:
         rows (`Iterable[dict]`): rows with `input_ids`, `seq_lengths` and optionally `loss_mask`.
@@ -118,8 +118,9 @@ def sample_answers(
     seed: int = 0,
 ) -> list[tuple[str, str]]:
     """
-    Return pairs of question and answer for the first questions of validation conversations. Answers include their stop
-    token, which shows whether the model learnt to stop. All ranks of a sharded model call it with the same arguments.
+    Return pairs of question and answer for the first questions of validation conversations. An answer includes its
+    stop token, which shows whether the model learnt to stop. All ranks of a sharded model must call this function with
+    the same arguments.
 
     Args:
         conversations ([`~datasets.Dataset`]): the validation conversations, as JSON in the column `text`.
@@ -130,7 +131,7 @@ def sample_answers(
     samples = []
     for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
         messages = json.loads(conversations[int(number)]["text"])["messages"]
-        # Ask the questions up to the first answer of the assistant.
+        # The prompt ends before the assistant's first answer.
         turn = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         prompt = encode_prompt(tokenizer, messages[:turn])
         answer = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
@@ -270,7 +271,7 @@ def continue_command(args: LMTrainingArguments) -> str:
 
 
 def describe_training(args: LMTrainingArguments, state: TrainerState, sharding: str) -> list[tuple[str, str]]:
-    """Return how a run was trained, as rows of a table for its model card."""
+    """Return rows `(name, value)` that describe how a run was trained, for a table in its model card."""
     rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     rows = [
@@ -292,7 +293,7 @@ def describe_training(args: LMTrainingArguments, state: TrainerState, sharding: 
         ("launcher", f"{args.launcher}, {sharding}"),
         ("hardware", f"{args.launch_description}{f' ({_cpu_name()})' if args.device.type == 'cpu' else ''}"),
     ]
-    # Trainer measures the current launch only. A resumed run has an entry per launch that reached its end.
+    # Trainer measures only the current launch. A resumed run has one entry for each launch that reached its end.
     seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
     if seconds:
         rows.append(("duration of the last launch", f"{seconds[-1]:,.0f} seconds"))
@@ -309,7 +310,7 @@ def _cpu_name() -> str:
 
 
 def resume_command(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
-    """Return the command that continues a run from what it pushed to `repo_id`."""
+    """Return the command that continues a run from `repo_id`: from a pushed checkpoint, or else from the weights."""
     strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
     if strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
         return f"python recipes/{recipe}.py --resume_from_hub {repo_id}   # with the flags of this run"

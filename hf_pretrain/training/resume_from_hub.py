@@ -56,7 +56,7 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
                         f"weights: --model_name_or_path {repo_id}."
                     )
                 download_checkpoint(repo_id, folder, files, Path(local), args.hub_revision)
-        # NOTE: the errors of the HTTP client are no OSErrors.
+        # NOTE: errors of huggingface_hub's HTTP client are not OSErrors.
         except (OSError, HTTPError) as error:
             raise ValueError(f"--resume_from_hub {repo_id}: {describe_error(error)}") from error
     logger.warning(f"Resuming from {local} ({repo_id} has step {step}).")

@@ -18,7 +18,7 @@ from .run_record import RECORD_NAME
 
 logger = logging.get_logger(__name__)
 
-# How long a resumed run waits for the earlier one, whose ranks may still be saving although their launcher is gone.
+# A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
 _PATIENCE_SECONDS = 30.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty.
 _NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME}
@@ -28,17 +28,18 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     """
     Return the checkpoint directory that `--resume_from_checkpoint` names, or `None` to start a new run.
 
-    `auto` stands for the newest checkpoint in `output_dir` that verifies, if there is one. It is the default after a
-    restart by torchrun's elastic agent or SLURM. Newer checkpoints that are damaged are renamed to
-    `damaged-checkpoint-*`. All ranks return the same directory.
+    `auto` means the newest intact checkpoint in `output_dir`, if there is one. It is the default after a restart by
+    torchrun's elastic agent or SLURM. Newer checkpoints that are damaged are renamed to `damaged-checkpoint-*`. All
+    ranks return the same directory.
 
     Raises:
-        `ValueError`: if the named checkpoint does not exist, does not verify, or would have to be unpickled although
-            nobody vouches for it; or if a new run would start in an `output_dir` that holds files.
+        `ValueError`: if the named checkpoint does not exist, is damaged, or must be unpickled without
+            `--trust_checkpoint`; or if a new run would start in an `output_dir` that holds files.
     """
     resume = args.resume_from_checkpoint
     restarts = _num_restarts()
     newest = partial(newest_checkpoint, args.output_dir, unverified=args.allow_inexact_resume)
+    # The flag is a string; Python callers may pass True, as transformers allows.
     if resume in ("auto", "true", "True", True) or (resume is None and restarts):
         return on_main_process(args, newest)
     if resume is None:
@@ -59,7 +60,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
             return further
         verified = verify_checkpoint(path, unverified=args.allow_inexact_resume)
         if is_own:
-            # Otherwise `auto` would later resume from a checkpoint of the abandoned continuation.
+            # Otherwise `auto` would later resume from the later checkpoints that this resume abandons.
             abandon_later_checkpoints(path)
         return verified
 

@@ -35,11 +35,11 @@ class RowSource:
 
 def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: int, *, is_training: bool) -> int:
     """
-    Return `batch_size`, or the number of rows that the data give each rank if that is smaller: the rest of a larger
-    micro-batch would be padding rows.
+    Return `batch_size`, or each rank's share of the rows if that is smaller. A larger micro-batch would only hold more
+    padding rows.
 
     Args:
-        dataset: the rows. The length of a stream is unknown, and its batch size stays.
+        dataset: the rows. A stream keeps its batch size, because its length is unknown.
         batch_size (`int`): rows per micro-batch and device that the user asked for.
         num_ranks (`int`): data-parallel ranks.
         accumulation (`int`): micro-batches per step.
@@ -50,7 +50,7 @@ def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: 
     """
     if _is_stream(dataset):
         return batch_size
-    # The largest rank's share of all rows. An empty dataset is reported by `pad_rows`.
+    # The rows of the rank with the largest share. `pad_rows` reports an empty dataset.
     fitting = max(1, min(batch_size, math.ceil(len(dataset) / num_ranks)))
     num_batches = math.ceil(len(dataset) / (fitting * num_ranks))
     if is_training and num_batches < accumulation and len(dataset):
@@ -100,7 +100,7 @@ def pad_rows(
     padded = PaddedDataset(dataset, is_numbered=is_training)
 
     def padded_sampler(_: Any) -> PaddedSampler:
-        # Some samplers read columns, such as lengths, which padding rows lack. They get the caller's dataset.
+        # Give the sampler the caller's dataset: some samplers read columns, such as lengths, that padding rows lack.
         sampler = sampler_fn(dataset) if sampler_fn is not None else None
         rows = sampler if sampler is not None else range(len(dataset))
         padded.sampler = PaddedSampler(rows, multiple=multiple, seed=seed)

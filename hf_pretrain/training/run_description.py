@@ -1,5 +1,5 @@
 """
-Descriptions of runs in the manifests of their checkpoints, and their comparison. A run resumes exactly, or it refuses
+Describe runs in the manifests of their checkpoints, and compare the descriptions. A run resumes exactly, or it refuses
 to resume and gives the reason.
 """
 
@@ -25,27 +25,29 @@ _CHANGING_FIELDS = ("use_cache", "dtype", "architectures", "auto_map")
 
 def describe_data(dataset: Any, num_samples: int = 1024) -> dict[str, Any]:
     """
-    Return the number of rows of a dataset and a digest of evenly spaced ones. For a stream, return a digest of its
-    description; for any other kind of dataset, an empty `dict`.
+    Return the number of rows of a dataset and a digest of evenly spaced rows. For a stream, return a digest of its
+    description; for any other kind of dataset, return an empty `dict`.
     """
     if isinstance(dataset, datasets.IterableDataset):
         return {"digest": _digest(dataset.info.description)}
     if not isinstance(dataset, datasets.Dataset):
         return {}
-    # A sample keeps this fast for large datasets. Added or removed rows shift the rows after them and show all the
-    # same.
+    # A sample keeps this fast for large datasets, and still shows added or removed rows: they shift all rows after
+    # them.
     step = max(1, len(dataset) // num_samples)
+    # Read plain Python values: the digest must not depend on the format in which the dataset returns rows.
     sample = dataset.with_format(None)[range(0, len(dataset), step)]
     return {"rows": len(dataset), "digest": _digest(json.dumps(sample, default=repr, sort_keys=True))}
 
 
 def describe_config(model: PreTrainedModel) -> list[str]:
     """
-    Return two digests of a model's config: of the whole config, which earlier versions saved in manifests alone, and
-    without the fields that training and saving change. Two models have the same config if they share a digest.
+    Return two digests of a model's config. The first covers the whole config; manifests of earlier versions hold this
+    one only. The second leaves out the fields that training and saving change. Two models have the same config if they
+    share a digest.
     """
     config = model.config.to_dict()
-    # An upgrade of transformers alone does not make a resume inexact.
+    # A new version of transformers does not by itself make a resume inexact.
     config.pop("transformers_version", None)
     lasting = {name: value for name, value in config.items() if name not in _CHANGING_FIELDS}
     return [_digest(json.dumps(fields, default=repr, sort_keys=True)) for fields in (config, lasting)]
@@ -55,7 +57,7 @@ def describe_run(
     args: TrainingArguments, *, layout: str, data: dict[str, Any], is_stream: bool, config: list[str]
 ) -> dict:
     """
-    Return everything that must be equal for an exact resume, and the versions.
+    Return all values that must be equal for an exact resume, and the versions.
 
     Args:
         layout (`str`): the layout of the optimizer state, such as `one file` or `ZeRO-2`.
@@ -63,9 +65,9 @@ def describe_run(
         is_stream (`bool`): whether the training set is streamed.
         config (`list[str]`): the result of [`describe_config`].
     """
-    # The order of the rows depends on the batch size and the workers in these two cases only.
+    # Only in these two cases does the order of the rows depend on the batch size or the workers.
     order = {}
-    # Saved manifests hold this key.
+    # Do not rename this key: saved manifests hold it.
     rows_per_device = {"rows a device": args.per_device_train_batch_size}
     if args.train_sampling_strategy == "group_by_length":
         order = rows_per_device

@@ -1,8 +1,8 @@
 """
-The log file of a run: `train.log` in its `output_dir` keeps what the main process prints.
+The log file of a run: `train.log` in its `output_dir` keeps everything that the main process prints.
 
-Output that cannot be written does not end the run, whether the reader of a pipe exits (`| head`), the terminal closes,
-or the disk below a redirected output is full.
+A run survives if its output cannot be written: the reader of a pipe exits (`| head`), the terminal closes, or the disk
+below a redirected output is full.
 """
 
 import errno
@@ -23,8 +23,8 @@ _streams: dict[str, "_LoggedStream"] = {}
 
 class _LoggedStream:
     """
-    A text stream that copies its lines to a log. A progress bar redraws its line after a carriage return; the log gets
-    the last state.
+    A text stream that copies its lines to a log. A progress bar redraws its line after a carriage return; the log
+    keeps only the last state of such a line.
     """
 
     def __init__(self, stream: TextIO, log: TextIO | None):
@@ -34,6 +34,7 @@ class _LoggedStream:
         self._survive(lambda: self.stream.write(text))
         if self.log is not None:
             *lines, line = (self._line + text).split("\n")
+            # Keep only the latest state of a progress bar, or this buffer would grow until the bar ends its line.
             self._line = line[max(0, line.rfind("\r")) :]
             for line in lines:
                 self._keep(line)
@@ -44,6 +45,7 @@ class _LoggedStream:
 
     def _keep(self, line: str) -> None:
         kept = _ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
+        # A line that was empty stays; a line that held only escape codes or an erased bar goes.
         if kept or not line:
             try:
                 self.log.write(f"{kept}\n")
@@ -56,12 +58,14 @@ class _LoggedStream:
             action()
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO):
-                # Nobody reads the stream any more. Point its descriptor at /dev/null, because native code writes to
-                # the descriptor, and Python flushes its buffer at exit.
+                # The stream has no reader any more. Point its descriptor at /dev/null, because native code writes to
+                # the descriptor, and Python flushes its buffer at exit. Other errors, such as a full disk, only lose
+                # this text.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())
                 os.close(nowhere)
         except ValueError:
+            # Python raises it for a closed stream, which only loses this text.
             if not self.stream.closed:
                 raise
 
@@ -71,14 +75,15 @@ class _LoggedStream:
 
 def begin_log(path: Path | None) -> None:
     """
-    Copy what this process prints from now on to a file, and survive errors of its own streams.
+    Copy everything that this process prints from now on to a file, and survive errors of its own streams.
 
     Args:
-        path (`Path`, *optional*): file to append to. Ranks without one survive errors only.
+        path (`Path`, *optional*): file to append to. Without one, only errors of the streams are survived.
     """
     end_log()
     log = None
     if path is not None:
+        # Buffer one line, so that a killed run loses none. A broken character must not end the run either.
         log = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
         log.write(f"--- {datetime.now().isoformat(sep=' ', timespec='seconds')} ---\n")
     for name in ("stdout", "stderr"):
@@ -99,6 +104,7 @@ def end_log() -> None:
 
 def _replace(name: str, old: Any, new: Any) -> None:
     """Replace a stream of `sys`, also in logging handlers, which keep a reference to it."""
+    # Other code, such as pytest, may have replaced the stream in between. Leave its stream in place.
     if getattr(sys, name) is old:
         setattr(sys, name, new)
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):

@@ -1,9 +1,9 @@
 """
-The record of a run: `run.json` in its `output_dir` says how the model came about.
+The record of a run: `run.json` in its `output_dir` says how the model was made.
 
-The file holds a list with one entry per launch, whether it started or resumed the run. An entry gets the command,
-arguments, versions, commit and data when the launch starts, and figures and report when it ends. A launch that was cut
-off has no `ended`. The file holds no access tokens and is never pushed.
+The file holds a list with one entry per launch, whether that launch started or resumed the run. The start of a launch
+records the command, arguments, versions, commit and data; its end records the figures and the report. A launch that
+was cut off has no `ended`. The file holds no access tokens and is never pushed.
 """
 
 import json
@@ -90,7 +90,7 @@ def _write(path: Path, entries: list[dict[str, Any]]) -> None:
     token = get_token()
     if token:
         text = text.replace(token, "<token>")
-    # Renaming is atomic, so that a crash leaves the old record or the new one.
+    # Renaming is atomic: a crash leaves either the old record or the new one.
     scratch = path.with_name(f".{path.name}")
     try:
         scratch.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
@@ -114,7 +114,7 @@ def _find(package: str) -> str | None:
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this package, with `-dirty` after it if files were changed."""
     checkout = Path(__file__).resolve().parents[2]
-    # An installed package has no checkout, and git would find the one of some directory above.
+    # An installed package has no checkout. git would search the directories above it and find an unrelated one.
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -73,7 +73,7 @@ logger = logging.get_logger(__name__)
 
 
 class _EvaluationStopped(Exception):
-    """A signal arrived during an evaluation."""
+    """Exception that ends an evaluation because a signal arrived."""
 
     def __init__(self, number: int):
         self.number = number
@@ -112,7 +112,7 @@ class RunTrainer(Trainer):
         self.signals = SignalListener()
         # The directory that the current save writes into; `None` between saves.
         self._saving: str | None = None
-        # Whether a signal cut off the evaluation of the current step, and whether the run resumed from such a step.
+        # True if a signal cut off the evaluation of the current step; true if the run resumed from such a step.
         self._evaluation_is_due = self._resumed_before_evaluation = False
         self._weight_decays: list[float | None] = []
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
@@ -135,7 +135,7 @@ class RunTrainer(Trainer):
                     "backward pass. Leave it out: the run then stops, and its checkpoints stay intact."
                 )
         if getattr(self.args, "compiles_layers", False):
-            # Trainer would compile the whole model, once for each length of a batch and each mode.
+            # Trainer would compile the whole model, again for each length of a batch and for each mode.
             for layer in base_model_of(self.model).model.layers:
                 layer.compile(**self.args.compile_options)
 
@@ -143,7 +143,7 @@ class RunTrainer(Trainer):
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Collectives over all ranks that name the ranks which do not respond."""
+        """Collectives over all ranks. If some ranks do not respond, their error names those ranks."""
         return Ranks(self.args.world_size, self.args.process_index, timeout_seconds=self.args.ddp_timeout)
 
     @cached_property
@@ -186,7 +186,7 @@ class RunTrainer(Trainer):
         super().create_accelerator_and_postprocess()
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
-        # NOTE: accelerate applies autocast to every model except FSDP2 models, where it relies on the casting policy,
+        # NOTE: accelerate applies autocast to every model except FSDP2 models. There it relies on the casting policy,
         # which `create_accelerator_and_postprocess` turns off.
         if self.is_fsdp_enabled:
             return self.accelerator.autocast()
@@ -202,8 +202,8 @@ class RunTrainer(Trainer):
                 eps=self.args.adam_epsilon,
             )
         optimizer = super().create_optimizer(model)
-        # DeepSpeed's universal checkpoints lose the weight decay of each group; `repair_universal_checkpoint` restores
-        # it. An optimizer from a DeepSpeed config has no groups yet.
+        # Remember the weight decay of each group: DeepSpeed's universal checkpoints lose it, and
+        # `repair_universal_checkpoint` restores it. An optimizer from a DeepSpeed config has no groups yet.
         self._weight_decays = [group.get("weight_decay") for group in getattr(optimizer, "param_groups", ())]
         return optimizer
 
@@ -231,6 +231,7 @@ class RunTrainer(Trainer):
         finally:
             self.data_collator = collator
         # A launcher sends SIGTERM to the whole process group. The run still needs its workers to finish the step.
+        # accelerate's loader wraps the one that starts the workers.
         inner = getattr(loader, "base_dataloader", loader)
         inner.worker_init_fn = partial(survive_one_sigterm, inner.worker_init_fn)
         return loader
@@ -253,7 +254,7 @@ class RunTrainer(Trainer):
             `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, or the ranks read different data.
             `SystemExit`: with the exit statuses listed at the top of this module.
         """
-        # Ranks whose launcher is gone must stop, or they would write beside the next run.
+        # Ranks whose launcher is gone must stop, or they would write into the directory of the next run.
         watch_launcher(launcher())
         with self.signals.listening(), self.ranks.naming_missing():
             # This caches the digests of the config, which Trainer changes when it starts.
@@ -270,7 +271,8 @@ class RunTrainer(Trainer):
                     self._wait_for_pushes()
                     return output
                 except _EvaluationStopped as stopped:
-                    # `_maybe_log_save_evaluate` handles signals in all evaluations but the one before the first step.
+                    # Only the evaluation before the first step ends here; `_maybe_log_save_evaluate` handles signals
+                    # in all others.
                     self._stop(stopped.number, "Nothing was trained since the run was started.")
 
     @contextmanager
@@ -308,6 +310,7 @@ class RunTrainer(Trainer):
         )
 
     def _check_same_data(self) -> None:
+        # A collective. Every rank sees all descriptions, so either all ranks raise or none does.
         descriptions = self.ranks.gather(self._data_description)
         if any(description != descriptions[0] for description in descriptions):
             raise ValueError(
@@ -317,7 +320,7 @@ class RunTrainer(Trainer):
 
     def _check_resume(self, checkpoint: str) -> None:
         now = self._describe_run()
-        # Manifests of earlier versions lack some fields. The run's own values stand in, so that they compare as equal.
+        # Manifests of earlier versions lack some fields. Fill them with the run's own values, which compare as equal.
         then = now | read_manifest(checkpoint)["run"]
         fatal, inexact = find_obstacles(then, now)
         if fatal:
@@ -346,7 +349,8 @@ class RunTrainer(Trainer):
             return
         output_dir = Path(self.args.output_dir)
         kept = len(sort_checkpoints(str(output_dir))) if output_dir.is_dir() else 0
-        # A new checkpoint is complete before an old one is removed, so that one more than the limit needs room.
+        # The run removes an old checkpoint only after the new one is complete, so it needs room for one more than the
+        # limit.
         more = max(1, (self.args.save_total_limit or 0) + 1 - kept)
         if self.args.max_steps > 0 and self.args.save_strategy == "steps" and self.args.save_steps >= 1:
             more = min(more, max(1, self.args.max_steps // int(self.args.save_steps)))
@@ -370,10 +374,11 @@ class RunTrainer(Trainer):
             return progress
         position = DataPosition.load(checkpoint) or DataPosition()
         self.guard.num_skipped = position.num_skipped_steps
-        # The run that wrote the checkpoint evaluated at its own start.
+        # The run that wrote the checkpoint has evaluated before its first step. Evaluate again only if it was cut off.
         self.args.eval_on_start = self._resumed_before_evaluation = position.evaluation_is_due
         if self.state.global_step >= max_steps:
-            # NOTE: Trainer would train a finished run for one more step. A pass after the last ends it at once.
+            # NOTE: Trainer would train a finished run for one more step. If it starts after the last pass, it ends at
+            # once.
             return num_train_epochs, 0
         return self._resume_position(position, progress, num_update_steps_per_epoch)
 
@@ -382,13 +387,14 @@ class RunTrainer(Trainer):
     ) -> tuple[int, int]:
         """
         Return the pass over the data to resume in, and the number of its micro-batches that each rank has taken.
-        `progress` is what Trainer derives from the steps. Subclasses that save more override this method.
+        `progress` is the position that Trainer derives from the number of steps. Subclasses that save more override
+        this method.
         """
         return progress
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        # NOTE: Trainer ignores the result of an evaluation before the first step. Here it may be the one that a signal
-        # cut off, which counts for the best model and for schedules that read the metrics.
+        # NOTE: Trainer ignores the result of an evaluation before the first step. On resume, it may be the evaluation
+        # that a signal cut off. Its result counts for the best model and for schedules that read the metrics.
         is_due = skip_scheduler and self._resumed_before_evaluation
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler and not is_due)
         if is_due and self._determine_best_metric(metrics, trial):
@@ -400,6 +406,7 @@ class RunTrainer(Trainer):
     # Stopping
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # A collective in every step: a signal may reach only one rank, and all must stop after the same step.
         number = self.ranks.largest(self.signals.number)
         if not number:
             try:
@@ -407,11 +414,12 @@ class RunTrainer(Trainer):
                 return
             except _EvaluationStopped as stopped:
                 number = stopped.number
-                # Trainer had logged before it evaluated. The evaluation runs on resume.
+                # Trainer logs before it evaluates, so the log is written. The evaluation runs on resume.
                 self.control.should_log, self.control.should_evaluate = False, True
         self._evaluation_is_due = self.control.should_evaluate
         self.control.should_save, self.control.should_evaluate = True, False
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        # `_stop` raises, so Trainer never reaches its own call. Callbacks close their files and trackers here.
         self.callback_handler.on_train_end(self.args, self.state, self.control)
         self._stop(number, self._resume_hint())
 
@@ -443,12 +451,14 @@ class RunTrainer(Trainer):
         raise SystemExit(status)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        # A copy, because Trainer adds to this tensor.
         self._loss_before_step = self._tr_loss.clone()
         is_stream = isinstance(self.train_dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset))
         if self.args.world_size > 1 and not is_stream:
+            # With several ranks, the check below costs one more collective per step. Only streams pay for it.
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         # Reading can fail in the middle of a run: a streamed file changes, or the kernel kills a worker of the loader.
-        # The batches before the failure are kept apart, so that all ranks can save a checkpoint together.
+        # Read all batches before raising, so that all ranks can save a checkpoint together.
         batches, error = [], None
         try:
             for batch in islice(epoch_iterator, num_batches):
@@ -472,7 +482,8 @@ class RunTrainer(Trainer):
     # Non-finite steps
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):
-        # NOTE: Trainer has no public hook between the gradient's norm and the update. DeepSpeed has updated by now.
+        # NOTE: Trainer has no public hook between the gradient's norm and the update. DeepSpeed has already updated
+        # the weights.
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if grad_norm is None:
             return grad_norm
@@ -520,6 +531,7 @@ class RunTrainer(Trainer):
         """Exclude the current step from the weights and from the logged means."""
         self.model_wrapped.zero_grad(set_to_none=True)
         self._tr_loss.copy_(self._loss_before_step)
+        # Trainer divides the sum of the losses by the number of steps since this one.
         self._globalstep_last_logged += 1
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -540,17 +552,19 @@ class RunTrainer(Trainer):
         output_dir = Path(super()._get_output_dir(trial))
         target = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         source = output_dir / SAVING / target.name
-        # A user may have renamed or deleted the directory during the run. This creates and locks it again.
+        # Create and lock the directory again: a user may have renamed or deleted it during the run.
         on_main_process(self.args, lambda: hold_output_dir(output_dir))
         on_saving_processes(self.args, lambda: self.writer.make_room(source, target))
+        # Trainer asks `_get_output_dir`, and so writes into `.saving/`.
         self._saving = str(output_dir / SAVING)
         try:
             with self.writer.reporting_full_disks(target):
                 super()._save_checkpoint(model, trial)
         finally:
             self._saving = None
+        # Every rank must have written its shards before one of them renames the directory.
         self.accelerator.wait_for_everyone()
-        # Trainer recorded the scratch directory that it wrote into as the best checkpoint.
+        # Trainer recorded the path in `.saving/` as the best checkpoint.
         if is_best := self.state.best_model_checkpoint == str(source):
             self.state.best_model_checkpoint = str(target)
         on_saving_processes(self.args, lambda: self._publish_checkpoint(source, target, is_best=is_best))
@@ -564,6 +578,7 @@ class RunTrainer(Trainer):
     def _publish_checkpoint(self, source: Path, target: Path, *, is_best: bool) -> None:
         with self.writer.reporting_full_disks(target):
             if is_best:
+                # Trainer wrote the state before the path of the best checkpoint was corrected.
                 self.state.save_to_json(str(source / TRAINER_STATE_NAME))
             if not self.args.save_only_model:
                 self._data_position().save(source)
@@ -571,10 +586,11 @@ class RunTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Save the model to `output_dir`. All ranks call it. The files get their final names once all of them are on the
-        disk, so that a crash never leaves half a model. Unlike Trainer's method, it does not push.
+        Save the model to `output_dir`. All ranks must call this method. The files get their final names once all of
+        them are on the disk, so a crash never leaves half a model. Unlike Trainer's method, it does not push.
         """
         if self._saving is not None:
+            # Trainer calls this method within `_save_checkpoint`, which renames the files itself.
             super().save_model(output_dir, _internal_call=True)
             return
         target = Path(output_dir or self.args.output_dir)
@@ -590,14 +606,15 @@ class RunTrainer(Trainer):
             super().save_state()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save weights, config, code and tokenizer; no pickled arguments, which may hold a Hub token."""
+        """Save weights, config, code and tokenizer. Do not save pickled arguments: they may hold a Hub token."""
+        # With a sharded model, `save_pretrained` is a collective that all ranks must enter.
         if not self.args.should_save and not self.is_distributed_loading_by_transformers:
             return
         output_dir = output_dir or self.args.output_dir
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.save_pretrained(output_dir, state_dict=state_dict, is_main_process=self.args.should_save)
         if self.args.should_save and is_adapted(model):
-            # peft writes a model card that consists of blanks. `create_model_card` writes the real one.
+            # peft writes a model card whose fields are all blank. `create_model_card` writes the real one.
             Path(output_dir, CARD_NAME).unlink()
         if self.args.should_save and self.processing_class is not None:
             save_tokenizer(self.processing_class, output_dir)
@@ -635,6 +652,7 @@ class RunTrainer(Trainer):
             sharded.load_optimizer(checkpoint, self.model, self.optimizer.optimizer, self.lr_scheduler)
             return
         if checkpoint is not None and self.is_deepspeed_enabled and self._weight_decays:
+            # DeepSpeed has already loaded its optimizer together with the weights.
             repair_universal_checkpoint(self.optimizer, self._weight_decays)
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -702,7 +720,8 @@ class RunTrainer(Trainer):
         **kwargs: Any,
     ) -> CommitInfo | None:
         """
-        Save the model, and push it with its card from `output_dir`. All ranks call it. It always waits for the upload.
+        Save the model, and push it with its card from `output_dir`. All ranks must call this method. It always waits
+        for the upload.
 
         Returns:
             [`~huggingface_hub.CommitInfo`], or `None` on other ranks and if the push failed; see `push_report`.
@@ -716,6 +735,7 @@ class RunTrainer(Trainer):
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.create_model_card(**kwargs)
+        # Pushes of checkpoints come first, so that the final model is the last commit.
         self._wait_for_pushes()
         self.pusher.repo_id = self.hub_model_id
         return self.pusher.push_model(message=commit_message, revision=revision)

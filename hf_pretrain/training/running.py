@@ -48,7 +48,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )
-    # The lock comes before everything that writes into `output_dir`: log, download and record.
+    # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
     on_main_process(training_args, partial(occupy_output_dir, training_args))
     is_main = training_args.process_index == 0
@@ -71,7 +71,8 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
 
 def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[str, float]:
     """
-    Train, save the model and the log, and evaluate if the last step was not evaluated. All ranks call it.
+    Train, save the model and the log, and evaluate if the last step was not evaluated. All ranks must call this
+    function.
 
     Args:
         trainer ([`RunTrainer`]): the trainer of any stage.
@@ -80,7 +81,7 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
     Returns:
         `dict[str, float]`: the validation metrics of the saved model; empty without a validation set.
     """
-    # Trainer adds one of its callbacks, by `disable_tqdm`. Replace the one that is there.
+    # Trainer adds one of these two callbacks, depending on `disable_tqdm`. Replace it by ours.
     for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
         if trainer.pop_callback(theirs) is not None:
             trainer.add_callback(ours)
@@ -104,9 +105,9 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
 
 
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
-    """Return the validation metrics of the model as it is now; an empty `dict` if its step was not evaluated."""
+    """Return the validation metrics of the current weights, or an empty `dict` if their step was not evaluated."""
     state = trainer.state
-    # With --load_best_model_at_end the weights are now those of the best step.
+    # With --load_best_model_at_end, the model now has the weights of the best step instead of the last one.
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
         return {}
     entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
@@ -116,7 +117,7 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
 
 def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
     """
-    Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks call it.
+    Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks must call this function.
 
     Args:
         trainer ([`RunTrainer`]): the trainer after [`train_and_evaluate`].
@@ -128,7 +129,7 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
     is_main = training_args.process_index == 0
     if is_main:
         curve = Path(training_args.output_dir, CURVE_NAME)
-        # The push takes the curve along, and the report quotes the result of the push.
+        # Plot before the push, which uploads the curve. Report after the push, because the report quotes its result.
         plot_loss_curve(history, curve, unigram=facts.unigram_loss, loss_unit=facts.loss_unit)
     if training_args.push_to_hub:
         trainer.push_to_hub()
@@ -144,7 +145,7 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
         )
         print(report)
         end_record(training_args, steps=trainer.state.global_step, metrics=metrics, report=report.strip().splitlines())
-    # The lock lasts until the record is complete.
+    # Release the lock only now: the record and the report are written under it.
     end_log()
     release_output_dir(training_args.output_dir)
 

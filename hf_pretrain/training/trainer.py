@@ -1,5 +1,5 @@
 """
-`MaskedLossTrainer`: a `Trainer` whose loss means the same at any batch size, accumulation and world size.
+`MaskedLossTrainer`: a `Trainer` whose loss has the same meaning at any batch size, accumulation and world size.
 
 The loss of a step is
 
@@ -11,8 +11,8 @@ over the data-parallel ranks. The trainer therefore divides each micro-batch's s
 and multiplies its loss by the number of data-parallel ranks. The gradient is then the gradient of one process with one
 big batch.
 
-If the rows do not fill the last global batch of an epoch, padding rows of weight zero fill it, never repeated rows.
-The validation loss is one ratio of sums over the whole set.
+If the rows do not fill the last global batch of an epoch, padding rows of weight zero fill it; no row is repeated. The
+validation loss is one ratio of sums over the whole set.
 """
 
 import math
@@ -48,8 +48,8 @@ class MaskedLossTrainer(RunTrainer):
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above.
 
     It logs `ce_loss`, `aux_loss`, `tokens_per_second`, `model_flops_per_second`, `mfu` (the share of the peak of all
-    devices) and `peak_memory_gib`. It evaluates `eval_loss` in nats per token, `eval_perplexity` and, if the tokenizer
-    is a byte-level one, `eval_bits_per_byte`.
+    devices) and `peak_memory_gib`. Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a
+    byte-level tokenizer, `eval_bits_per_byte`.
 
     Args:
         data_collator (`Callable`, *optional*): [`~data.collators.DataCollatorForPackedRows`] by default, which takes
@@ -121,7 +121,7 @@ class MaskedLossTrainer(RunTrainer):
                 "dispatch_batches would cut the batches of the main process into pieces, and their lists of documents "
                 "with them. Leave it out of --accelerator_config: each process reads the data itself."
             )
-        # NOTE: for streams, accelerate dispatches by default.
+        # NOTE: accelerate dispatches the batches of streams by default.
         self.args.accelerator_config.dispatch_batches = False
         super().create_accelerator_and_postprocess()
 
@@ -172,7 +172,7 @@ class MaskedLossTrainer(RunTrainer):
         if position.epoch is not None and not self.args.ignore_data_skip:
             rows_per_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
             epoch, num_batches = position.epoch, position.num_rows // rows_per_step * accumulation
-        # At the end of a pass, Trainer restores random numbers only if it begins with the next pass.
+        # NOTE: at the end of a pass, name the next pass: only then does Trainer restore the random numbers.
         return (epoch, num_batches) if num_batches // accumulation < num_steps_per_epoch else (epoch + 1, 0)
 
     # Loss
@@ -217,7 +217,7 @@ class MaskedLossTrainer(RunTrainer):
             return weights
         if self.accelerator.num_processes > 1:
             weights, counts = self.accelerator.reduce((weights, counts), "sum")
-            # Tensor-parallel ranks see the same rows, so that the sum counts each row that many times.
+            # Tensor-parallel ranks see the same rows, so the sum counts each row once per such rank.
             weights, counts = weights / self.get_tp_size(), counts // self.get_tp_size()
         num_documents, num_tokens = counts.unbind()
         self._meter.count_step(num_tokens)
@@ -260,11 +260,12 @@ class MaskedLossTrainer(RunTrainer):
         if self.compute_loss_func is not None or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
-            # A divisor of 1 gives the sum over the batch. `evaluation_loop` divides the sum of all batches.
+            # A divisor of 1 gives the sum over the batch. `evaluation_loop` adds the sums of all batches and divides.
             outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits)
             self._check_outputs(outputs)
             self._add_to_evaluation(outputs, inputs)
-            # Trainer averages this loss over batches; `evaluation_loop` replaces the average.
+            # Trainer averages this loss over batches; `evaluation_loop` replaces the average. Without a predicted
+            # token, the loss is 0 instead of 0 / 0.
             loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
             return (loss, outputs) if return_outputs else loss
 
@@ -285,7 +286,7 @@ class MaskedLossTrainer(RunTrainer):
         """
         Turn a non-finite loss into NaN gradients, so that every rank sees it before the update.
 
-        DeepSpeed updates the weights within the backward pass. Under it, the ranks compare their losses before.
+        DeepSpeed updates the weights within the backward pass, so under DeepSpeed the ranks compare their losses here.
         """
         is_finite = loss.detach().isfinite()
         self._step_is_finite.append(is_finite)
@@ -294,7 +295,7 @@ class MaskedLossTrainer(RunTrainer):
             if self.accelerator.sync_gradients and self.ranks.largest(int(not self._is_loss_finite())):
                 self._meet_nonfinite("The loss is not finite")
             return loss
-        # An infinite loss may have finite or zero gradients. Times NaN, all of them become NaN.
+        # An infinite loss may have finite or zero gradients. Multiplied by NaN, all of them become NaN.
         return loss * torch.where(is_finite, 1.0, torch.nan)
 
     def _is_loss_finite(self) -> bool:
@@ -302,7 +303,7 @@ class MaskedLossTrainer(RunTrainer):
 
     @property
     def _skips_logits(self) -> bool:
-        """Whether nobody reads the logits. The model then computes the loss in chunks and never holds all logits."""
+        """True if no caller reads the logits. The model then computes the loss in chunks, without all logits."""
         return not self._is_evaluating or self._wants_loss_alone
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -313,8 +314,8 @@ class MaskedLossTrainer(RunTrainer):
         self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
-        Return this micro-batch's share of the training loss, and the parts of it to log, all scalars. Subclasses such
-        as distillation add their own losses here.
+        Return this micro-batch's share of the training loss, and the parts to log by name; all are scalars. Subclasses
+        such as the distillation trainer add their losses here.
         """
         parts = {"ce_loss": outputs.ce_loss}
         if outputs.aux_loss is not None:
@@ -346,7 +347,7 @@ class MaskedLossTrainer(RunTrainer):
         return progress
 
     def _extra_flops_per_token(self) -> float:
-        """Return the FLOPs per token of models beside the trained one, such as a teacher."""
+        """Return the FLOPs per token of other models than the trained one, such as a teacher."""
         return 0.0
 
     def _track_num_input_tokens(self, inputs):
@@ -360,7 +361,7 @@ class MaskedLossTrainer(RunTrainer):
             if self.accelerator.num_processes > 1:
                 losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
             logs |= self._meter.measure(losses, self.state.num_input_tokens_seen, self.args.device)
-        # Without `start_time`, Trainer logs no throughput of its own, which would count evaluation and saving.
+        # Do not pass `start_time`: Trainer would log its own throughput, which includes evaluation and saving.
         super().log(logs)
 
     def _clock_stopped(self) -> AbstractContextManager:
@@ -382,7 +383,7 @@ class MaskedLossTrainer(RunTrainer):
     # Saving
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None):
-        """Save float32 weights. Where DeepSpeed trains in bf16, take them from its optimizer."""
+        """Save float32 weights. If DeepSpeed trains in half precision, take them from its optimizer."""
         half_precision_model = self.model
         base_model = base_model_of(self.model)
         is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
@@ -392,6 +393,7 @@ class MaskedLossTrainer(RunTrainer):
         if weights is not None and is_adapted(self.model):
             state_dict = weights
         elif weights is not None and self.args.should_save:
+            # Save a float32 copy: casting the trained model itself would change it.
             self.model = type(half_precision_model)(half_precision_model.config)
             self.model.load_state_dict(weights)
             state_dict = None
@@ -409,11 +411,13 @@ class MaskedLossTrainer(RunTrainer):
         num_bytes = torch.zeros((), device=labels.device)
         if self._token_bytes is not None:
             weights = prediction_weights(labels, inputs.get("loss_mask"))
+            # A label of -100 cannot be an index; its weight is 0.
             num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
         self._eval_sums.append(torch.stack([outputs.ce_loss.detach(), self._eval_weight, num_bytes]))
 
     def _add_up(self, sums: list[torch.Tensor]) -> list[float]:
         """Return the sums over all batches of all ranks. `math.fsum` adds them on the host without rounding."""
+        # `gather` needs the same number of batches on all ranks. Padding rows make them equal.
         return [math.fsum(column) for column in zip(*self.accelerator.gather(torch.stack(sums)).tolist(), strict=True)]
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
@@ -427,7 +431,7 @@ class MaskedLossTrainer(RunTrainer):
 
         Raises:
             `FloatingPointError`: if the loss is not finite.
-            `ValueError`: if no token of the set is to be predicted.
+            `ValueError`: if the set has no token to predict.
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None

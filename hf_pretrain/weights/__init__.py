@@ -2,5 +2,5 @@
 Weights in and out: native checkpoints, MiniMind's own generations, transformers architectures, GGUF and peft adapters,
 and the command-line arguments that name a model.
 
-Importing the package loads none of it: `gguf` and `peft` are optional, and `hf_pretrain` itself imports `adapters`.
+The package re-exports nothing: `gguf` and `peft` are optional, and `hf_pretrain` itself imports `adapters`.
 """

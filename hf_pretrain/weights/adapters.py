@@ -36,7 +36,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 @dataclass
 class AdapterArguments:
     """
-    Whether to train an adapter in place of all weights, and which one. The names are those of TRL's `ModelConfig`.
+    Flags that turn on and describe an adapter to train instead of all weights. TRL's `ModelConfig` has the same names.
     """
 
     use_peft: bool = field(
@@ -92,20 +92,20 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     """
     Add an adapter to a model and freeze the other weights.
 
-    Return the model unchanged without `--use_peft`, or if it already has an adapter, which is then trained further.
-    The initial weights of the adapter depend on the seed alone.
+    Without `--use_peft`, return the model unchanged. Also return it unchanged if it already has an adapter; the run
+    then trains that adapter further. The initial weights of a new adapter depend only on the seed.
 
     Args:
         model ([`MiniMindForCausalLM`]): the model, or a [`~peft.PeftModel`] around it.
-        args ([`AdapterArguments`]): what to add.
+        args ([`AdapterArguments`]): description of the adapter.
 
     Returns:
         [`~peft.PeftModelForCausalLM`] with the adapter in float32, or `model`.
 
     Raises:
-        `ValueError`: if peft is missing; for a model without a name, which a saved adapter could not find again, or
-            one sharded by FSDP; for targets that the model lacks; for dropout or DoRA on stacked experts, or stacked
-            experts under ZeRO-3; for `--load_in_4bit` without CUDA and bitsandbytes.
+        `ValueError`: if peft is missing; for a model without a name, because a saved adapter could not find it again;
+            for a model sharded by FSDP; for targets that the model lacks; for dropout or DoRA on stacked experts, or
+            stacked experts under ZeRO-3; for `--load_in_4bit` without CUDA and bitsandbytes.
     """
     if is_adapted(model):
         if args.load_in_4bit:
@@ -117,6 +117,7 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     if not args.use_peft:
         return model
     _check_peft("--use_peft")
+    # peft is optional, and its import is slow.
     from peft import LoraConfig, get_peft_model
 
     if not model.name_or_path:
@@ -124,12 +125,12 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
             "--use_peft needs --model_name_or_path, because a saved adapter names its base model. Convert weights of "
             "another program first, with recipes/convert.py."
         )
-    # FSDP2 has sharded the model already, and peft would add whole matrices to shards.
+    # FSDP2 has sharded the model already, and peft would add unsharded matrices to shards.
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             "--use_peft does not work with --fsdp_size; use DDP or ZeRO (--deepspeed ds_configs/zero2.json)."
         )
-    # Check the targets before the quantization, which takes a while.
+    # Check the targets before the quantization, which is slow.
     modules, parameters = _find_targets(model, args)
     if args.load_in_4bit:
         model = _quantize(model)
@@ -155,7 +156,7 @@ def register_peft_defaults() -> None:
         return
     from peft.utils import constants
 
-    # peft has a mapping for each method; new methods are found by the ending of their name.
+    # peft has one mapping per method. The ending of their names also finds the mappings of future methods.
     for name, mapping in vars(constants).items():
         if name.endswith("_MODULES_MAPPING") and "llama" in mapping:
             mapping.setdefault("minimind", mapping["llama"])
@@ -163,7 +164,7 @@ def register_peft_defaults() -> None:
 
 def _finish(adapted: Any) -> Any:
     """
-    Restore the DDP settings of `MiniMindPreTrainedModel` under the names that the buffers have in peft's wrapper.
+    Set the DDP settings of `MiniMindPreTrainedModel` again: in peft's wrapper, the buffers have other names.
     """
     # DDP would broadcast the complex table, which some versions of NCCL refuse.
     tables = {name for name, _ in adapted.named_buffers() if name.endswith("rotary_emb.pos_cis")}
@@ -179,10 +180,10 @@ def _check_peft(flag: str):
 
 def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str] | None]:
     """
-    Return the modules and stacked parameters to adapt, as peft expects them. Raise `ValueError` as [`add_adapter`]
-    does.
+    Return the modules and stacked parameters to adapt, as peft expects them. Raise `ValueError` in the cases of
+    [`add_adapter`].
     """
-    # Only names that this model has: a model with experts has no dense gate_proj, for example.
+    # Look only for names that this model has: without shared experts, a model with experts has no linear gate_proj.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     has_experts = any(isinstance(module, MiniMindExperts) for module in model.modules())
     known = [name for name in MODULES if name in linear]
@@ -200,8 +201,8 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
         reasons = {
             f"--lora_dropout {args.lora_dropout:g}": args.lora_dropout > 0,
             "--use_dora": args.use_dora,
-            # NOTE: peft adds to the expert parameters before the experts run, when ZeRO-3 may not have gathered them
-            # yet.
+            # NOTE: peft adds to the expert parameters before the experts run. ZeRO-3 may not have gathered them by
+            # then.
             "ZeRO-3": is_deepspeed_zero3_enabled(),
         }
         for reason, applies in reasons.items():
@@ -227,12 +228,14 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
     from transformers import BitsAndBytesConfig
 
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    # bitsandbytes quantizes only while transformers loads weights, so load the model again from memory.
     quantized = type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=model.state_dict(),
         attn_implementation=model.config._attn_implementation,
         dtype=torch.float32,
+        # Each rank quantizes its own copy on its own GPU.
         device_map={"": torch.cuda.current_device()},
         quantization_config=BitsAndBytesConfig(
             load_in_4bit=True,
@@ -241,7 +244,7 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
             bnb_4bit_compute_dtype=torch.bfloat16 if has_bf16 else torch.float16,
         ),
     )
-    # `from_pretrained(None, ...)` forgets the name, which the saved adapter needs to find its base model.
+    # `from_pretrained(None, ...)` loses the name, which the saved adapter needs to find its base model.
     quantized.name_or_path = quantized.config._name_or_path = model.name_or_path
     # Trainer enables activation checkpointing itself, if asked to.
     return prepare_model_for_kbit_training(quantized, use_gradient_checkpointing=False)
@@ -254,7 +257,7 @@ def adapter_base(path: str | Path | None) -> str | None:
     Raises:
         `ValueError`: if the adapter does not name its base model.
     """
-    # find_adapter_config_file asks the Hub, so ask it only about names that may be there.
+    # `find_adapter_config_file` queries the Hub, so call it only for names that may be Hub ids or directories.
     if path is None or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
         return None
     _check_peft(f"{path} is an adapter, which")
@@ -284,7 +287,7 @@ def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> Mini
         dtype (`torch.dtype`, *optional*): the dtype of the model; by default the base model's.
 
     Raises:
-        `ValueError`: if `path` is no adapter, or its base model cannot be loaded.
+        `ValueError`: if `path` is not an adapter, or its base model cannot be loaded.
     """
     base = adapter_base(path)
     if base is None:
@@ -296,7 +299,7 @@ def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> Mini
             f"The adapter {path} needs its base model {base} (base_model_name_or_path in adapter_config.json, "
             f"relative to the current directory): {error}"
         ) from error
-    # safe_merge raises if the merged weights are not finite.
+    # With `safe_merge`, peft raises if the merged weights are not finite.
     merged = load_adapter(model, path, is_trainable=False).merge_and_unload(safe_merge=True)
     return merged.eval()
 

@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 EXPORT_FORMATS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-# The names of the stages in the file names of MiniMind's scripts, by ours.
+# Our names of the stages, and the names in the file names of MiniMind's scripts.
 UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
 # The default of v1's `max_seq_len`, the length of its training rows.
 V1_LENGTH = 8192
@@ -44,8 +44,8 @@ ROWS, ROW_TOKENS = 8, 64
 
 def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
     """
-    Return the feature of a model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold; `None` if it holds
-    all.
+    Return a feature of the model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold, or `None` if it can
+    hold the whole model.
     """
     if layout == "minimind":
         return None
@@ -59,7 +59,7 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
         "several shared experts": layout == "v1" and config.num_experts and config.num_shared_experts > 1,
     }
     if layout in ("v1", "v2"):
-        # v1 and v2 never normalise at top-1, where normalising would make every weight 1.
+        # v1 and v2 never normalise at top-1, because normalising would make every weight 1.
         is_top1 = config.num_experts > 0 and config.num_experts_per_tok == 1
         parts |= {
             "an untied output head": not config.tie_word_embeddings,
@@ -75,7 +75,7 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
         rope = config.rope_parameters
         yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "attention_factor": 1.0}
         is_long = config.max_position_embeddings > V3_YARN["original_max_position_embeddings"]
-        # v3's code has the constants of YaRN built in, and applies them only past the original length.
+        # v3's code has fixed constants of YaRN, and applies them only to tables longer than the original length.
         is_v3_yarn = rope == yarn and is_long
         parts["scaled rotary positions other than its own YaRN"] = rope["rope_type"] != "default" and not is_v3_yarn
     return next((part for part, is_there in parts.items() if is_there), None)
@@ -98,7 +98,8 @@ def check_fits(config: MiniMindConfig, layout: str) -> None:
 
 def default_generation(config: MiniMindConfig) -> str:
     """
-    Return the generation that `--format upstream` writes: the one the weights came from, or the newest one that fits.
+    Return the generation that `--format upstream` writes: the origin of the weights if it still fits, or else the
+    newest generation that fits.
     """
     if config.upstream_generation is not None and unsupported_feature(config, config.upstream_generation) is None:
         return config.upstream_generation
@@ -116,7 +117,7 @@ def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Te
         for name, part in LAYOUTS[layout].split(ours, tensor.detach().cpu(), model.config):
             state_dict[name] = part.contiguous()
     if model.config.tie_word_embeddings:
-        # The same tensor under both names: torch.save stores it once.
+        # Put the same tensor under both names: `torch.save` then stores it once.
         state_dict[LAYOUTS[layout].name("lm_head.weight")] = state_dict[
             LAYOUTS[layout].name("model.embed_tokens.weight")
         ]
@@ -131,7 +132,7 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
     config = AutoConfig.for_model(layout, **_write_stock_fields(model.config, layout))
     stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     target = LAYOUTS[layout]
-    # In memory transformers stacks experts as this package does, and saves them one by one.
+    # transformers stacks experts in memory as this package does, and splits them only when it saves them.
     state_dict = {
         name: to_half_split(tensor, model.config.head_dim)
         if target.half_split and re.search(r"\.[qk]_(proj|norm)\.", name)
@@ -143,7 +144,7 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
         zeros = torch.zeros(1, model.config.num_experts, dtype=model.dtype)
         for layer in range(model.config.num_hidden_layers):
             state_dict[f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias"] = zeros
-    # strict: a renamed tensor in a new version of transformers must not stay at its random values.
+    # Load strictly: if a new version of transformers renames a tensor, it must not keep its random values.
     stock.load_state_dict(state_dict, strict=True)
     stock.generation_config = model.generation_config
     return stock.to(model.dtype).eval()
@@ -181,8 +182,8 @@ def _write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
         "moe_k": config.num_experts_per_tok,
         "moe_num_shared_experts": config.num_shared_experts,
         "moe_layer_start_index": 0,
-        # Ernie divides by the sum of the top-k probabilities, which is at most 1, but never by less than this floor: a
-        # floor of 1 switches the normalisation off.
+        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than this floor. A floor
+        # of 1 therefore turns the normalisation off.
         "moe_norm_min": 1e-12 if config.norm_topk_prob else 1.0,
     }
 
@@ -212,6 +213,7 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
             "head_dim": config.head_dim,
             "tie_word_embeddings": config.tie_word_embeddings,
             "inference_rope_scaling": config.rope_parameters["rope_type"] == "yarn",
+            # The config of a dense model holds the default of MiniMind's code.
             "num_experts": config.num_experts or 4,
             "moe_intermediate_size": width,
             "norm_topk_prob": config.norm_topk_prob,
@@ -225,10 +227,9 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
         "seq_aux": config.router_aux_loss_level == "sequence",
     }
     if generation == "v1":
-        # v1 has at most one shared expert, as a flag.
+        # v1 has at most one shared expert, and its field is a flag.
         fields["n_shared_experts"] = True if config.num_shared_experts else None
-        # v1's code allocates a mask of this size squared in each layer. Its rotary table has 32,768 positions either
-        # way.
+        # v1's code allocates a mask of this size squared in each layer. Its rotary table always has 32,768 positions.
         fields["max_position_embeddings"] = config.upstream_max_seq_len or min(
             config.max_position_embeddings, V1_LENGTH
         )
@@ -240,10 +241,10 @@ def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any
 @dataclass
 class ExportReport:
     """
-    The outcome of [`export`]: what was written, and how far it is from the original model.
+    Result of [`export`]: the format that was written, and its difference from the original model.
 
     Args:
-        format (`str`): what was written; for GGUF, also its architecture.
+        format (`str`): the format that was written; for GGUF, also its architecture.
         dtype (`str`): the dtype of the weights.
         max_difference (`float`, *optional*): the largest difference of a logit on `ROWS` rows of `ROW_TOKENS` random
             ids, both sides computed in float32; `None` if no program here can run the format, in which case the
@@ -251,9 +252,10 @@ class ExportReport:
         relative_difference (`float`, *optional*): the norm of the differences divided by the norm of the logits.
         max_weight_difference (`float`, *optional*): the largest difference of a weight, if the logits could not be
             compared.
-        decisive_difference (`float`): the difference that must be rounding error if the dtype is the model's: the
-            difference of the weights, or of all logits. For a model with experts it is the difference of the
-            second-worst row: rounding decides a near tie between two experts, and then the whole row differs.
+        decisive_difference (`float`): the difference that decides whether the export is correct. If the written dtype
+            is the model's, it must be rounding error. It is the difference of the weights, or of all logits. For a
+            model with experts it is the difference of the second-worst row, because rounding may decide a near tie
+            between two experts, and then a whole row differs.
     """
 
     format: str
@@ -294,14 +296,14 @@ def export(
         model ([`MiniMindForCausalLM`]): the model.
         output_dir (`str` or `Path`): must not exist, or be empty. After an error it is as it was before.
         format (`str`): one of `EXPORT_FORMATS`.
-        tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside the weights, in a GGUF file into them; its
-            special tokens become those of the config.
+        tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside the weights, or into a GGUF file. The
+            written config gets its special tokens.
         dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0` for GGUF; by default the model's.
         generation (`str`, *optional*): `v1`, `v2` or `v3`, for `upstream`; by default the generation that the weights
             came from, or the newest that fits.
         model_name (`str`, *optional*): the name of the model in a GGUF file.
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
-        card (`Callable`, *optional*): a function from the report as text to the model card.
+        card (`Callable`, *optional*): returns the model card, given the report as text.
         overwrite (`bool`, *optional*): replace the model in `output_dir`.
 
     Returns:
@@ -341,17 +343,18 @@ def export(
             "The logits are the same, but further training there balances the experts differently."
         )
     if format in ("qwen3_moe", "ernie4_5_moe"):
-        # With output_router_logits on, transformers' generate() fails on padded prompts.
+        # NOTE: with output_router_logits=True, transformers' generate() fails on padded prompts.
         logger.warning(
             f"{format} is written with output_router_logits=False, so transformers would train it without router "
             "loss. Set it to True in the config to train the model there, and back to False to generate."
         )
-    # The comparison runs in float32 on both sides, so that it shows the rounding of the weights alone.
+    # Compare in float32 on both sides, so that the difference shows only the rounding of the weights. Work on copies:
+    # the caller's model keeps its dtype and its config.
     reference = copy.deepcopy(model).float().eval()
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
     converted = _cast(copy.deepcopy(model), torch.float32 if format == "gguf" else DTYPES[dtype])
     if tokenizer is not None:
-        # The special tokens of the config must be the tokenizer's: other programs read them from the config.
+        # Other programs read the special tokens from the config, so copy them from the tokenizer.
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(converted.config, name, getattr(tokenizer, name))
@@ -363,6 +366,7 @@ def export(
             )
             report = _compare_gguf(reference, path, dtype)
         elif format == "upstream":
+            # MiniMind's own scripts read only a pickled state dict, not safetensors.
             torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
             fields = json.dumps(to_upstream_fields(converted.config, generation), indent=2)
             (aside / "config.json").write_text(fields + "\n", encoding="utf-8")
@@ -373,10 +377,11 @@ def export(
             else:
                 to_stock_model(converted, format).save_pretrained(aside)
                 _add_older_names(aside / "config.json")
-            # Read back as a user would, by the Auto class.
+            # Read the files back as a user would, with the Auto class.
             written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
             report = _compare(reference, written, target, dtype)
         difference = report.decisive_difference
+        # In the model's own dtype no weight was rounded, so only the order of float32 operations may differ.
         if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
             raise RuntimeError(
                 f"{output_dir} was written wrongly: what was read back is not the same model: {report}. Please report "
@@ -395,7 +400,7 @@ def upstream_file_name(config: MiniMindConfig, stage: str) -> str:
 
 
 def upstream_stage(source: str | Path) -> str:
-    """Return MiniMind's name of the stage of `source`, judged by the file or directory name; by default `full_sft`."""
+    """Return MiniMind's name of the stage, from the file or directory name of `source`; by default `full_sft`."""
     repo_id, file = split_hub_name(str(source))
     name = Path(file or repo_id).name
     match = re.fullmatch(r"(\w+?)_\d+(_moe)?\.pth", name)
@@ -406,8 +411,8 @@ def _add_older_names(config_file: Path) -> None:
     """
     Add the fields of a stock config.json under the names that transformers 4 reads.
 
-    Without them transformers 4, and programs that follow it, would silently rotate by the default base of the
-    architecture.
+    Without these names, transformers 4 and programs based on it would silently rotate with the architecture's default
+    base.
     """
     # transformers 5 has already written the fields under its own names.
     fields = json.loads(config_file.read_text(encoding="utf-8"))
@@ -432,15 +437,16 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
 @torch.no_grad()
 def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, dtype: str) -> ExportReport:
     """Compare the logits of two models on the same random ids, in float32."""
-    # Random ids need no tokenizer, and reach rows of the embedding that text rarely does.
+    # Random ids need no tokenizer, and use rows of the embedding that text rarely uses.
     generator = torch.Generator().manual_seed(0)
     length = min(ROW_TOKENS, reference.config.max_position_embeddings)
+    # Our own generator: the comparison must neither depend on the global seed nor change it.
     input_ids = torch.randint(reference.config.vocab_size, (ROWS, length), generator=generator)
     expected = reference(input_ids).logits
     difference = written.eval()(input_ids).logits - expected
     rows = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     relative_difference = (difference.norm() / expected.norm()).item()
-    # A NaN in a single row would hide behind a finite second-worst row, so NaN keeps the overall figure.
+    # A NaN in a single row would hide behind a finite second-worst row. With a NaN, use the difference of all logits.
     is_tie_possible = reference.config.num_experts and math.isfinite(relative_difference)
     return ExportReport(
         format,
@@ -453,7 +459,7 @@ def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, 
 
 
 def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> ExportReport:
-    """Compare the logits through transformers' GGUF reader; for Ernie, which it cannot read, compare the weights."""
+    """Compare the logits through transformers' GGUF reader. It cannot read Ernie, so compare the weights there."""
     layout = gguf_layout(reference.config)
     name = f"GGUF ({layout})"
     check_gguf_fields(path, reference.config)
@@ -469,7 +475,7 @@ def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> Exp
         differences = torch.stack([(written[key] - tensor).abs().max() for key, tensor in expected.items()])
         difference = differences.max().item()
         return ExportReport(name, dtype, max_weight_difference=difference, decisive_difference=difference)
-    # transformers reads the config of a llama from the file, but not those of the other architectures.
+    # transformers reads the config from the file for llama, but not for the other architectures.
     loading: dict[str, Any] = {}
     if layout != "llama":
         loading["config"] = AutoConfig.for_model(layout, **_write_stock_fields(reference.config, layout))

@@ -29,10 +29,10 @@ from ..runtime.names import is_path, split_hub_name
 logger = logging.get_logger(__name__)
 
 
-# Rotary tables and attention masks that some versions saved. They are computed here, so they are skipped.
+# Rotary tables and attention masks that some versions saved. This package computes them, so skip them.
 _BUFFERS = re.compile(r"(pos_cis|freqs_cos|freqs_sin|rotary_emb\.inv_freq|attention\.mask)$")
 _STANDARD_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-# Files that people often have in place of weights, by their first bytes in lower case.
+# First bytes, in lower case, of files that users often mistake for weights.
 _NO_WEIGHTS = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file itself. Run `git lfs pull`, or download the file.",
     b"<!doctype": "is a web page, not the file itself. Download the file by its `resolve` link.",
@@ -43,7 +43,7 @@ _NO_WEIGHTS = {
 
 def resolve(path: str | Path) -> Path:
     """
-    Return the local path of `path`. Download what is needed if it is a Hub id or one file in it (`owner/name:file`).
+    Return the local path of `path`. If it is a Hub id, or a file in a repository (`owner/name:file`), download it.
 
     Raises:
         `ValueError`: if there is neither a local path nor such a repository.
@@ -58,7 +58,7 @@ def resolve(path: str | Path) -> Path:
         folder = snapshot_download(repo_id, allow_patterns=_needed(repo_id, file))
     except (OSError, HTTPError) as error:
         try:
-            # No network, or a Hub that refuses. An earlier run may have downloaded the files.
+            # There is no network, or the Hub refuses. An earlier run may have downloaded the files.
             folder = snapshot_download(repo_id, local_files_only=True)
         except (OSError, HTTPError):
             raise ValueError(f"{path} is neither a file or directory here nor a model on the Hub: {error}") from error
@@ -70,10 +70,11 @@ def resolve(path: str | Path) -> Path:
 def _needed(repo_id: str, file: str | None) -> list[str]:
     """Return the patterns of the files to download: the weights of one model, and the small files."""
     if file is not None:
+        # The config beside the file gives the fields that no shape shows.
         return [file, (Path(file).parent / "config.json").as_posix()]
-    # The file list first: downloading every file of a repository could fetch many models.
+    # List the files first: a repository may hold many models, and downloading all of them would take long.
     names = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings or []]
-    # A run's repository holds whole checkpoints in folders; only the finished model at the top is wanted.
+    # A run's repository holds whole checkpoints in folders. Only the finished model lies at the top.
     names = [name for name in names if "/" not in name]
     weights = choose_weights(names, f"{repo_id}:")
     small = [name for name in names if name.endswith((".json", ".jinja"))]
@@ -87,14 +88,14 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
 
     Args:
         names (`Collection[str]`): the names of the files in the directory.
-        prefix (`str`): what turns a file name into one that a user can pass, for messages.
+        prefix (`str`): text before a file name that makes it a name a user can pass, for messages.
 
     Raises:
         `ValueError`: if there is none, or if there are several that may be different models.
     """
     found = [name for name in _STANDARD_NAMES if name in names]
-    # Trainer's checkpoints keep the state of the random number generators beside the weights.
-    # The standard names win over each other in this order, but a .pth may be any model of the directory.
+    # Standard names have this order of precedence. Each .pth may be a different model, so there must be only one.
+    # Trainer's checkpoints also hold the states of the random number generators (rng_state*.pth).
     found_pth = sorted(name for name in names if name.endswith(".pth") and not name.startswith("rng_state"))
     if not found and not found_pth:
         raise ValueError(f"{prefix[:-1]} must hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
@@ -109,7 +110,7 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise `ValueError` for anything else."""
+    """Return the object in a JSON file. Raise `ValueError` for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -126,8 +127,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     The names come without the prefixes of `torch.compile` and DDP, and without computed buffers.
 
     Raises:
-        `ValueError`: if a file is missing, ambiguous, damaged or holds more than tensors; if a tensor is not of floats
-            or not finite.
+        `ValueError`: if a file is missing, ambiguous or damaged, or holds anything but tensors; if a tensor does not
+            hold floats, or is not finite.
     """
     tensors: dict[str, torch.Tensor] = {}
     for full_name, tensor in _read_all(path).items():
@@ -139,16 +140,16 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{path}: {name} has the dtype {tensor.dtype}; only floating-point weights can be converted."
             )
-        # Otherwise a NaN in a weight would show only in the first loss of a run.
+        # Check here: otherwise a NaN in a weight would show only in the first loss of a run.
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
-        # "module.x" and "x" in one file become the same name; which one is right is unknown.
+        # "module.x" and "x" become the same name, and nothing tells which of the two is right.
         if name in tensors:
             raise ValueError(
                 f"{path} holds {name} twice, with and without a prefix such as module. Delete one of them."
             )
         tensors[name] = tensor
-    # MiniMind's own adapters have this in their names, and peft's have "lora_A".
+    # MiniMind's own adapters have ".lora." in the names of tensors, and peft's have "lora_A".
     adapters = [name for name in tensors if ".lora." in name]
     if adapters:
         raise ValueError(
@@ -160,8 +161,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def check_shards(name_or_path: str | Path) -> None:
     """
-    Raise `ValueError` if an index names shards outside of its directory or repository, because transformers would read
-    them.
+    Raise `ValueError` if an index names shards outside of its directory or repository. transformers would read them.
     """
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         index = cached_file(
@@ -176,9 +176,9 @@ def check_shards(name_or_path: str | Path) -> None:
 
 
 def _shard_names(index: Path) -> list[str]:
-    """Return the shards that an index names; raise `ValueError` unless they all lie beside it."""
+    """Return the shards that an index names. Raise `ValueError` unless all of them lie beside it."""
     weight_map = read_json(index).get("weight_map")
-    # An index is a file from the network: "../../x" in it would read files outside of the directory.
+    # The index may come from the network, and "../../x" in it would read files outside of the directory.
     shards = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     if not shards or any(Path(shard).name != shard for shard in shards):
         raise ValueError(f"{index} must name files beside it, and names {shards or 'none'}.")
@@ -197,7 +197,7 @@ def _read_all(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path.parent} lacks the shard(s) {', '.join(missing)} that {path.name} names.")
     tensors: dict[str, torch.Tensor] = {}
     for shard in shards:
-        # A tensor in two shards may be an older version of it; taking the last one would be a guess.
+        # If two shards hold a tensor, one may be an older version. Choosing one of them would be a guess.
         part = _read_file(path.with_name(shard))
         twice = sorted(part.keys() & tensors.keys())
         if twice:
@@ -212,6 +212,7 @@ def check_content(path: Path) -> None:
     """Raise `ValueError` if the first bytes or the checksums of a file show that it cannot hold weights."""
     with path.open("rb") as file:
         head = file.read(64)
+    # An interrupted download may leave an empty file, for which every reader has another error.
     if not head:
         raise ValueError(f"{path} is empty. Download or copy it again.")
     for beginning, what in _NO_WEIGHTS.items():
@@ -240,8 +241,8 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # For a file that is no pickle at all, torch raises whatever error its bytes happen to cause.
-        # These words begin the messages of torch's restricted unpickler.
+        # NOTE: torch's restricted unpickler begins its messages with these words. For a file that is not a pickle at
+        # all, torch may raise any error.
         refused = re.search(r"(?:Unsupported|Trying to|Can only)[^\n]*", str(error))
         if refused is None or not isinstance(error, pickle.UnpicklingError):
             reason = str(error).partition("\n")[0].partition("(1)")[0].strip()
@@ -250,10 +251,10 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
             f"{path} holds more than tensors and was refused before any of its code ran. Ask for a file with a plain "
             f"state dict, best as safetensors. ({refused[0]})"
         ) from error
-    # MiniMind's own resume files keep the model's state dict beside the optimizer's.
+    # MiniMind's own resume files hold the model's state dict under `model`, beside the optimizer's.
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
-    # An optimizer's state or a whole pickled module is a dictionary, too.
+    # Check the types: an optimizer's state is a dictionary, too.
     is_tensor = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     )

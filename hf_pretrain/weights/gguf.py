@@ -1,9 +1,9 @@
 """
 GGUF files for llama.cpp and Ollama, through the `gguf` package (`hf_pretrain[gguf]`).
 
-The names of tensors come from that package's tables; keys and layouts follow llama.cpp's `convert_hf_to_gguf.py`. In
-its `llama` and `ernie4_5-moe` graphs llama.cpp rotates neighbouring channels, as MiniMind v1 does; in `qwen3` and
-`qwen3moe` it rotates the two halves of a head.
+The tables of that package give the names of tensors; keys and layouts follow llama.cpp's `convert_hf_to_gguf.py`. In
+the graphs `llama` and `ernie4_5-moe`, llama.cpp rotates neighbouring channels, as MiniMind v1 does. In `qwen3` and
+`qwen3moe`, it rotates the two halves of a head.
 """
 
 import json
@@ -23,11 +23,11 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from .layouts import to_half_split
 
 
-# llama.cpp's names of the architectures, by those of transformers.
+# transformers' names of the architectures, and llama.cpp's names for them.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "ernie4_5_moe": "ernie4_5-moe"}
 FILE_NAME = "model.gguf"
-# The tensor names of llama.cpp's ernie4_5-moe graph, written out by hand: a check of a file must not use the table
-# that wrote the file.
+# The tensor names of llama.cpp's ernie4_5-moe graph, written by hand: the check of a file must not use the same table
+# as the writer.
 _ERNIE_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -59,7 +59,7 @@ def gguf_layout(config: MiniMindConfig) -> str:
 
 
 def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Raise `ValueError` for features and tokenizers that llama.cpp has no key for."""
+    """Raise `ValueError` for features and tokenizers that a GGUF file cannot describe."""
     _gguf()
     problem = None
     if config.num_experts and not config.norm_topk_prob:
@@ -77,10 +77,11 @@ def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None
 def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
     """Raise `ValueError` unless llama.cpp's pre-tokenizer `gpt-2` splits text exactly as `tokenizer` does."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # `trim_offsets` changes only offsets, never tokens.
     split = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
     model = backend["model"]
     names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-    # Options of a BPE model that llama.cpp ignores.
+    # llama.cpp ignores these options of a BPE model.
     beyond = {name: model[name] for name in names if model.get(name)}
     is_gpt2 = (
         backend["normalizer"] is None
@@ -109,14 +110,15 @@ def _adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights with GGUF names and layouts, in float32 on the CPU. A tied output head is left out."""
+    """Yield the weights with GGUF names and layouts, in float32 on the CPU. Leave out a tied output head."""
     config = model.config
     gguf = _gguf()
     layout = gguf_layout(config)
-    # The package numbers its architectures; the table maps their names back.
+    # The package identifies architectures by numbers. Invert its table of names.
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[layout]], config.num_hidden_layers)
     for ours, tensor in model.state_dict().items():
+        # llama.cpp uses the embedding if a file has no output head.
         if ours == "lm_head.weight" and config.tie_word_embeddings:
             continue
         tensor = tensor.detach().cpu().float()
@@ -148,7 +150,7 @@ def write_gguf(
         model_name (`str`): the name that programs show.
         tokenizer ([`PreTrainedTokenizerFast`], *optional*): written into the file.
         tensor_type (`str`): `F32`, `F16`, `BF16` or `Q8_0`, for matrices. Norms and routers stay float32, as in
-            llama.cpp; a matrix whose rows are not a multiple of Q8_0's blocks of 32 is written in F16.
+            llama.cpp. With `Q8_0`, a matrix whose row length is not a multiple of 32 (a block) is written in F16.
 
     Raises:
         `ValueError`: if a value overflows float16.
@@ -162,16 +164,16 @@ def write_gguf(
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
     else:
-        # llama.cpp loads such a file and takes ids only.
+        # llama.cpp loads such a file, but accepts only ids, no text.
         writer.add_tokenizer_model("no_vocab")
     for name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
-        # ffn_gate_inp is the router: a rounded score could choose another expert.
+        # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.
         if tensor.dim() == 1 or "ffn_gate_inp" in name:
             quantized = gguf.GGMLQuantizationType.F32
         elif tensor_type == "Q8_0" and tensor.shape[-1] % 32 != 0:
             quantized = gguf.GGMLQuantizationType.F16
-        # The package casts to float16 silently, so check the result for infinities.
+        # The package casts to float16 without a check of the range, so look for infinities in the result.
         values = gguf.quantize(tensor.numpy(), quantized)
         if quantized == gguf.GGMLQuantizationType.F16 and not np.isfinite(values).all():
             raise ValueError(f"{name} holds values that overflow float16; use bfloat16 or float32.")
@@ -205,6 +207,7 @@ def _add_config(writer: Any, config: MiniMindConfig):
     if gguf_layout(config) == "ernie4_5_moe":
         writer.add_expert_shared_count(config.num_shared_experts)
         writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
+        # Every layer has experts, beginning with the first one.
         writer.add_interleave_moe_layer_step(1)
         writer.add_leading_dense_block_count(0)
 
@@ -216,7 +219,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
     for index in range(vocab_size):
-        # The model's vocabulary may be larger than the tokenizer's; llama.cpp needs a token for every row of the
+        # The model's vocabulary may be larger than the tokenizer's, but llama.cpp needs a token for every row of the
         # embedding.
         tokens.append(pieces.get(index, f"[PAD{index}]"))
         if index not in pieces:
@@ -234,7 +237,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
     writer.add_add_eos_token(False)
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
-        # The package reads merges from a tokenizer's files only, not from its object.
+        # The package reads merges only from a tokenizer's files, so save the tokenizer first.
         merges = gguf.SpecialVocab(directory, load_merges=True).merges
     writer.add_token_merges(merges)
     for kind in ("bos", "eos", "pad", "unk"):
@@ -248,6 +251,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
 def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, dequantized to float32."""
     gguf = _gguf()
+    # Copy the values: the reader maps the file into memory, and `dequantize` may return a view of it.
     return {
         tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).float()
         for tensor in gguf.GGUFReader(path).tensors
@@ -256,7 +260,7 @@ def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
     """
-    Return the weights of an `ernie4_5-moe` file under our names, dequantized. Unknown tensors keep their own names.
+    Return the dequantized weights of an `ernie4_5-moe` file under our names. Unknown tensors keep their own names.
     """
     tensors = read_gguf_tensors(path)
     ends = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -264,6 +268,7 @@ def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
     for name in [name for name in tensors if name.endswith(".ffn_gate_exps.weight")]:
         layer = f"model.layers.{name.split('.')[1]}.mlp.experts"
         gate, up = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        # twice (num_experts, width, hidden_size) -> (num_experts, 2 * width, hidden_size)
         weights[f"{layer}.gate_up_proj"] = torch.cat([gate, up], dim=1)
         weights[f"{layer}.down_proj"] = tensors.pop(name.replace("gate", "down"))
     for name, tensor in tensors.items():
@@ -306,7 +311,8 @@ def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
     expected = {f"{architecture}.{name}": value for name, value in expected.items()}
     fields = _gguf().GGUFReader(path).fields
     written = {name: field.contents() for name, field in fields.items() if name.startswith(f"{architecture}.")}
-    # GGUF stores numbers with a fraction in float32.
+    # GGUF stores fractional numbers in float32, so compare with a tolerance. NaN stands for a missing field and is
+    # never close to anything.
     wrong = [
         f"{name} is {written.get(name)} and should be {expected.get(name)}"
         for name in sorted(written.keys() | expected.keys())

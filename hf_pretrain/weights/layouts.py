@@ -1,9 +1,9 @@
 """
-Names and layouts of the weights: this package's, MiniMind's three generations', and transformers' architectures.
+Names and layouts of the weights of this package, of MiniMind's three generations, and of transformers' architectures.
 
 The generations are releases of https://github.com/jingyaogong/minimind. v1 rotates neighbouring channels by a complex
-`pos_cis`, as this package does. v2 and v3 rotate the channels `(i, i + head_dim / 2)`, as Llama does; the two differ
-by a permutation of the rows of the query and key projections (and of v3's query and key norms).
+`pos_cis`, as this package does. v2 and v3 rotate the channels `(i, i + head_dim / 2)`, as Llama does. A permutation of
+the rows of the query and key projections (and of v3's query and key norms) converts one form into the other.
 """
 
 import re
@@ -32,11 +32,12 @@ class WeightLayout:
     Names and shapes of one program's weights.
 
     Args:
-        is_generation (`bool`): a MiniMind release, as opposed to an architecture of transformers.
-        has_qk_norm (`bool`): whether its attention has query and key norms.
-        has_experts (`bool`, *optional*): whether it has experts; `None` if it has both kinds of models.
-        half_split (`bool`): whether the channels `(i, i + head_dim / 2)` rotate together, rather than neighbours.
-        lists_shared_experts (`bool`): whether shared experts are a list, rather than one MLP of their summed width.
+        is_generation (`bool`): `True` for a MiniMind release, `False` for an architecture of transformers.
+        has_qk_norm (`bool`): whether the attention has query and key norms.
+        has_experts (`bool`, *optional*): whether the models have experts; `None` if there are both kinds.
+        half_split (`bool`): whether the channels `(i, i + head_dim / 2)` rotate together; otherwise neighbours do.
+        lists_shared_experts (`bool`): whether shared experts are a list; otherwise they are one MLP of their summed
+            width.
         renames (`tuple`): pairs of a part of this package's tensor names and its replacement, applied in order.
     """
 
@@ -55,11 +56,12 @@ class WeightLayout:
 
     def split(self, name: str, tensor: torch.Tensor, config: MiniMindConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Yield the tensors, with their names, that our tensor `name` becomes in this layout.
+        Yield the names and tensors of this layout that hold our tensor `name`.
 
-        Stacked experts `(num_experts, ...)` become one matrix each, since every other program stores them so.
+        Stacked experts `(num_experts, ...)` become one matrix per expert, because all other programs store them so.
         """
         if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
+            # Projections have the shape (num_heads * head_dim, hidden_size), and norms (head_dim,): one head.
             yield self.name(name), to_half_split(tensor, config.head_dim)
         elif name.endswith("experts.gate_up_proj"):
             for expert, gate_and_up in enumerate(tensor):
@@ -69,6 +71,7 @@ class WeightLayout:
             for expert, weight in enumerate(tensor):
                 yield self.name(name.replace("down_proj", f"{expert}.down_proj.weight")), weight
         elif self.lists_shared_experts and "shared_experts." in name:
+            # The width is the rows of gate_proj and up_proj, but the columns of down_proj.
             widths = tensor.chunk(config.num_shared_experts, dim=int("down_proj" in name))
             for expert, weight in enumerate(widths):
                 yield self.name(name.replace("shared_experts.", f"shared_experts.{expert}.")), weight
@@ -87,7 +90,7 @@ class WeightLayout:
         return torch.cat(parts, dim=int("down_proj" in name)) if len(parts) > 1 else parts[0]
 
 
-# Applied in this order: "model.embed_tokens" has to be renamed before "model." is removed.
+# The order matters: "model.embed_tokens" must be renamed before "model." is removed.
 _V1_NAMES = (
     ("model.embed_tokens", "tok_embeddings"),
     ("model.", ""),

@@ -2,8 +2,9 @@
 Read checkpoints of three MiniMind generations, and of the transformers architectures that MiniMind's scripts export.
 
 A [`~weights.layouts.WeightLayout`] describes how a program names and lays out the weights; `_read_fields` translates
-its config.json. The shapes in the file give the sizes of an empty model, whose tensors in the file's layout must have
-exactly the names and shapes of the file. So every missing or additional tensor is found before any value is used.
+its config.json. The shapes in the file give the sizes of an empty model. In the file's layout, the tensors of this
+empty model must have exactly the names and shapes of the file. This finds every missing or additional tensor before
+any value is used.
 
     tensors in some layout -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
 """
@@ -30,12 +31,12 @@ from .layouts import LAYOUTS, describe_layout
 
 logger = logging.get_logger(__name__)
 
-# Fields of MiniMind's own configs that our config expresses by other fields.
+# Fields of MiniMind's own configs that our config expresses by other fields. Users may pass them all the same.
 UPSTREAM_FIELDS = frozenset(
     ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
     + ("inference_rope_scaling", "rope_scaling")
 )
-# Fields that take the defaults of MiniMind's code where no config gives them, under any of their names.
+# Fields for which MiniMind's code has defaults, and the names under which a config may give them.
 _ASSUMED = {
     "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
     "rope_parameters": {"rope_parameters", "rope_theta"},
@@ -43,7 +44,7 @@ _ASSUMED = {
     "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
     "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
 }
-# YaRN as v3, and v2 since 2025-12, computes it. The values stand in upstream's code; its config.json may lack them.
+# YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
 V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -54,6 +55,7 @@ def is_native_checkpoint(path: str | Path) -> bool:
     try:
         return "format_version" in MiniMindConfig.get_config_dict(path)[0]
     except OSError:
+        # There is no such repository, or it has no config.json.
         return False
 
 
@@ -69,7 +71,7 @@ def load_upstream(
             weights may be in the layout of v1, v2 or v3, of `llama`, `qwen3`, `qwen3_moe` or `ernie4_5_moe`, or of
             this package.
         config (`dict` or path of a JSON file, *optional*): fields of config.json, by that program's names or ours.
-            They add to the fields in the directory or beside the file, and win over them.
+            They override and complete the config.json in the directory or beside the file.
         dtype (`torch.dtype`, *optional*): the dtype of the model; by default the file's.
 
     Returns:
@@ -89,7 +91,7 @@ def load_upstream(
     tensors = read_tensors(path)
 
     try:
-        # The config classes check types, but their errors do not name the file.
+        # The config classes check types, but their errors do not name the file, so catch them.
         raw = _merge(_read_config(path), config or {})
         layout = _recognise(tensors, raw, path)
         given = _read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
@@ -103,14 +105,14 @@ def load_upstream(
     )
     state_dict = _join(tensors, layout, minimind_config, path)
 
-    # A file with several dtypes is loaded in float32, so that no half-precision tensor is rounded.
+    # Load a file with several dtypes in float32, so that no tensor is rounded to a smaller dtype.
     dtypes = {tensor.dtype for tensor in state_dict.values()}
     file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
-    # _join has compared names and shapes already; strict guards against a mistake in it.
+    # `_join` has already compared names and shapes; `strict` guards against a mistake in it.
     model.load_state_dict(state_dict, strict=True)
     _check_finite(model, path)
-    # save_pretrained writes the config's dtype, and the config was made before the cast.
+    # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
     sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
     assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
@@ -136,8 +138,7 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
         check_content(file)
     try:
         model, info = MiniMindForCausalLM.from_pretrained(
-            # Without ignore_mismatched_sizes transformers raises on the first wrong shape; all of them are reported
-            # here.
+            # Without `ignore_mismatched_sizes`, transformers raises on the first wrong shape. We report all of them.
             path,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -155,7 +156,7 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
 
 def _check_finite(model: MiniMindForCausalLM, path: str | Path):
     """Raise `ValueError` if a parameter holds a value that is not finite."""
-    # NOTE: under ZeRO-3 every parameter is empty here and passes. There the first loss shows it.
+    # NOTE: under ZeRO-3 every parameter is empty here and passes. There, only the first loss shows a NaN.
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(
@@ -165,7 +166,7 @@ def _check_finite(model: MiniMindForCausalLM, path: str | Path):
 
 
 def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[str], shapes: Iterable[str]):
-    """Raise `ValueError` for tensors that are missing, unexpected or of another shape, naming five of each."""
+    """Raise `ValueError` for tensors that are missing, unexpected or of another shape, and name five of each."""
     problems = [
         f"{len(names)} {what}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
         for what, names in (
@@ -193,25 +194,26 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the config fields of a file with those in `given` on top, and with transformers' defaults for its
-    architectures.
+    Return the config fields of a file, overridden by `given`. An architecture of transformers also gets transformers'
+    defaults.
     """
     fields = {**raw, **given}
     check_fields(fields)
     if fields.get("model_type") in LAYOUTS:
-        # transformers changes the dictionaries that it is given.
+        # Copy, because transformers changes the dictionaries that it gets.
         fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
         try:
+            # Python evaluates `pop` before it unpacks `**fields`, so `model_type` is passed only once.
             fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
         except Exception as error:
-            # transformers checks some fields and computes with the others, so a wrong value raises anything.
+            # transformers checks only some fields and computes with the others, so a wrong value may raise any error.
             raise ValueError(f"The config is not valid for {model_type}: {error}") from error
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return `rope_parameters` of transformers 5 as the two fields of transformers 4, which a user may give separately.
+    Return `rope_parameters` of transformers 5 as the two fields of transformers 4, which a user can set separately.
     """
     rope = dict(fields.get("rope_parameters") or {})
     split = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
@@ -222,8 +224,8 @@ def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
     """
-    Return the layout of the weights: a generation by the names of its tensors, a transformers architecture by its
-    config.
+    Return the layout of the weights. The names of the tensors tell the generation, the config a transformers
+    architecture.
     """
     if "tok_embeddings.weight" in tensors:
         return "v1"
@@ -244,15 +246,17 @@ def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict
     """
     Translate the config fields of `layout` into ours, and add the constants of that program's code.
 
-    The router loss of v3, Qwen3-MoE and Ernie4.5-MoE lacks our division by top-k; the latter two also average over
-    layers where MiniMind sums. The coefficient makes up for both.
+    Our router loss divides by top-k; the losses of v3, Qwen3-MoE and Ernie4.5-MoE do not. The latter two also average
+    over layers, and MiniMind sums. The translated coefficient compensates for both differences.
     """
+    # v1 has other names for the sizes, such as `dim`.
     aliases = MiniMindConfig.attribute_map if layout == "v1" else {}
     raw = {aliases.get(name, name): value for name, value in raw.items()}
     if layout == "ernie4_5_moe":
         names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
         raw = {names.get(name, name): value for name, value in raw.items()}
-        # Ernie divides by the sum of the top-k probabilities, which is at most 1, but never by less than this floor.
+        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than the floor
+        # `moe_norm_min`.
         if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
             raise ValueError(
                 f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
@@ -280,7 +284,7 @@ def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict
     }
     given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
     given["rope_parameters"] = _read_rope(raw, layout)
-    # v1's max_seq_len is the length of its training rows; its rotary table has 32,768 positions.
+    # In v1, max_seq_len is the length of the training rows. The rotary table always has 32,768 positions.
     given["max_position_embeddings"] = 32768 if layout == "v1" else raw.get("max_position_embeddings", 32768)
     if LAYOUTS[layout].is_generation:
         given["upstream_generation"] = layout
@@ -308,12 +312,14 @@ def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
         if raw.get("intermediate_size") is not None:
             given["moe_intermediate_size"] = raw["intermediate_size"]
         return given | {
+            # v1 and v2 never normalise at top-1, whatever the config says.
             "norm_topk_prob": top_k > 1 and raw.get("norm_topk_prob", True),
             "router_aux_loss_coef": raw.get("aux_loss_alpha", 0.1),
             "router_aux_loss_level": "sequence" if raw.get("seq_aux", True) else "batch",
         }
     if "moe_intermediate_size" in raw:
         given["moe_intermediate_size"] = raw["moe_intermediate_size"]
+    # v3 sums over layers as we do; the others average.
     layers = 1 if layout == "v3" else raw["num_hidden_layers"]
     return given | {
         "norm_topk_prob": raw.get("norm_topk_prob", True),
@@ -328,7 +334,7 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     rope.pop("type", None)
     if raw.get("rope_theta") is not None:
         rope["rope_theta"] = raw["rope_theta"]
-    # A null in the file means that the field is not given.
+    # A null in the file means that the file does not give the field.
     if rope.get("rope_theta", 0) is None:
         del rope["rope_theta"]
     if layout == "v1" and "rope_theta" not in rope:
@@ -342,7 +348,7 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
     if not raw.get("inference_rope_scaling"):
         return theta
-    # The version of transformers that wrote the file decides which name it has.
+    # The field's name depends on the version of transformers that wrote the file.
     scaling = raw.get("rope_scaling") or rope
     if layout == "v3" and "factor" not in scaling:
         scaling = V3_YARN | {"attention_factor": 1.0}
@@ -352,7 +358,7 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
             "it is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
             "attention_factor."
         )
-    # MiniMind's code does not scale a table that is no longer than the original.
+    # MiniMind's code scales only a table that is longer than the original one.
     if raw.get("max_position_embeddings", 32768) <= scaling["original_max_position_embeddings"]:
         return theta
     names = (*V3_YARN, "attention_factor")
@@ -377,12 +383,13 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
 
     attention = "model.layers.0.self_attn."
     layers = {int(match[1]) for match in (re.search(r"\blayers\.(\d{1,9})\.", name) for name in tensors) if match}
-    # Below, a model with `max(layers) + 1` layers is built: one wrong name must not make it huge.
+    # `_join` builds a model with `max(layers) + 1` layers, so a single wrong name must not make it huge.
+    # The first number without a layer; it is `len(layers)` if the numbers are contiguous.
     gap = next(number for number in range(len(layers) + 1) if number not in layers)
     if gap < len(layers):
         raise ValueError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
-    # Rows are heads times head width, so one of the two has to come from elsewhere.
+    # The number of rows is heads times head width, so one of the two must come from elsewhere.
     q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
     if f"{attention}q_norm.weight" in tensors:
         head_dim = tensors[f"{attention}q_norm.weight"].numel()
@@ -411,8 +418,9 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
         int(match[1]) for match in (re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name) for name in tensors) if match
     }
     if experts:
-        # A file may list shared experts one by one or hold one MLP of their summed width; the sum of rows is the same.
+        # A file may list shared experts or hold one MLP of their summed width. The sum of rows is the same.
         width = shape(f"{mlp}experts.0.gate_proj.weight")[0]
+        # A scalar has no length. `_join` reports its wrong shape.
         shared = [
             len(t)
             for n, t in tensors.items()
@@ -429,7 +437,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     is_same = head is None or head.equal(tensors[LAYOUTS[layout].name("model.embed_tokens.weight")])
     if head is None and not given.get("tie_word_embeddings", True):
         raise ValueError("The config says tie_word_embeddings=False, but the weights have no output head.")
-    # An output head equal to the embedding may still be meant to be separate, so the config decides.
+    # An output head that equals the embedding may still be untied, so the config decides.
     sizes["tie_word_embeddings"] = is_same and given.get("tie_word_embeddings", True)
 
     for name, size in sizes.items():
@@ -442,13 +450,12 @@ def _join(
     tensors: dict[str, torch.Tensor], layout: str, config: MiniMindConfig, path: Path
 ) -> dict[str, torch.Tensor]:
     """
-    Return our state dict, after checking that `tensors` has exactly the names and shapes that `config` needs in
-    `layout`.
+    Return our state dict. First check that `tensors` has exactly the names and shapes that `layout` has for `config`.
     """
     # On the meta device a model of any size costs no memory.
     with torch.device("meta"):
         empty = MiniMindForCausalLM(config).state_dict()
-    # Our own empty model, taken apart as the file should be: names and shapes then compare one to one.
+    # Split our own empty model as the file should be split, so that names and shapes compare one to one.
     parts = {ours: dict(LAYOUTS[layout].split(ours, tensor, config)) for ours, tensor in empty.items()}
     expected = {name: tensor.shape for split in parts.values() for name, tensor in split.items()}
     if layout == "ernie4_5_moe":
@@ -467,7 +474,7 @@ def _join(
 
 
 def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """Drop Ernie's correction biases, which add to the router's scores; raise `ValueError` if one is not zero."""
+    """Drop the correction biases that Ernie adds to the router's scores. Raise `ValueError` if one is not zero."""
     biases = {name for name in tensors if name.endswith("moe_statics.e_score_correction_bias")}
     used = [name for name in biases if tensors[name].any()]
     if used:

@@ -16,7 +16,7 @@ from ..model.presets import PRESETS
 
 
 def default_preset() -> str:
-    """Return the default preset, which suits the hardware of this machine."""
+    """Return the preset that suits the hardware of this machine."""
     return "minimind2-small" if torch.cuda.is_available() else "tiny"
 
 
@@ -36,7 +36,7 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
     Args:
         text (`str`): what the user typed.
         flag (`str`): the flag, for messages.
-        also_known (`Collection[str]`): names that are accepted besides the fields of the config.
+        also_known (`Collection[str]`): further names to accept, in addition to the fields of the config.
 
     Raises:
         `ValueError`: if the text has another form, a name is unknown, or a value has the wrong type.
@@ -45,6 +45,7 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         # `a=1, b={c: 2}` becomes `{a: 1, b: {c: 2}}`, a mapping in YAML's flow style.
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
     except yaml.YAMLError:
+        # The loop below reports the text.
         fields = {text: None}
     known = {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys()
     for name, value in fields.items():
@@ -82,7 +83,7 @@ class ModelArguments:
     def __post_init__(self):
         if self.model_preset is not None and self.model_preset not in PRESETS:
             raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
-        # In a YAML file, no shell expands `~`.
+        # A shell expands `~` on the command line, but not in a YAML file.
         for name in ("model_name_or_path", "tokenizer_name_or_path"):
             if value := getattr(self, name):
                 setattr(self, name, os.path.expanduser(value))
@@ -98,7 +99,7 @@ class ModelArguments:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Return `config_overrides` as a dictionary. Raise `ValueError` as [`parse_fields`] does."""
+        """Return `config_overrides` as a dictionary. Raise `ValueError` in the cases of [`parse_fields`]."""
         return parse_fields(self.config_overrides or "", flag="--config_overrides")
 
 

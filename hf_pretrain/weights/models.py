@@ -27,13 +27,13 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Min
         if args.model_name_or_path:
             return MiniMindConfig.from_pretrained(args.model_name_or_path, **args.overrides)
         fields = dict(PRESETS[args.model_preset or default_preset()])
-        # The tokenizer decides the special tokens; a preset knows none.
+        # The tokenizer defines the special tokens; a preset does not.
         fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
         if args.tokenizer_name_or_path is None:
             fields["vocab_size"] = args.vocab_size
         return MiniMindConfig(**fields | args.overrides)
     except StrictDataclassError as error:
-        # The values are checked together. Without overrides, the file of the checkpoint holds the wrong one.
+        # The error does not say where the wrong value came from. Without overrides, it is in the checkpoint's file.
         where = f"--config_overrides {args.config_overrides}" if args.config_overrides else args.model_name_or_path
         raise ValueError(f"{where}: {error}") from error
 
@@ -42,10 +42,10 @@ def load_model(
     args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, distributed: DistributedConfig | None = None
 ) -> MiniMindForCausalLM:
     """
-    Return the model that these arguments describe, in float32, sharded as `distributed` says.
+    Return the model that these arguments describe, in float32, sharded as `distributed` describes.
 
-    Weights that MiniMind itself wrote are converted first ([`~weights.loading.load_upstream`]); an adapter is
-    loaded onto its base model.
+    If another program, such as MiniMind itself, wrote the weights, [`~weights.loading.load_upstream`] converts them
+    first. An adapter is loaded onto its base model.
 
     Raises:
         `ValueError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
@@ -76,19 +76,19 @@ def load_model(
     }
     if config.num_experts and not torch.accelerator.is_available():
         # NOTE: on a CPU, torch's grouped matrix product takes 1.5 times as long as a loop over the experts.
+        # `from_pretrained` takes an argument, the constructor below reads the config.
         loading["experts_implementation"] = config._experts_implementation = "eager"
     if distributed is not None:
         if distributed.ep_size > 1 and not config.num_experts:
             raise ValueError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
         loading["distributed_config"] = distributed
-    # from_pretrained shards the converted weights, which are in memory already.
+    # `from_pretrained` shards the converted weights, which are already in memory.
     if upstream is not None:
         return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
     if args.model_name_or_path:
         return load_native_checkpoint(args.model_name_or_path, **loading)
-    # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under
-    # every launcher.
-    # The constructor takes the implementation from the config only.
+    # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under every
+    # launcher. The constructor reads the attention implementation from the config, not from an argument.
     config._attn_implementation = attn_implementation
     model = MiniMindForCausalLM(config)
     if distributed is not None:
