@@ -20,6 +20,9 @@ PRESENT := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 VISIBLE := $(or $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)),$(PRESENT))
 # Without an NVIDIA GPU the recipe chooses: another accelerator that torch finds, or the CPU.
 DEVICE ?= $(if $(PRESENT),cuda,auto)
+ifeq ($(filter $(DEVICE),cuda cpu auto),)
+  $(error DEVICE=$(DEVICE) is unknown: use cuda, cpu or auto)
+endif
 GPUS ?= $(if $(filter cuda,$(DEVICE)),$(words $(VISIBLE)),1)
 LAUNCHER ?= torchrun
 DS ?= zero2

@@ -183,7 +183,8 @@ def test_the_readmes_stay_short():
 
 # Flags that reduce a command of the README to toy size, by recipe.
 TOY_FLAGS = {
-    "pretrain": "--config_overrides num_hidden_layers=1,hidden_size=64 --vocab_size 320 --max_steps 2 --max_length 32 "
+    "pretrain": "--config_overrides num_hidden_layers=1,hidden_size=64,num_attention_heads=4,num_key_value_heads=2 "
+    "--vocab_size 320 --max_steps 2 --max_length 32 "
     "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --validation_fraction 0.1 --use_cpu --bf16 false",
     "sft": "--max_length 64",
 }

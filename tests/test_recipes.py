@@ -250,6 +250,11 @@ def test_make_refuses_an_unknown_launcher():
     assert result.returncode != 0 and "use torchrun, accelerate or deepspeed" in result.stderr
 
 
+def test_make_refuses_an_unknown_device():
+    result = subprocess.run(["make", "-n", "pretrain", "DEVICE=gpu"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0 and "use cuda, cpu or auto" in result.stderr
+
+
 def make(workspace: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
     # make uses an installed environment as it is.
     (Path(sys.prefix) / ".installed").touch()

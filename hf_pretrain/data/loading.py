@@ -147,7 +147,8 @@ def load_documents(
         shares = (validation_fraction,) if train_fraction == 1 else (validation_fraction, train_fraction)
         train.info.description = str((described, weights, *shares))
     else:
-        train.info.description = rejected.describe_copies()
+        share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
+        train.info.description = "; ".join(filter(None, (share, rejected.describe_copies())))
     return train, validation
 
 

@@ -15,8 +15,13 @@ def is_path(name: str | Path) -> bool:
         return True
     repo_id, file = split_hub_name(text)
     # A Hub id has at most one slash, so a name with two slashes can only be a path.
+    # `out/sft-tin` is a mistyped path, not a model of a user called `out`, wherever a directory `out` lies.
+    is_beside_others = Path(text).parent != Path(".") and Path(text).parent.is_dir()
     return file is None and (
-        text.startswith((".", "/", "~")) or text.endswith(_WEIGHT_SUFFIXES) or repo_id.count("/") > 1
+        text.startswith((".", "/", "~"))
+        or text.endswith(_WEIGHT_SUFFIXES)
+        or repo_id.count("/") > 1
+        or is_beside_others
     )
 
 

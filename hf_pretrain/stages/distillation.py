@@ -260,9 +260,10 @@ class DistillationTrainer(MaskedLossTrainer):
             },
             args=self.args,
         )
-        self.train_dataset = numbered[0]
+        if self.train_dataset is not None:
+            self.train_dataset = numbered.pop(0)
         if self.eval_dataset is not None:
-            self.eval_dataset = numbered[1]
+            self.eval_dataset = numbered.pop(0)
         collator: Any = TeacherCollator(self.data_collator, cache)
         self.data_collator = collator
         self.teacher = None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging, strtobool
 
 from ..runtime.command_line import shows_bars
@@ -200,6 +201,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and self.device.type == "cpu":
             start_deepspeed_cpu_ranks()
         check_device(self)
+        _check_trackers(self.report_to)
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -275,6 +277,17 @@ class LMTrainingArguments(TrainingArguments):
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Raise `ValueError` for a tracker of `--report_to` whose package is missing. Trainer raises after the data."""
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in available:
+            raise ValueError(
+                f"--report_to {name} is unknown or its package is not installed: pip install {name}. Installed here: "
+                f"{', '.join(available) or 'none'}."
+            )
 
 
 @dataclass

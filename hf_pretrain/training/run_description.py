@@ -18,6 +18,7 @@ from .optimizers import optimizer_name
 _SETTINGS = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
     *("max_steps", "num_train_epochs", "bf16", "fp16", "eval_steps", "save_steps", "logging_steps"),
+    "lr_scheduler_type",
 )
 # Fields of a config that Trainer, `from_pretrained` and `save_pretrained` change.
 _CHANGING_FIELDS = ("use_cache", "dtype", "architectures", "auto_map")

@@ -82,6 +82,13 @@ def test_paths_are_no_hub_ids(name):
     assert is_path(name) and not may_be_checkpoint(name)
 
 
+def test_a_name_in_a_directory_that_exists_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not is_path("out/sft-tin")
+    (tmp_path / "out").mkdir()
+    assert is_path("out/sft-tin") and not may_be_checkpoint("out/sft-tin")
+
+
 def test_hub_ids_and_directories_may_be_checkpoints(tmp_path):
     assert not is_path("owner/name") and may_be_checkpoint("owner/name")
     assert not is_path("owner/name:x.pth") and not may_be_checkpoint("owner/name:x.pth")

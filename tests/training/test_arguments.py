@@ -236,3 +236,9 @@ def test_load_model_refuses(tokenizer, overrides, message):
 def test_names_of_the_package_can_be_imported_from_it():
     for name in hf_pretrain.training.__all__:
         assert getattr(hf_pretrain.training, name).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["wandb", "nope"])
+def test_a_tracker_that_is_not_installed_is_refused_before_the_data(name, tmp_path):
+    with pytest.raises(ValueError, match=f"--report_to {name} is unknown or its package is not installed"):
+        LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[name])
