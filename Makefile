@@ -7,7 +7,7 @@
 # make sft, then make dpo | distill | grpo                 the other stages, launched alike
 # make chat | serve | evaluate                             talk to the newest model, serve it, measure it
 # make bench                                               compare the speed with other programs
-# make tokenizer | test | faults | quality
+# make tokenizer | test | test-quick | faults | quality
 # make docs                                                the documentation as a website, in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
 
@@ -32,7 +32,7 @@ PRESET ?= $(if $(filter cuda,$(DEVICE)),minimind2-small,tiny)
 CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test faults quality docs clean help
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test test-quick faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -103,6 +103,12 @@ tokenizer: $(VENV)/.installed
 # Two workers on every machine: most of the time, tests wait for processes that start, die or hang.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The tests that start no process, of the packages that everything else stands on.
+QUICK := tests/model tests/tokenizer tests/data tests/checkpoints tests/runtime tests/training \
+  tests/test_library_contract.py tests/test_project_files.py
+test-quick: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not distributed" $(QUICK) $(ARGS)
 
 # Run all fault tests and write faults.json. N=300 kills 300 runs at random moments.
 faults: $(VENV)/.installed-test

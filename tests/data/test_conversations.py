@@ -520,6 +520,7 @@ def test_bad_conversations_are_rejected_and_files_are_read(tmp_path):
         load_documents([str(tmp_path / "plain.txt")], schema="conversation")
 
 
+@pytest.mark.slow
 def test_embedded_conversations():
     first = {
         "chitchat": "Hello How are you doing today?",

@@ -199,6 +199,7 @@ def test_all_formats_by_file_glob_and_directory(tmp_path, warnings, streaming):
     assert any("README.md" in message for message in warnings)
 
 
+@pytest.mark.slow
 def test_parts_and_processes_read_the_same(tmp_path, monkeypatch):
     expected = write_all_formats(tmp_path)
     lines = [json.dumps({"text": f"line {number} " * (number % 7)}).encode() for number in range(300)]

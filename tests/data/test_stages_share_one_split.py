@@ -10,7 +10,10 @@ from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.tasks import ANSWER_FORMATS, load_tasks
 
 
-@pytest.fixture(scope="module", params=["chitchat", "chatterbot", pytest.param("idiom", marks=pytest.mark.slow)])
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["chitchat", "chatterbot", "idiom"])
 def stages(request, tmp_path_factory):
     """Return the name of a part, then training and validation texts of pretraining, SFT (and distillation) and DPO."""
     with pytest.MonkeyPatch.context() as patch:

@@ -221,6 +221,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("recipe", "package", "extra"), [("dpo", "trl", "trl"), ("grpo", "trl", "trl"), ("serve", "fastapi", "serve")]
 )
+@pytest.mark.slow
 def test_a_missing_extra_is_one_line(recipe, package, extra):
     result = start([sys.executable, "-c", WITHOUT, package, str(ROOT / f"recipes/{recipe}.py"), "--help"])
     assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout[-3000:]

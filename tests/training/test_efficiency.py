@@ -159,6 +159,7 @@ print("TAKEN", peak_memory_bytes(cpu) - before)
 """
 
 
+@pytest.mark.slow
 def test_the_peak_memory_excludes_the_parent_process():
     """It must not include the parent process, unlike getrusage's peak."""
     words = [sys.executable, "-c", "from hf_pretrain.training.efficiency import *; import torch"]
@@ -186,6 +187,7 @@ def test_the_estimate_is_near_the_measured_memory():
     assert estimate.total(12) == pytest.approx(taken, rel=0.15)
 
 
+@pytest.mark.slow
 def test_doctor_prints_the_estimate():
     words = [sys.executable, "recipes/doctor.py", "--estimate", "--model_preset", "tiny", "--max_length", "64"]
     words += ["--memory_gib", "1", "--device", "cpu"]

@@ -445,6 +445,7 @@ class GraphCounter(TrainerCallback):
         self.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
     """Whatever the rows contain, no graph is added after the first steps."""
     torch._dynamo.reset()
