@@ -106,12 +106,6 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
                 "positions for prompt and answer. Shorten the prompt.",
             )
         _check_stop_strings(config.stop_strings)
-        # The generation_config of a request could ask for thousands of answers at once.
-        for name in ("num_beams", "num_return_sequences"):
-            if (getattr(config, name) or 1) != 1:
-                raise HTTPException(
-                    400, f"{name} {getattr(config, name)} is not supported; the server gives one answer."
-                )
         # Without this limit, transformers' default or the number in a request could run past the rotary table, which
         # raises.
         config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
@@ -131,6 +125,17 @@ def _check_stop_strings(given: Any) -> None:
             f"stop: at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters are allowed; there are "
             f"{len(strings)}.",
         )
+
+
+def _check_generation_config(text: Any) -> None:
+    """Refuse a request's `generation_config` that asks for many answers at once, which could fill the memory."""
+    try:
+        config = json.loads(text) if isinstance(text, str) else {}
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"generation_config is not JSON: {error}") from error
+    for name in ("num_beams", "num_return_sequences"):
+        if isinstance(config, dict) and config.get(name) not in (None, 1):
+            raise HTTPException(400, f"{name} {config[name]!r:.100} is refused: a request gets one answer.")
 
 
 class RequestGuard:
@@ -216,6 +221,7 @@ class RequestGuard:
                 400,
                 f"chat_template_kwargs may hold variables of the model's template, not {', '.join(sorted(taken))}.",
             )
+        _check_generation_config(request.get("generation_config"))
 
 
 __all__ = ["MAX_STOP_CHARS", "MAX_STOP_STRINGS", "ReasoningMode", "RequestGuard", "Serve", "adapt_server"]
