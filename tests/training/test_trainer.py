@@ -466,6 +466,7 @@ def test_layers_are_compiled_on_a_cpu_only_with_the_flag(tmp_path):
     assert make_trainer(tmp_path, make_documents()).args.compiles_layers is False
 
 
+@pytest.mark.slow
 def test_a_profile_covers_one_step_per_interval(tmp_path, capfd):
     # An interval of 3 traces two of the six steps. An interval of 7 traces no step and leaves no file.
     for interval in (3, 7):
