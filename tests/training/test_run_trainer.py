@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.runtime.signals import SIGNALS
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.run_trainer import RunTrainer
 from tests.toys import toy_model
@@ -67,14 +66,6 @@ class SignalInEvaluation(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.fixture
-def restored():
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("make", [make_run_trainer, None], ids=["RunTrainer", "MaskedLossTrainer"])
 def test_an_evaluation_that_a_signal_cut_off_chooses_the_best_model(make, tmp_path, restored):
     arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -127,3 +118,14 @@ def test_our_arguments_need_no_validation_set(tmp_path):
     trainer = MaskedLossTrainer(toy_model(vocab_size=64), args, train_dataset=make_documents())
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
+    def trained(name: str, **arguments) -> dict[str, torch.Tensor]:
+        model = toy_model(vocab_size=64, dropout=0.1)
+        trainer = make_trainer(tmp_path / name, make_documents(), model=model, arguments=arguments)
+        trainer.train()
+        return dict(trainer.model.named_parameters())
+
+    never, often = trained("never"), trained("often", eval_strategy="steps", eval_steps=1)
+    assert all(torch.equal(weight, often[name]) for name, weight in never.items())

@@ -12,7 +12,6 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_pretrain.checkpoints.manifest import find_damage
-from hf_pretrain.runtime.signals import SIGNALS
 from hf_pretrain.training import launch
 from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.toys import toy_model
@@ -28,14 +27,6 @@ class AtStep(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             self.action()
-
-
-@pytest.fixture
-def restored():
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def test_a_closed_terminal_stops_a_run_at_a_step(tmp_path, restored, capfd):
