@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,15 @@ class DataArguments(SourceArguments):
         """
         if isinstance(documents, Dataset) and len(documents) == 0:
             return None, None
-        with self.naming_lines(self.schema):
-            return prepare_rows(
-                documents,
-                tokenizer,
-                max_length=self.max_length,
-                packing_strategy=self.packing_strategy,
-                num_proc=self.num_proc,
-                encoder=self.encoder,
-            )
+        return prepare_rows(
+            documents,
+            tokenizer,
+            max_length=self.max_length,
+            packing_strategy=self.packing_strategy,
+            num_proc=self.num_proc,
+            encoder=self.encoder,
+            naming_lines=partial(self.naming_lines, self.schema),
+        )
 
 
 @dataclass

@@ -235,6 +235,11 @@ def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return one message in the internal form; raise `BadRecord` if its parts are malformed."""
     calls = _parsed(message["tool_calls"], "tool_calls", list) if message.get("tool_calls") else None
+    # The assistant may think or call a tool without saying anything.
+    if "content" not in message and not (
+        message["role"] == "assistant" and (calls or message.get("reasoning_content"))
+    ):
+        raise BadRecord(f"a message of the {message['role']} has no content; write it or drop the line")
     if message["role"] == "assistant":
         content, reasoning = _text(message.get("content", ""), "content"), message.get("reasoning_content")
         # Some data sets write the thought into the text instead of a field.
@@ -246,8 +251,6 @@ def _read_message(message: dict[str, Any]) -> dict[str, Any]:
         if calls:
             extra["tool_calls"] = [_read_call(call) for call in calls]
         return _message("assistant", content, **extra)
-    if "content" not in message:
-        raise BadRecord(f"a message of the {message['role']} has no content; write it or drop the line")
     return _message(message["role"], _text(message["content"], "content"))
 
 

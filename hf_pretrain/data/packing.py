@@ -8,6 +8,7 @@ another.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -79,6 +80,7 @@ def prepare_rows(
     packing_strategy: str = "bfd",
     num_proc: int | None = None,
     encoder: ConversationEncoder | None = None,
+    naming_lines: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[Dataset | IterableDataset, PackingReport | None]:
     """
     Tokenize documents and pack them into rows. Both steps are cached by content.
@@ -95,6 +97,8 @@ def prepare_rows(
             by default one per core, up to 8. It does not change the rows.
         encoder ([`~data.encoding.ConversationEncoder`], *optional*): for documents that are conversations.
             Conversations are never split. They are truncated at `max_length`, and dropped if no trained token is left.
+        naming_lines (`Callable`, *optional*): context that adds file and line to a [`~data.encoding.RenderingError`].
+            A stream enters it for each batch, while the run trains.
 
     Returns:
         `tuple`: rows and a [`PackingReport`], which is `None` for a stream. Rows are in the order of their first
@@ -126,7 +130,7 @@ def prepare_rows(
     if isinstance(documents, IterableDataset):
         rows = documents.map(
             _encode_and_pack_batch,
-            fn_kwargs={**how, "encode": encode},
+            fn_kwargs={**how, "encode": encode, "naming_lines": naming_lines},
             remove_columns=["text"],
             **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
         )
@@ -139,7 +143,8 @@ def prepare_rows(
         return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
 
     prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
-    prepared = map_parts(cut_into_parts(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
+    with naming_lines():
+        prepared = map_parts(cut_into_parts(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
     rows = concatenate_datasets([part for part, _ in prepared])
     report = _add_reports([report for _, report in prepared], max_length)
     report = replace(report, max_length=max_length, note=documents.info.description)
@@ -228,6 +233,7 @@ def _encode_batch(
 def _encode_and_pack_batch(
     batch: dict[str, list[str]],
     encode: Callable[[dict[str, list[str]]], dict[str, list]],
+    naming_lines: Callable[[], AbstractContextManager],
     max_length: int,
     packing_strategy: str,
 ) -> dict[str, list]:
@@ -237,7 +243,8 @@ def _encode_and_pack_batch(
     One `map` does both, because with streams `datasets` passes Arrow tables slowly from one `map` to the next.
     """
     types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
-    encoded = encode(batch)
+    with naming_lines():
+        encoded = encode(batch)
     # Every conversation of the batch was dropped, and `_lay_out` needs at least one piece.
     if not encoded["input_ids"]:
         return {name: [] for name in (WEIGHTED_ROW_FEATURES if "loss_mask" in encoded else ROW_FEATURES)}

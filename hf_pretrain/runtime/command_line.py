@@ -92,14 +92,15 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        refusal = None if is_mistake(error) else _refusal_of_a_disk(error)
-        if "--debug" in sys.argv or not (is_mistake(error) or refusal):
+        mistake = str(error) if is_mistake(error) else _mistake_in_worker(error)
+        refusal = None if mistake is not None else _refusal_of_a_disk(error)
+        if "--debug" in sys.argv or (mistake is None and refusal is None):
             raise
         # The other ranks would repeat the first rank's line, so they first give the launcher time to end them.
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(_LAUNCHER_SECONDS)
         # Messages of libraries may have several lines. Join them, because users search a log line by line.
-        message = re.sub(r"\s*\n\s*", " ", refusal or str(error))
+        message = re.sub(r"\s*\n\s*", " ", refusal or mistake)
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_NOT_SAVED if refusal else EXIT_MISTAKE) from None
 
@@ -120,6 +121,22 @@ def _refusal_of_a_disk(error: BaseException | None) -> str | None:
         f"{error}. {advice} or choose other directories: caches are in HF_HOME={HF_HOME}, temporary files in "
         f"{tempfile.gettempdir()} (TMPDIR)."
     )
+
+
+def _mistake_in_worker(error: BaseException) -> str | None:
+    """
+    Return the message of a mistake (see [`is_mistake`]) in a worker of a data loader; `None` for any other error.
+
+    NOTE: torch raises a new exception in the main process, whose text is the traceback of the worker.
+    """
+    package = __package__.partition(".")[0]
+    # `.*` leads to the last frame: the text begins with the causes of the mistake.
+    match = re.match(
+        rf'.*File "[^"\n]*\b{package}\b[^"\n]*", line \d+, in \w+\n +raise [^\n]+\n(?:[ ^~]+\n)?ValueError: (.+)$',
+        str(error).rstrip(),
+        flags=re.DOTALL,
+    )
+    return match[1] if match and str(error).startswith("Caught ValueError in DataLoader worker") else None
 
 
 def is_mistake(error: BaseException) -> bool:

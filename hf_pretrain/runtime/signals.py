@@ -1,12 +1,17 @@
 """Listen for the signals that ask a run to stop."""
 
+import atexit
+import multiprocessing
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 
 # Windows has only the first two.
@@ -65,16 +70,37 @@ class SignalListener:
                 raise KeyboardInterrupt
 
 
-def survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: int) -> None:
+def let_workers_survive_one_sigterm(loader: DataLoader) -> None:
     """
-    Initialize a worker of a data loader, and let it ignore the first SIGTERM.
+    Let the workers of a data loader ignore the first SIGTERM.
 
-    NOTE: a signal to the whole process group would end the workers, and torch raises an error in the main process if a
-    worker is missing. A second SIGTERM must end a worker, because torch itself ends workers with SIGTERM.
+    A signal to the whole process group would otherwise end the workers, and torch raises an error in the main process
+    if a worker is missing. The main process needs its workers until the end of the step.
     """
+    loader.worker_init_fn = partial(_survive_one_sigterm, loader.worker_init_fn)
+    # Unregister first, so that several loaders register the function once.
+    atexit.unregister(_send_first_sigterm)
+    atexit.register(_send_first_sigterm)
+
+
+def _survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: int) -> None:
+    """Initialize a worker of a data loader, and let it ignore the first SIGTERM."""
     if initialize is not None:
         initialize(worker_id)
+    # A second SIGTERM must end a worker, because torch itself ends workers with SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
-__all__ = ["SIGNALS", "SignalListener", "survive_one_sigterm"]
+def _send_first_sigterm() -> None:
+    """
+    Send the SIGTERM that workers ignore, when the main process exits while they wait for work.
+
+    NOTE: after an exception, `multiprocessing` ends such workers with one SIGTERM and then waits for them without a
+    limit. It registers its exit function earlier, so this function runs before it.
+    """
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.terminate()
+
+
+__all__ = ["SIGNALS", "SignalListener", "let_workers_survive_one_sigterm"]

@@ -62,7 +62,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     if not may_be_checkpoint(name_or_path):
         raise ValueError(
             f"There is no directory {name_or_path} to load a tokenizer from. Check --tokenizer_name_or_path and "
-            "--model_name_or_path."
+            "--model_name_or_path. If an earlier stage writes this directory, run that stage first."
         )
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
@@ -77,7 +77,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
             str(name_or_path), use_fast=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        where = "the directory" if is_path else "neither a directory here nor a tokenizer on the Hub:"
+        where = "the directory" if is_path else "the Hub (and there is no such directory):"
         raise ValueError(
             f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and "
             f"--model_name_or_path, or leave it out to train a tokenizer on the data. ({error})"

@@ -30,7 +30,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from signal import Signals
@@ -55,7 +55,7 @@ from ..hub.pusher import HubPusher
 from ..runtime.locking import hold_output_dir, release_output_dir, watch_launcher
 from ..runtime.processes import on_main_process, on_saving_processes
 from ..runtime.ranks import Ranks
-from ..runtime.signals import SignalListener, survive_one_sigterm
+from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm
 from ..tokenizer.loading import save_tokenizer
 from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
@@ -232,8 +232,7 @@ class RunTrainer(Trainer):
             self.data_collator = collator
         # A launcher sends SIGTERM to the whole process group. The run still needs its workers to finish the step.
         # accelerate's loader wraps the one that starts the workers.
-        inner = getattr(loader, "base_dataloader", loader)
-        inner.worker_init_fn = partial(survive_one_sigterm, inner.worker_init_fn)
+        let_workers_survive_one_sigterm(getattr(loader, "base_dataloader", loader))
         return loader
 
     # A run from its beginning to its end

@@ -258,7 +258,7 @@ def adapter_base(path: str | Path | None) -> str | None:
         `ValueError`: if the adapter does not name its base model.
     """
     # `find_adapter_config_file` queries the Hub, so call it only for names that may be Hub ids or directories.
-    if path is None or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
+    if not path or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
         return None
     _check_peft(f"{path} is an adapter, which")
     from peft import PeftConfig

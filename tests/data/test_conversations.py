@@ -447,9 +447,19 @@ def test_an_error_of_a_template_names_the_conversation(tokenizer):
         encode_conversation(broken, [USER, ANSWER])
 
 
-@pytest.mark.parametrize("num_proc", [None, 2])
-@pytest.mark.parametrize("schema", ["conversation", "preference"])
-def test_a_conversation_that_a_template_cannot_render_is_named_by_its_line(tokenizer, tmp_path, schema, num_proc):
+@pytest.mark.parametrize(
+    ("schema", "num_proc", "streaming"),
+    [
+        ("conversation", None, False),
+        ("conversation", 2, False),
+        ("conversation", None, True),
+        ("preference", None, False),
+        ("preference", 2, False),
+    ],
+)
+def test_a_conversation_that_a_template_cannot_render_is_named_by_its_line(
+    tokenizer, tmp_path, schema, num_proc, streaming
+):
     """The line number counts earlier bad lines, and the message names the file."""
     broken = copy.deepcopy(tokenizer)
     broken.chat_template += "{{ raise_exception('no sums') if '3' in messages[0].content }}"
@@ -468,11 +478,12 @@ def test_a_conversation_that_a_template_cannot_render_is_named_by_its_line(token
         num_proc=num_proc,
     )
     training_args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False)
-    documents, _ = SourceArguments.load_documents(arguments, training_args, schema=schema)
+    documents, _ = SourceArguments.load_documents(arguments, training_args, schema=schema, streaming=streaming)
     words = re.escape(f"{tmp_path / 'b.jsonl'}:3: The chat template cannot render the conversation that begins '3+2?'")
     with pytest.raises(ValueError, match=f"{words}: no sums") as refusal:
         if schema == "conversation":
-            arguments.prepare_rows(documents, broken)
+            # A stream encodes its documents when they are read.
+            list(arguments.prepare_rows(documents, broken)[0])
         else:
             with arguments.naming_lines("preference"):
                 prepare_pairs(documents, broken, max_length=100, num_proc=num_proc)

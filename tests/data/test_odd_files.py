@@ -69,10 +69,18 @@ def test_nulls_at_every_depth_of_a_table(tmp_path):
     rejected = tmp_path / "rejected.jsonl"
     how = {"validation_fraction": 0, "max_rejected_ratio": 1.0, "rejected_path": rejected}
     documents, _ = load_documents([str(tmp_path / "chats.parquet")], schema="conversation", **how)
-    # Beside a thought or calls, the assistant's content may be absent. It is then empty.
-    lines = [json.loads(line)["line"] for line in rejected.read_text().splitlines()]
-    assert 1 not in lines and set(lines) >= {2, 3, 4, 5, 7, 8}
-    assert len(documents) + len(lines) == len(conversations)
+    reasons = {line["line"]: line["reason"] for line in map(json.loads, rejected.read_text().splitlines())}
+    expected = {
+        2: "no conversation",
+        3: "'messages' is no list of messages but empty",
+        4: "'messages' holds null in place of a message",
+        5: "'messages' holds null in place of a message",
+        6: "a message of the assistant has no content",
+        7: "a message has the role null",
+        8: "a message of the user has no content",
+    }
+    assert reasons.keys() == expected.keys() and len(documents) == 1
+    assert all(reasons[line].startswith(words) for line, words in expected.items()), reasons
     documents, _ = load_documents([str(tmp_path / "texts.parquet")], **how)
     assert documents["text"][:] == ["a", "b"]
     with pytest.raises(ValueError, match="(?s)nulls.parquet holds no document.*3 x column 'text' holds null"):

@@ -46,7 +46,7 @@ def run(monkeypatch, tmp_path, capfd):
     return run
 
 
-NO_MODEL = "No tokenizer could be loaded from neither a directory here nor a tokenizer on the Hub: 'nope'"
+NO_MODEL = "No tokenizer could be loaded from the Hub (and there is no such directory): 'nope'"
 RUN = ("--use_cpu", "--output_dir", "run")
 
 
@@ -106,6 +106,38 @@ def test_debug_with_a_value_goes_to_trainer(tmp_path):
     argv.insert(1, "underflow_overflow")
     args = parse_args(ModelArguments, LMTrainingArguments, argv=argv)[1]
     assert [option.value for option in args.debug] == ["underflow_overflow"]
+
+
+def test_a_mistake_in_a_worker_of_the_data_loader_is_one_line(tmp_path):
+    """A worker that waits for work must not keep the process from ending, either."""
+    template = (ROOT / "hf_pretrain/tokenizer/templates/minimind.jinja").read_text(encoding="utf-8")
+    (tmp_path / "t.jinja").write_text(template + "{{ raise_exception('no sums') if '3' in messages[0].content }}")
+    lines = [
+        {"messages": [{"role": "user", "content": f"{number}+2?"}, {"role": "assistant", "content": "4"}]}
+        for number in (1, 2, 3)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    name = str(tmp_path / "a.jsonl")
+    words = [
+        *("--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1"),
+        *(
+            "--tokenizer_name_or_path",
+            str(ROOT / "tests/fixtures/tokenizers/v3"),
+            "--dataset_name",
+            name,
+            "--streaming",
+            "--max_steps",
+            "2",
+        ),
+        *("--chat_template", str(tmp_path / "t.jinja"), "--validation_fraction", "0", "--dataloader_num_workers", "1"),
+        *("--eval_strategy", "no", "--save_strategy", "no", "--use_cpu", "--output_dir", str(tmp_path / "run")),
+        *("--train_fraction", "1", "--per_device_train_batch_size", "1"),
+        # An empty name takes back the one in the preset.
+        *("--model_name_or_path", ""),
+    ]
+    result = start([*launcher_command("python"), str(ROOT / "recipes/sft.py"), *words], timeout=200, fresh=True)
+    assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout
+    assert f"error: {name}:3: The chat template cannot render the conversation that begins '3+2?'" in result.stdout
 
 
 def bug_in_the_recipe():

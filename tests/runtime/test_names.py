@@ -77,16 +77,18 @@ def test_embedded_names_are_no_repositories(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["./out", "/data/x", "~/x", "a/b/c", "model.pth", "owner/name.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["./out", "/data/x", "~/x", "a/b/c", "model.pth", "owner/name.safetensors", "out/sft"]
+)
 def test_paths_are_no_hub_ids(name):
     assert is_path(name) and not may_be_checkpoint(name)
 
 
 def test_a_name_in_a_directory_that_exists_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert not is_path("out/sft-tin")
-    (tmp_path / "out").mkdir()
-    assert is_path("out/sft-tin") and not may_be_checkpoint("out/sft-tin")
+    assert not is_path("runs/sft-tin")
+    (tmp_path / "runs").mkdir()
+    assert is_path("runs/sft-tin") and not may_be_checkpoint("runs/sft-tin")
 
 
 def test_hub_ids_and_directories_may_be_checkpoints(tmp_path):
