@@ -22,11 +22,17 @@ Path("here-" + os.environ["RANK"]).touch()
 while len(list(Path().glob("here-*"))) < 2:
     time.sleep(0.01)
 args = LMTrainingArguments(output_dir="unused", use_cpu=True, bf16=False, ddp_timeout=4)
-with args.main_process_first(desc="preparing the data"):
-    if args.process_index == 0:
-        print("begun", flush=True)
-        {work}
-        print("done at", time.time(), flush=True)
+try:
+    with args.main_process_first(desc="preparing the data"):
+        if args.process_index == 0:
+            print("begun", flush=True)
+            {work}
+            print("done at", time.time(), flush=True)
+except OSError:
+    # The process lives on, and its store with it, until the other one has ended.
+    while not Path("over").exists():
+        time.sleep(0.01)
+    raise
 print("through at", time.time(), flush=True)
 torch.distributed.barrier()
 """
@@ -75,3 +81,13 @@ def test_no_rank_waits_for_a_dead_process(tmp_path, work):
     output = ranks[1].communicate(timeout=500)[0]
     assert ranks[1].returncode != 0 and "through" not in output
     assert any(part in output for part in ("Rank 0 died", "Rank 0 cannot be reached", "Rank 0 failed")), output
+
+
+@pytest.mark.distributed
+def test_no_rank_waits_for_work_that_failed(tmp_path):
+    ranks = run_two("raise OSError('the disk is full')", tmp_path)
+    output = ranks[1].communicate(timeout=500)[0]
+    (tmp_path / "over").touch()
+    ranks[0].communicate(timeout=500)
+    assert ranks[1].returncode != 0 and "through" not in output
+    assert "Rank 0 failed while it was preparing the data" in output
