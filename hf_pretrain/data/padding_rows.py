@@ -104,7 +104,8 @@ class PaddedStream(IterableDataset):
     Args:
         dataset: an iterable of rows.
         multiple (`int`): number of rows in a global batch.
-        is_training (`bool`, defaults to `True`): refuse a stream that fills less than half of a step.
+        is_training (`bool`, defaults to `True`): refuse a stream that fills less than half of a step, unless several
+            workers of the loader read it.
 
     Raises:
         `ValueError`: while iterating, if training would see more padding rows than rows.
@@ -120,9 +121,10 @@ class PaddedStream(IterableDataset):
         for row in self.dataset:
             yield {**row, ROW_NUMBER_COLUMN: num_rows}
             num_rows += 1
-        # Each worker of the loader sees only its share of the stream, so estimate the length of the whole stream.
+        # One of several workers of the loader sees only its share of the stream, which may be small or empty.
         worker = get_worker_info()
-        if self.is_training and 2 * num_rows * (worker.num_workers if worker else 1) < self.multiple:
+        is_whole = worker is None or worker.num_workers == 1
+        if self.is_training and is_whole and 2 * num_rows < self.multiple:
             raise ValueError(
                 f"The stream ended after {num_rows:,} rows, and a step needs {self.multiple:,}. Lower "
                 "--per_device_train_batch_size or --gradient_accumulation_steps, or add data."

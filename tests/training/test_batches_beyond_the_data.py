@@ -1,5 +1,6 @@
 """A batch larger than the data gets only as many padding rows as the devices need."""
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -18,7 +19,7 @@ class Stream(IterableDataset):
         return iter(ROWS)
 
 
-def make_trainer(tmp_path, *, rows=ROWS, batch: int, accumulation: int = 1, max_steps: int = 2) -> MaskedLossTrainer:
+def make_trainer(tmp_path, *, rows=ROWS, batch: int, accumulation: int = 1, **arguments) -> MaskedLossTrainer:
     return MaskedLossTrainer(
         model=toy_model(vocab_size=64),
         args=LMTrainingArguments(
@@ -26,11 +27,11 @@ def make_trainer(tmp_path, *, rows=ROWS, batch: int, accumulation: int = 1, max_
             per_device_train_batch_size=batch,
             per_device_eval_batch_size=batch,
             gradient_accumulation_steps=accumulation,
-            max_steps=max_steps,
             eval_strategy="no",
             save_strategy="no",
             logging_steps=1,
             **{"bf16": False, "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
+            **{"max_steps": 2} | arguments,
         ),
         data_collator=DataCollatorForPackedRows(0),
         train_dataset=rows,
@@ -70,3 +71,12 @@ def test_a_step_beyond_a_stream_is_refused(tmp_path, batch, accumulation):
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, rows=Stream(), batch=batch, accumulation=accumulation).train()
     make_trainer(tmp_path, rows=Stream(), batch=8, accumulation=4).train()
+
+
+def test_a_worker_of_the_loader_may_have_no_share_of_a_stream(tmp_path):
+    """A stream of one file has one shard, so only one of two workers reads it."""
+    stream = datasets.IterableDataset.from_generator(lambda: iter(Stream()))
+    trainer = make_trainer(tmp_path, rows=stream, batch=8, dataloader_num_workers=2, max_steps=6)
+    trainer.train()
+    # Six steps are two passes. Tokens of padding rows do not count.
+    assert trainer.state.global_step == 6 and trainer.state.num_input_tokens_seen == 2 * 22 * 4
