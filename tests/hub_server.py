@@ -3,15 +3,19 @@ A Hub on the loopback interface: the part of the Hub's HTTP API with which `hugg
 pushes folders to them and reads them back.
 """
 
+import atexit
 import base64
 import hashlib
 import json
 import re
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -21,6 +25,7 @@ import yaml
 
 
 USER = "user"
+TOKEN = "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"
 LFS_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".png"}
 LFS_SIZE = 10_000_000
 DATE = "2024-01-01T00:00:00.000Z"
@@ -164,7 +169,12 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_request(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        response = self.server.hub.answer(Request(self.command, self.path, headers, body))
+        hub = self.server.hub
+        # A client of an earlier test may still be there.
+        if hub is None:
+            self.send_error(503)
+            return
+        response = hub.answer(Request(self.command, self.path, headers, body))
         self.send_response(response.status)
         self.send_header("Content-Length", str(len(response.body)))
         # Connections end with the server.
@@ -183,21 +193,38 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     request_queue_size = 64
-    hub: "HubServer"
+    hub: "HubServer | None" = None
+
+
+@cache
+def _server() -> _Server:
+    """Return the server of this process. Its port stays, so that `tests/warm.py` can fork the clients of all tests."""
+    server = _Server(("127.0.0.1", 0), _Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    return server
+
+
+@cache
+def _home() -> str:
+    """Return the home of the clients, which is the same for all tests of this process."""
+    home = tempfile.mkdtemp(prefix="hub-client-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return home
 
 
 class HubServer:
     """
     A context manager that serves model repos at `endpoint`, to clients in this process and in others.
 
-    Other processes need `HF_ENDPOINT`, `HF_HUB_OFFLINE=0`, and to push LFS files `HF_HUB_DISABLE_XET=1`. There are no
-    branches or pull requests, and clients upload LFS objects in one part.
+    Other processes need the variables of [`client_environment`]. There are no branches or pull requests, and clients
+    upload LFS objects in one part. One server at a time serves.
 
     Args:
         token (`str`): The only valid token. Its owner, `user`, may write to every repo.
 
     Attributes:
         endpoint (`str`): The URL to set as `HF_ENDPOINT`.
+        client_home (`str`): The `HF_HOME` of clients.
         repos (`dict[str, Repo]`): The repos by id.
         requests (`list[Request]`): Every request received.
         fail (`Callable[[str, str], int | None]`, *optional*):
@@ -205,26 +232,31 @@ class HubServer:
         preupload_seconds (`float`): Delay before a commit begins, as on a slow line.
     """
 
-    def __init__(self, token: str):
+    def __init__(self, token: str = TOKEN):
         self.token = token
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.fail: Callable[[str, str], int | None] | None = None
         self.preupload_seconds = 0.0
         self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.hub = self
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.endpoint = f"http://127.0.0.1:{_server().server_port}"
+        self.client_home = _home()
 
     def __enter__(self) -> "HubServer":
-        self._thread.start()
+        assert _server().hub is None, "another HubServer is serving"
+        _server().hub = self
         return self
 
     def __exit__(self, *args):
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        _server().hub = None
+
+    def client_environment(self) -> dict[str, str]:
+        """Return the environment of a machine that is logged in, with empty caches."""
+        shutil.rmtree(self.client_home, ignore_errors=True)
+        return {
+            **{"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
+            **{"HF_HOME": self.client_home, "HF_TOKEN": self.token},
+        }
 
     def bytes_received(self) -> bytes:
         """

@@ -3,10 +3,11 @@ A Python process that has imported the libraries, and forks the processes of tes
 
 Importing torch, transformers and the package takes six seconds of CPU time, and training a toy model two. A test whose
 subject is a recipe, not its launcher, starts it here. Everything else about such a process is as with `python RECIPE`:
-its arguments, environment, working directory, output and exit status. Each worker of pytest has one parent.
+its arguments, environment, working directory, output and exit status.
 
-A process starts from scratch instead (`can_fork`) if its environment holds a variable that a library may have read
-while it was imported.
+A library may read a variable of the environment while it is imported, so a process needs a parent with the same
+environment (`can_fork`). The first process with an environment starts from scratch, the second one starts a parent.
+Each worker of pytest has its own parents: one for most tests, and one for the clients of the Hub.
 """
 
 import atexit
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 # Variables that no library reads while it is imported.
 HARMLESS = {"PYTEST_CURRENT_TEST", "DOUBLE_GRADIENT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE", "COLUMNS"}
+# Each parent takes about 500 MB.
+MAX_PARENTS = 3
 
 
 class WarmParent:
@@ -67,12 +69,21 @@ class WarmParent:
         return subprocess.CompletedProcess(commands[0], next(filter(None, statuses), 0), text)
 
 
-@cache
-def warm_parent() -> WarmParent:
-    """Return the parent of this process; the first call starts it."""
-    from tests.invariants.launching import cpu_environment
+_parents: list[WarmParent] = []
+_seen: set[frozenset[tuple[str, str]]] = set()
 
-    return WarmParent(cpu_environment())
+
+def find_parent(environment: dict[str, str]) -> WarmParent | None:
+    """Return a parent with this environment. Return `None` if it is new: most unusual environments come once."""
+    for parent in _parents:
+        if parent.can_fork(environment):
+            return parent
+    fixed = frozenset(pair for pair in environment.items() if pair[0] not in HARMLESS)
+    if fixed not in _seen or len(_parents) == MAX_PARENTS:
+        _seen.add(fixed)
+        return None
+    _parents.append(WarmParent(dict(fixed)))
+    return _parents[-1]
 
 
 def serve() -> dict[str, Any] | None:

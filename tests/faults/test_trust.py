@@ -9,7 +9,7 @@ import torch
 
 from hf_pretrain.checkpoints.manifest import read_manifest, write_manifest
 from tests.faults.driving import command, run, zero
-from tests.hub_server import HubServer
+from tests.hub_server import TOKEN, HubServer
 
 
 class Hostile:
@@ -74,7 +74,7 @@ def test_hostile_shards_of_deepspeed(workspace, reference, planted, tmp_path, re
 def test_hostile_weights(kind, workspace, planted, tmp_path, record):
     words = command(workspace, tmp_path / "run")
     if kind == "pth":
-        model, message = tmp_path / "model.pth", "was refused before anything of it ran"
+        model, message = tmp_path / "model.pth", "was refused before any of its code ran"
         torch.save({"model.embed_tokens.weight": Hostile(planted)}, model)
         words += ["--tokenizer_name_or_path", str(workspace / "toy")]
     else:
@@ -89,19 +89,20 @@ def test_hostile_weights(kind, workspace, planted, tmp_path, record):
 @pytest.mark.faults
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_the_token_is_in_nothing_written_or_sent(launcher, workspace, tmp_path, record):
-    token = "hf_" + "kVbNqWzXyPlMtRsG"
-    with HubServer(token) as hub:
+    with HubServer() as hub:
         words = command(
             workspace, tmp_path / "run", "--push_to_hub", "--hub_strategy", "checkpoint", launcher=launcher
         )
         result = run(
             [*words, "--hub_model_id", "user/toy"],
-            **{"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-            **{"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": token},
+            **hub.client_environment(),
         )
         sent = hub.bytes_received()
     assert result.returncode == 0 and hub.repos["user/toy"].commits, result.stdout[-3000:]
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    home = Path(hub.client_home)
+    written = b"".join(
+        path.read_bytes() for folder in (tmp_path, home) for path in folder.rglob("*") if path.is_file()
+    )
     assert b"last-checkpoint" in sent and b"train_batch_size" in sent and b"train_batch_size" in written
-    assert token.encode() not in sent + written + result.stdout.encode()
+    assert TOKEN.encode() not in sent + written + result.stdout.encode()
     record("a token: searched in all files, output and requests", True)

@@ -27,14 +27,13 @@ from hf_pretrain.training.resume_from_hub import pull_checkpoint
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, export
 from hf_pretrain.weights.files import resolve
 from hf_pretrain.weights.loading import load_upstream
-from tests.hub_server import HubServer, Repo
+from tests.hub_server import TOKEN, HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
 from tests.toys import write_jsonl
 from tests.weights.test_conversion import GOLDEN
 
 
-TOKEN = "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"
 CODE = set(CODE_FILES)
 WEIGHTS = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
 MODEL = WEIGHTS | CODE
@@ -45,17 +44,13 @@ CONSTANT = ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
 
 @pytest.fixture
 def server() -> Iterator[HubServer]:
-    with HubServer(TOKEN) as hub:
+    with HubServer() as hub:
         yield hub
 
 
 @pytest.fixture
-def environment(server, tmp_path) -> dict[str, str]:
-    """Return the environment of a machine that is logged in, with empty caches."""
-    return {
-        **{"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-        **{"HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": TOKEN},
-    }
+def environment(server) -> dict[str, str]:
+    return server.client_environment()
 
 
 @pytest.fixture
@@ -153,7 +148,8 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
     assert len(received) > 100_000 and b"rms_norm_eps" in received
     assert any(TOKEN in request.headers.get("authorization", "") for request in server.requests)
     assert TOKEN.encode() not in received and TOKEN not in result.stdout
-    paths = [path for folder in ("run", "hf_home") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    folders = (tmp_path / "run", Path(environment["HF_HOME"]))
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(paths) > 20 and any("events" in path.name for path in paths)
     assert not [path for path in paths if TOKEN.encode() in path.read_bytes()]
     assert not [path for path in [*files_of(server), *map(str, paths)] if "training_args" in path]

@@ -13,11 +13,10 @@ from huggingface_hub import constants
 
 from hf_pretrain.hub import repository as hub
 from hf_pretrain.hub.repository import create_repository, push_folder
-from tests.hub_server import HubServer
+from tests.hub_server import TOKEN, HubServer
 from tests.invariants.launching import cpu_environment
 
 
-TOKEN = "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"
 SECRET = "a line of the training text"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 MODEL = {
@@ -47,7 +46,7 @@ OTHERS = {
 
 @pytest.fixture
 def server(monkeypatch):
-    with HubServer(TOKEN) as server:
+    with HubServer() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -86,9 +85,7 @@ def test_the_printed_command_pushes_the_same_files(server, run_directory):
         push_folder(run_directory, "user/toy")
     (command,) = re.findall(r"`(hf upload .*)`", str(error.value))
     server.fail = lambda method, path: None
-    environment = cpu_environment(
-        HF_ENDPOINT=server.endpoint, HF_TOKEN=TOKEN, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1"
-    )
+    environment = cpu_environment(**server.client_environment())
     result = subprocess.run(shlex.split(command), env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.warm import warm_parent
+from tests.warm import find_parent
 
 
 ROOT = Path(__file__).parents[2]
@@ -70,8 +70,9 @@ def start(
     """
     whole = cpu_environment(**environment)
     ranks = [] if fresh else _ranks(command, whole)
-    if ranks and warm_parent().can_fork(whole):
-        return warm_parent().run([argv for argv, _ in ranks], [env for _, env in ranks], timeout=timeout)
+    if ranks and (parent := find_parent(whole)) is not None:
+        result = parent.run([argv for argv, _ in ranks], [env for _, env in ranks], timeout=timeout)
+        return subprocess.CompletedProcess(command, result.returncode, result.stdout)
     return subprocess.run(command, timeout=timeout, **process_options(**environment))
 
 

@@ -240,9 +240,8 @@ def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks,
     shutil.copytree(directory, tmp_path / "run")
     arguments = ["--model_name_or_path", str(tmp_path / "run"), *data, "--push_to_hub", "--hub_model_id", "toy"]
     arguments += ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks)]
-    with HubServer("hf_token") as hub:
-        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        result = evaluate("python", *arguments, **environment, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_token")
+    with HubServer() as hub:
+        result = evaluate("python", *arguments, **hub.client_environment())
         assert result.returncode == 0 and "Pushed to" in result.stdout, result.stdout[-3000:]
         files = hub.repos["user/toy"].files
     assert files["evaluation.json"] == (tmp_path / "run/evaluation.json").read_bytes()

@@ -496,11 +496,10 @@ def log_of(workspace, output_dir: str) -> list[dict]:
 
 def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
     saving = ("--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4")
-    environment = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_toy"}
-    with HubServer("hf_toy") as server:
+    with HubServer() as server:
         flags = (*saving, "--push_to_hub", "--hub_model_id", "user/toy")
         command = [*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "whole", *flags)]
-        whole = start(command, HF_ENDPOINT=server.endpoint, **environment)
+        whole = start(command, **server.client_environment())
         assert whole.returncode == 0, whole.stdout[-3000:]
         pushed = dict(server.repos["user/toy"].files)
     run = workspace / "whole"

@@ -21,7 +21,7 @@ from hf_pretrain.training.data_position import DATA_POSITION_NAME, DataPosition,
 from hf_pretrain.training.meter import Meter
 from hf_pretrain.training.nonfinite import MAX_SKIPPED_STEPS, NonfiniteGuard
 from hf_pretrain.training.row_source import fit_batch_size, pad_rows
-from tests.hub_server import HubServer
+from tests.hub_server import TOKEN, HubServer
 
 
 # Checkpoints
@@ -195,11 +195,11 @@ def test_the_pusher_waits_for_the_push_in_progress_and_pushes_the_newest(tmp_pat
     def write_card():
         (tmp_path / "README.md").write_text("card")
 
-    with HubServer("hf_token") as server:
+    with HubServer() as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        pusher = HubPusher(tmp_path, strategy="checkpoint", token="hf_token")
+        pusher = HubPusher(tmp_path, strategy="checkpoint", token=TOKEN)
         assert pusher.create_repository("toy") == "user/toy"
         checkpoints = [write_checkpoint(writer, tmp_path, step, step) for step in (1, 2, 3)]
         for checkpoint in checkpoints:

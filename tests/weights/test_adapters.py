@@ -24,9 +24,6 @@ from tests.invariants.test_launchers_agree import DEEPSPEED, assert_same_steps, 
 from tests.training.test_trainer import make_documents, make_trainer, train
 
 
-TOKEN = "hf_" + "x" * 20
-
-
 @pytest.fixture
 def named(build_model, tmp_path):
     """Return a function that saves a toy model of a generation, and loads it from its directory."""
@@ -270,11 +267,8 @@ torch.save(model(torch.arange(20)[None]).logits, sys.argv[1])
 
 @pytest.mark.slow
 def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  # noqa: F811
-    with HubServer(TOKEN) as server:
-        environment = {
-            **{"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-            **{"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN},
-        }
+    with HubServer() as server:
+        environment = server.client_environment()
         push = "import sys; from hf_pretrain.hub.repository import *; "
         push += "create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
         result = start([sys.executable, "-c", push, str(workspace / "moe"), "user/base"], **environment)
