@@ -18,12 +18,13 @@ from transformers import TrainingArguments
 
 
 TRAINING = ("pretrain", "sft", "dpo", "distill", "grpo")
+UNSET: tuple[object, ...] = (None, "", [])
 # A heading in the order in which a project needs them.
 ORDER = (*TRAINING, "evaluate", "tokenizer", "chat", "serve", "convert", "doctor")
 
 
-def _inherited_defaults(recipe: str) -> dict[str, object]:
-    """Defaults of the flags that a recipe takes over from transformers, and from TRL where it uses it."""
+def _inherited(recipe: str) -> dict[str, tuple[object, set[str]]]:
+    """Default and help texts of the flags that a recipe takes over from transformers and TRL."""
     bases: list[type] = [TrainingArguments]
     if recipe == "dpo":
         from trl import DPOConfig
@@ -33,12 +34,14 @@ def _inherited_defaults(recipe: str) -> dict[str, object]:
         from trl import GRPOConfig
 
         bases.append(GRPOConfig)
-    defaults = {}
+    inherited: dict[str, tuple[object, set[str]]] = {}
     for base in bases:
         for field in dataclasses.fields(base):
             is_factory = field.default_factory is not dataclasses.MISSING
-            defaults[field.name] = field.default_factory() if is_factory else field.default
-    return defaults
+            default = field.default_factory() if is_factory else field.default
+            _, texts = inherited.get(field.name, (None, set()))
+            inherited[field.name] = default, {*texts, field.metadata.get("help", "")}
+    return inherited
 
 
 def _show(value: object) -> str:
@@ -63,13 +66,13 @@ def _sentences(action: argparse.Action) -> str:
 
 def recipe_flags(recipe: str) -> dict[str, str]:
     """Return the names and the help of a recipe's flags, without those that transformers or TRL define as they are."""
-    inherited = _inherited_defaults(recipe) if recipe in (*TRAINING, "evaluate") else {}
+    inherited = _inherited(recipe) if recipe in (*TRAINING, "evaluate") else {}
     flags = {}
     for action in recipe_parser(recipe)._actions:
-        before = inherited.get(action.dest, action)
-        # An empty list and an empty text both mean that nothing is set.
-        unchanged = before == action.default or (before in ("", []) and action.default in ("", []))
-        if unchanged or isinstance(action, argparse._HelpAction):
+        before, texts = inherited.get(action.dest, (action, set()))
+        # None, an empty list and an empty text all mean that nothing is set.
+        is_same_default = before == action.default or (before in UNSET and action.default in UNSET)
+        if (is_same_default and (action.help or "") in texts) or isinstance(action, argparse._HelpAction):
             continue
         # Flags come in two spellings, --max_length and --max-length; one is enough to read.
         names = [name for name in action.option_strings if "-" not in name[2:]]
