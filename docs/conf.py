@@ -11,10 +11,17 @@ extensions = ["myst_parser", "sphinxcontrib.mermaid", "recipe_flags"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "hf_pretrain"
+html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+# The script that draws the diagram comes from a CDN. Without a network, the page shows the source of the diagram.
+mermaid_fullscreen = False
+mermaid_height = "auto"
 
 # Links such as data.md#packing need an anchor for each heading. `dollarmath` stays off: it would read shell variables.
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
+# The flag reference is made of definition lists.
+myst_enable_extensions = ["colon_fence", "deflist"]
 # GitHub draws a ```mermaid block by itself; here it becomes the directive of the same name.
 myst_fence_as_directive = ["mermaid"]
 # Flags begin with two hyphens; typographic quotes would make a dash of them.

@@ -90,11 +90,13 @@ if __name__ == "__main__":
     )
     parser.add_argument("--max_new_tokens", type=int, default=512, help="limit of one answer")
     parser.add_argument("--greedy", action="store_true", help="always take the most probable token")
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top_p", type=float, default=0.9)
-    parser.add_argument("--top_k", type=int, default=50)
-    parser.add_argument("--repetition_penalty", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.8, help="divisor of the logits")
+    parser.add_argument(
+        "--top_p", type=float, default=0.9, help="sample from the likeliest tokens that together have this probability"
+    )
+    parser.add_argument("--top_k", type=int, default=50, help="sample from this many of the likeliest tokens")
+    parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1, tokens repeat less often")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
     add_debug_flag(parser)
     with one_line_errors():

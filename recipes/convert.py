@@ -79,7 +79,7 @@ if __name__ == "__main__":
         help="a .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth",
     )
     parser.add_argument("--to", required=True, help="a new or empty directory; see --overwrite")
-    parser.add_argument("--format", choices=EXPORT_FORMATS, default="minimind", help="minimind by default")
+    parser.add_argument("--format", choices=EXPORT_FORMATS, default="minimind", help="format of the new model")
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")

@@ -54,8 +54,8 @@ if __name__ == "__main__":
     parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda:0, ...")
+    parser.add_argument("--port", type=int, default=8000, help="TCP port")
+    parser.add_argument("--device", default="auto", help="auto, or a device such as cpu or cuda:0")
     parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")
     parser.add_argument(
         "--continuous_batching", action="store_true", help="serve many requests at once, with paged attention"

@@ -34,6 +34,10 @@ def test_the_workflow_is_the_ci_script():
     assert shell_lines("ci") == [".ci/run"]
 
 
+def test_a_workflow_builds_the_documentation():
+    assert shell_lines("docs") == ["make docs"]
+
+
 def test_the_scheduled_workflow_upgrades_dependencies_of_the_project():
     upgrade = next(line for line in shell_lines("newest") if "--upgrade" in line)
     upgraded = set(upgrade.split("--upgrade")[1].split())
