@@ -21,7 +21,7 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
 from hf_pretrain.tokenizer.loading import load_tokenizer
-from hf_pretrain.training.arguments import SFTTrainingArguments
+from hf_pretrain.training.arguments import DistillationTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import begin_run, train_on_conversations
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
@@ -34,7 +34,7 @@ def main(
     adapter_args: AdapterArguments,
     distillation_args: DistillationArguments,
     data_args: ChatArguments,
-    training_args: SFTTrainingArguments,
+    training_args: DistillationTrainingArguments,
 ):
     checkpoint = begin_run(
         training_args, model_args, adapter_args, distillation_args, data_args, streaming=data_args.streaming
@@ -77,6 +77,12 @@ def main(
 
 
 if __name__ == "__main__":
-    argument_classes = (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, SFTTrainingArguments)
+    argument_classes = (
+        ModelArguments,
+        AdapterArguments,
+        DistillationArguments,
+        ChatArguments,
+        DistillationTrainingArguments,
+    )
     with one_line_errors():
         main(*parse_args(*argument_classes, stage="distill"))

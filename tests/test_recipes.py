@@ -20,7 +20,7 @@ from hf_pretrain.stages.preferences import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments, SFTTrainingArguments
+from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrainingArguments, SFTTrainingArguments
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -425,7 +425,7 @@ def test_sft_runs_and_reports_the_change(workspace, chats, options):
 STAGES = {
     "sft": (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments),
     "dpo": (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments),
-    "distill": (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, SFTTrainingArguments),
+    "distill": (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments),
     "grpo": (ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments),
 }
 
@@ -457,6 +457,14 @@ def test_every_yaml_of_the_other_stages_parses(preset, stage, tmp_path):
     # Shared flags mean the same in all recipes.
     assert not training.gradient_checkpointing and training.save_total_limit == 2
     assert training.logging_steps == content.get("logging_steps", 10)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_a_directory_of_its_own(stage):
+    """No preset applies to a model from elsewhere, so the classes give the defaults."""
+    argv = ["--model_name_or_path", "owner/model", "--use_cpu", "--bf16", "false"]
+    argv += ["--teacher_name_or_path", "owner/teacher"] if stage == "distill" else []
+    assert parse_args(*STAGES[stage], stage=stage, argv=argv)[-1].output_dir == f"out/{stage}"
 
 
 def test_a_stage_without_a_model_is_refused():

@@ -299,4 +299,11 @@ class SFTTrainingArguments(LMTrainingArguments):
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
 
-__all__ = ["LMTrainingArguments", "SFTTrainingArguments"]
+@dataclass
+class DistillationTrainingArguments(SFTTrainingArguments):
+    """Defaults for distillation."""
+
+    output_dir: str | None = field(default="out/distill", metadata={"help": "Directory of the run."})
+
+
+__all__ = ["DistillationTrainingArguments", "LMTrainingArguments", "SFTTrainingArguments"]
