@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,17 @@ ROOT = Path(__file__).parents[1]
 # Variables that no library reads while it is imported.
 HARMLESS = {"PYTEST_CURRENT_TEST", "DOUBLE_GRADIENT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE", "COLUMNS"}
+# What runs import, some of it only when they need it.
+LIBRARIES = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "hf_pretrain.stages.distillation",
+    "hf_pretrain.stages.evaluation",
+    "hf_pretrain.stages.trl_support",
+    "hf_pretrain.training.running",
+    "hf_pretrain.weights.exporting",
+    "hf_pretrain.weights.models",
+    "matplotlib.backends.backend_agg",
+)
 # Each parent takes about 500 MB.
 MAX_PARENTS = 3
 
@@ -136,12 +149,9 @@ def become(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import hf_pretrain.stages.distillation
-    import hf_pretrain.stages.evaluation
-    import hf_pretrain.stages.trl_support
-    import hf_pretrain.training.running
-    import hf_pretrain.weights.exporting
-    import hf_pretrain.weights.models  # noqa: F401
-
+    # The answers to the tests go to stdout, and DeepSpeed's logger writes there.
+    with redirect_stdout(sys.stderr):
+        for name in LIBRARIES:
+            import_module(name)
     if (found := serve()) is not None:
         become(found)

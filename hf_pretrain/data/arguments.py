@@ -29,7 +29,7 @@ class SourceArguments:
     )
     validation_fraction: float = field(
         default=0.01,
-        metadata={"help": "Share of the documents in the validation set, chosen by a hash of their text."},
+        metadata={"help": "Share of documents for validation, chosen by a hash of the text or of the first question."},
     )
     train_fraction: float = field(
         default=1.0, metadata={"help": "Share of the remaining documents to train on, chosen by the same hash."}
