@@ -139,8 +139,9 @@ def _control_patterns(tokenizer: PreTrainedTokenizerFast) -> tuple[re.Pattern[st
     # The cache assumes that nobody adds tokens to a tokenizer after its first use. Sort the longest spelling first,
     # because a regular expression takes the first alternative that matches.
     spellings = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-    beginnings = (f"{re.escape(spelling[0])}(?={re.escape(spelling[1:])})" for spelling in spellings)
-    return re.compile("|".join(map(re.escape, spellings))), re.compile("|".join(beginnings))
+    beginnings = [f"{re.escape(spelling[0])}(?={re.escape(spelling[1:])})" for spelling in spellings]
+    # An empty pattern would match everywhere, `(?!)` matches nowhere.
+    return re.compile("|".join(map(re.escape, spellings)) or "(?!)"), re.compile("|".join(beginnings) or "(?!)")
 
 
 @lru_cache(maxsize=4)
