@@ -15,15 +15,13 @@ if hasattr(signal, "SIGHUP"):
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import MiniMindForCausalLM
 from tests.talking import train_talker  # noqa: E402
+from tests.toys import toy_model  # noqa: E402
 
 
 TOY = {
     "vocab_size": 160,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     # Large enough for attention that is not uniform, and for a router with preferences.
@@ -41,8 +39,7 @@ def build_model() -> Callable[..., MiniMindForCausalLM]:
     """Return a function that builds a toy model in eval mode from config overrides, with equal weights per call."""
 
     def build(**overrides) -> MiniMindForCausalLM:
-        torch.manual_seed(0)
-        return MiniMindForCausalLM(MiniMindConfig(**TOY | overrides)).eval()
+        return toy_model(**TOY | overrides).eval()
 
     return build
 
