@@ -1,7 +1,7 @@
 """
 Write checkpoints and models completely or not at all.
 
-The writer puts all files into `.saving/` inside the output directory, flushes them to the disk and only then renames
+All files go into `.saving/` inside the output directory. The writer flushes them to the disk and only then renames
 them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it back and compares it after the rename.
 """
 
@@ -46,12 +46,7 @@ def checkpoint_bytes(model: nn.Module, args: TrainingArguments, *, uses_deepspee
 
 
 def write_model(
-    directory: str | Path,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    state_dict: dict[str, Any] | None,
-    *,
-    is_writer: bool,
+    directory: str, model: PreTrainedModel, tokenizer: Any, state_dict: dict[str, Any] | None, *, is_writer: bool
 ) -> None:
     """
     Write weights, config, code and tokenizer. Write no pickled arguments: they may hold a Hub token.
@@ -116,7 +111,7 @@ class CheckpointWriter:
     @contextmanager
     def _writing(self, source: Path, target: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
         def make_room() -> None:
-            # A killed run may have left files.
+            # A killed run may have left files there.
             remove_leftovers(target.parent)
             source.mkdir(parents=True)
 

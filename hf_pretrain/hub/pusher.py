@@ -98,8 +98,10 @@ class HubPusher:
         return self.repo_id
 
     @property
-    def report(self) -> str:
-        """Outcome of the last push, for the report at the end of a run."""
+    def report(self) -> str | None:
+        """Outcome of the last push, for the report at the end of a run; `None` without a repository."""
+        if self.repo_id is None:
+            return None
         if self._final_error is not None:
             command = upload_command(self.output_dir, self.repo_id, published_files(self.output_dir))
             return f"FAILED: {self._final_error}. The run is complete in {self.output_dir}; push it with `{command}`."

@@ -1,7 +1,6 @@
 """
-`RunTrainer`: a `Trainer` whose runs can be stopped, resumed and pushed, whatever the stage.
-
-The class connects plain parts to the hooks of Trainer (docs/architecture.md). Each part works without a Trainer.
+`RunTrainer`: a `Trainer` whose runs can be stopped, resumed and pushed, whatever the stage. It connects plain parts to
+the hooks of Trainer (docs/architecture.md). Each part works without a Trainer.
 """
 
 import sys
@@ -159,7 +158,7 @@ class RunTrainer(Trainer):
 
         Raises:
             `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, or the ranks read different data.
-            `SystemExit`: with the exit statuses that `stopping` lists.
+            `SystemExit`: with the exit statuses that docs/checkpoints.md lists.
         """
         # Ranks whose launcher is gone must stop, or they would write into the directory of the next run.
         watch_launcher(launcher())
@@ -178,8 +177,7 @@ class RunTrainer(Trainer):
                     self.pusher.finish()
                     return output
                 except EvaluationStopped as stopped:
-                    # Only the evaluation before the first step ends here; `_maybe_log_save_evaluate` handles signals
-                    # in all others.
+                    # `_maybe_log_save_evaluate` handles all evaluations except the one before the first step.
                     self._stop(stopped.number, "Nothing was trained since the run was started.")
 
     # Resuming and stopping
@@ -268,10 +266,8 @@ class RunTrainer(Trainer):
         # NOTE: Trainer has no public hook between the gradient's norm and the update. DeepSpeed has already updated
         # the weights.
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if grad_norm is None:
-            return grad_norm
         if getattr(self.accelerator, "scaler", None) is None:
-            if not torch.as_tensor(grad_norm).isfinite().all():
+            if grad_norm is not None and not torch.as_tensor(grad_norm).isfinite().all():
                 self._meet_nonfinite(f"The gradient's norm is {float(grad_norm)}")
         # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
         elif self.ranks.largest(int(not self._is_loss_finite())):
@@ -403,11 +399,6 @@ class RunTrainer(Trainer):
 
     # The Hub
 
-    @property
-    def push_report(self) -> str | None:
-        """One line about the result of the last push; `None` without `--push_to_hub`."""
-        return self.pusher.report if self.args.push_to_hub else None
-
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, before training starts. Raise `ValueError` if the Hub refuses."""
         if self.is_world_process_zero():
@@ -438,7 +429,7 @@ class RunTrainer(Trainer):
     ) -> CommitInfo | None:
         """
         Save the model, and push it with its card from `output_dir`. All ranks must call this method. It always waits
-        for the upload. Return `None` on other ranks and if the push failed; see `push_report`.
+        for the upload. Return `None` on other ranks and if the push failed; see `pusher.report`.
         """
         if token is not None:
             self.pusher.use_token(token)

@@ -1,16 +1,4 @@
-"""
-Stop a run before its last step, on all ranks together.
-
-| event | reaction of the run | exit status |
-|---|---|---|
-| SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank | all ranks finish the step and save a checkpoint | 128 + signal |
-| a second signal, at least two seconds later | the run stops waiting for a push; Ctrl-C ends at once | 128 + signal |
-| a non-finite loss or gradient | the run stops before the update and names the rows, or skips the step | 65 |
-| a rank that dies or hangs | the others stop after `--ddp_timeout` at the latest, and name it | 1 |
-| a disk that is full or read-only | the run ends; existing checkpoints stay | 74 |
-
-128 + signal is 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1 and 129 for SIGHUP. `--on_nonfinite skip` skips steps.
-"""
+"""Stop a run before its last step, on all ranks together. docs/checkpoints.md lists what ends a run."""
 
 import atexit
 import os

@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 
@@ -22,6 +23,8 @@ from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.data_position import DATA_POSITION_NAME, DataPosition, PositionTracker
+from hf_pretrain.training.deepspeed_support import check_deepspeed_config
+from hf_pretrain.training.launch import complete_fsdp_args
 from hf_pretrain.training.meter import Meter
 from hf_pretrain.training.nonfinite import MAX_SKIPPED_STEPS, NonfiniteGuard, find_suspects
 from hf_pretrain.training.row_source import fit_batch_size, pad_rows, read_batches
@@ -215,6 +218,27 @@ def test_the_tracker_counts_from_the_resumed_position():
         tracker.num_batches += 2
         places.append((tracker.epoch, tracker.num_batches))
     assert places == [(3, 12), (4, 2)]
+
+
+# Set-up
+
+
+def test_accelerates_fsdp_gets_a_policy_that_casts_nothing(monkeypatch):
+    assert complete_fsdp_args(None) is None
+    given = {"fsdp_version": 2, "reshard_after_forward": True}
+    completed = complete_fsdp_args(given)
+    assert completed == given | {"mixed_precision_policy": MixedPrecisionPolicy()} and completed is not given
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP version 1 is not supported"):
+        complete_fsdp_args(None)
+
+
+def test_deepspeed_cannot_skip_steps(tmp_path):
+    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True)
+    check_deepspeed_config({}, args)
+    args.on_nonfinite = "skip"
+    with pytest.raises(ValueError, match="--on_nonfinite skip is not possible under DeepSpeed"):
+        check_deepspeed_config({}, args)
 
 
 # Stopping
