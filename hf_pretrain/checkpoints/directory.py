@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from ..weights.files import check_shards
@@ -17,6 +17,11 @@ logger = logging.get_logger(__name__)
 
 # The subdirectory that a checkpoint is written into before it gets its name.
 SAVING = ".saving"
+
+
+def checkpoint_path(output_dir: str | Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
 def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> str | None:
@@ -93,7 +98,7 @@ def _no_manifest(path: Path) -> str:
     )
 
 
-def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = None) -> None:
+def rotate_checkpoints(newest: Path, *, limit: int | None, best: str | Path | None = None) -> None:
     """
     Delete the checkpoints with the lowest steps beside `newest` until `limit` are left.
 
@@ -106,7 +111,7 @@ def rotate_checkpoints(newest: Path, *, limit: int | None, best: Path | None = N
         # Skip a checkpoint without a readable manifest.
         with suppress(ValueError, KeyError):
             steps[path] = int(read_manifest(path)["run"]["step"])
-    kept = {newest.name, best.name if best else None}
+    kept = {newest.name, Path(best).name if best else None}
     removable = sorted((path for path in steps if path.name not in kept), key=lambda path: steps[path])
     # `save_total_limit` of None keeps all checkpoints. Protected ones count towards the limit.
     for path in removable[: max(0, len(steps) - limit)] if limit else []:
@@ -163,6 +168,7 @@ def find_newest_run(directory: str = "out") -> str:
 __all__ = [
     "SAVING",
     "abandon_later_checkpoints",
+    "checkpoint_path",
     "find_newest_run",
     "newest_checkpoint",
     "remove_leftovers",

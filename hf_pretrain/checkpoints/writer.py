@@ -1,7 +1,7 @@
 """
 Write checkpoints and models completely or not at all.
 
-The writer puts all files into `.saving/` inside the output directory, flushes them to the disk and only then renames
+All files go into `.saving/` inside the output directory. The writer flushes them to the disk and only then renames
 them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it back and compares it after the rename.
 """
 
@@ -11,15 +11,24 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from accelerate.utils import wait_for_everyone
 from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import CONFIG_NAME
 
 from ..runtime.command_line import EXIT_NOT_SAVED
+from ..runtime.processes import on_saving_processes
+from ..tokenizer.loading import save_tokenizer
+from ..weights.adapters import is_adapted
+from ..weights.exporting import CARD_NAME
 from .directory import SAVING, remove_leftovers, set_aside, summarize
 from .manifest import find_damage, flush, write_manifest
 
@@ -28,88 +37,114 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 
 
+def checkpoint_bytes(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> int:
+    """Estimate the size of a checkpoint of `model` in bytes."""
+    # 4 bytes per saved weight, 8 for the two moments of AdamW, and 4 more for DeepSpeed's float32 weights.
+    num_saved = get_model_param_count(model, trainable_only=is_adapted(model))
+    trainable = 0 if args.save_only_model else get_model_param_count(model, trainable_only=True)
+    return 4 * num_saved + (12 if uses_deepspeed else 8) * trainable
+
+
+def write_model(
+    directory: str, model: PreTrainedModel, tokenizer: Any, state_dict: dict[str, Any] | None, *, is_writer: bool
+) -> None:
+    """
+    Write weights, config, code and tokenizer. Write no pickled arguments: they may hold a Hub token.
+
+    With a sharded model, all ranks must call this function.
+    """
+    model.save_pretrained(directory, state_dict=state_dict, is_main_process=is_writer)
+    if is_writer and is_adapted(model):
+        # peft writes a model card whose fields are all blank. `reporting.write_run_card` writes the real one.
+        Path(directory, CARD_NAME).unlink()
+    if is_writer and tokenizer is not None:
+        save_tokenizer(tokenizer, directory)
+
+
 class CheckpointWriter:
     """
     Give files their final names once all of them are on the disk.
 
     Args:
+        args ([`~transformers.TrainingArguments`]): where the run saves, how often, and which ranks write files.
         checkpoint_bytes (`Callable`): returns an estimate of a checkpoint's size in bytes.
-        is_writer (`bool`): whether this process writes files. Others only take part in reporting a full disk.
+
+    Attributes:
+        directory (`Path`, *optional*): the directory that the current save writes into; `None` between saves.
     """
 
-    def __init__(self, checkpoint_bytes: Callable[[], int], *, is_writer: bool = True):
+    def __init__(self, args: TrainingArguments, checkpoint_bytes: Callable[[], int]):
+        self.args = args
         self.checkpoint_bytes = checkpoint_bytes
-        self.is_writer = is_writer
+        self.directory: Path | None = None
 
-    def make_room(self, source: Path, target: Path) -> None:
-        """Remove the files that a killed run left, and create `source`, the directory to write into."""
-        with self.reporting_full_disks(target):
+    def writing_checkpoint(
+        self, target: Path, run: dict[str, Any], *, add_files: Callable[[Path], None] = lambda source: None
+    ) -> AbstractContextManager[Path]:
+        """
+        Return a block that gets a directory to write a checkpoint into. After the block, write its manifest, rename it
+        to `target` and read it back. All ranks must enter the block.
+
+        Args:
+            target (`Path`): `checkpoint-N`. An existing one is replaced.
+            run (`dict`): the description of the run for the manifest.
+            add_files (`Callable`): adds files to the directory when all ranks have written theirs.
+
+        Raises:
+            `SystemExit`: if the disk refuses to write, or if the files read back differ. They are then renamed to
+                `damaged-checkpoint-N`.
+        """
+
+        def publish(source: Path) -> None:
+            add_files(source)
+            _publish_checkpoint(source, target, run)
+
+        return self._writing(target.parent / SAVING / target.name, target, publish)
+
+    def writing_model(self, target: Path) -> AbstractContextManager[Path]:
+        """
+        Return a block that gets a directory to write a model into. After the block, move its files into the directory
+        `target`. All ranks must enter the block.
+        """
+        return self._writing(target / SAVING / "model", target / CONFIG_NAME, partial(_publish_model, target=target))
+
+    @contextmanager
+    def _writing(self, source: Path, target: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
+        def make_room() -> None:
+            # A killed run may have left files there.
             remove_leftovers(target.parent)
             source.mkdir(parents=True)
 
-    def publish_checkpoint(self, source: Path, target: Path, run: dict[str, Any]) -> None:
-        """
-        Write the manifest of the checkpoint in `source`, rename the directory to `target` and read it back.
+        reporting = self.reporting_full_disks(target)
+        on_saving_processes(self.args, reporting(make_room))
+        self.directory = source.parent
+        try:
+            with self.reporting_full_disks(target):
+                yield source
+        finally:
+            self.directory = None
+        # Every rank must have written its shards before one of them renames the directory.
+        if self.args.world_size > 1:
+            wait_for_everyone()
+        on_saving_processes(self.args, reporting(partial(publish, source)))
 
-        Args:
-            source (`Path`): a directory in `.saving/`.
-            target (`Path`): `checkpoint-N`. An existing one is replaced.
-            run (`dict`): the description of the run for the manifest.
-
-        Raises:
-            `OSError`: if the files read back differ. They are renamed to `damaged-checkpoint-N`.
-        """
-        with self.reporting_full_disks(target):
-            write_manifest(source, run)
-            if target.exists():
-                # A run that resumed from an older checkpoint reaches this step again. `os.rename` cannot replace a
-                # directory that holds files, so the old one makes way first.
-                os.rename(target, source.with_name("replaced"))
-            os.rename(source, target)
-            # The new name is an entry of the parent directory, which must reach the disk as well.
-            flush(target.parent)
-            # Some file systems report a successful write of data that they then lose.
-            damage = find_damage(target)
-            if damage:
-                aside = set_aside(target)
-                raise OSError(errno.EIO, f"the files written to {aside} read back differently: {summarize(damage)}")
-            shutil.rmtree(source.parent)
-
-    def publish_model(self, source: Path, target: Path) -> None:
-        """
-        Move the files of a model from `source` into the directory `target`.
-
-        `config.json` comes last, because a directory without it does not count as a model.
-        """
-        with self.reporting_full_disks(target / CONFIG_NAME):
-            # Before any rename: after a power failure, a file that was renamed first could be empty.
-            for path in (*source.rglob("*"), source):
-                flush(path)
-            written = {path.name for path in source.iterdir()}
-            # Saving an adapter writes no weights, and those in the directory stay.
-            if any(map(_WEIGHTS.fullmatch, written)):
-                for path in target.iterdir():
-                    # A shard of an earlier model that had a different number of shards.
-                    if _WEIGHTS.fullmatch(path.name) and path.name not in written:
-                        path.unlink()
-            for name in sorted(written, key=lambda name: (name == CONFIG_NAME, name)):
-                if (target / name).is_dir():
-                    # os.replace cannot replace a directory by a file.
-                    shutil.rmtree(target / name)
-                os.replace(source / name, target / name)
-            flush(target)
-            shutil.rmtree(source.parent)
-
-    def check_space(self, output_dir: Path, *, num_checkpoints: int) -> None:
-        """End the process with `EXIT_NOT_SAVED` if `num_checkpoints` more checkpoints do not fit on the disk."""
+    def check_space(self) -> None:
+        """End the process with `EXIT_NOT_SAVED` if the checkpoints that the run will save do not fit on the disk."""
+        if self.args.save_strategy == "no":
+            return
+        output_dir = Path(self.args.output_dir)
+        kept = len(sort_checkpoints(str(output_dir))) if output_dir.is_dir() else 0
+        # The run removes an old checkpoint only after the new one is complete, so it needs room for one more than the
+        # limit.
+        more = max(1, (self.args.save_total_limit or 0) + 1 - kept)
+        if self.args.max_steps > 0 and self.args.save_strategy == "steps" and self.args.save_steps >= 1:
+            more = min(more, max(1, self.args.max_steps // int(self.args.save_steps)))
         with self.reporting_full_disks(output_dir / "the first checkpoint"):
             # `disk_usage` needs an existing directory.
             output_dir.mkdir(parents=True, exist_ok=True)
-            needed, free = num_checkpoints * self.checkpoint_bytes(), shutil.disk_usage(output_dir).free
+            needed, free = more * self.checkpoint_bytes(), shutil.disk_usage(output_dir).free
             if free < needed:
-                raise OSError(
-                    errno.ENOSPC, f"{num_checkpoints} checkpoint(s) take about {_mib(needed)}, {_mib(free)} are free"
-                )
+                raise OSError(errno.ENOSPC, f"{more} checkpoint(s) take about {_mib(needed)}, {_mib(free)} are free")
 
     @contextmanager
     def reporting_full_disks(self, target: Path) -> Iterator[None]:
@@ -125,7 +160,7 @@ class CheckpointWriter:
             is_full = free < self.checkpoint_bytes() and is_writers
             if getattr(error, "errno", None) not in _DISK_ERRORS and not is_full:
                 raise
-            if self.is_writer:
+            if self.args.should_save:
                 shutil.rmtree(target.parent / SAVING, ignore_errors=True)
             self._end_unsaved(target, error, free)
 
@@ -146,8 +181,51 @@ class CheckpointWriter:
         raise SystemExit(EXIT_NOT_SAVED)
 
 
+def _publish_checkpoint(source: Path, target: Path, run: dict[str, Any]) -> None:
+    """Write the manifest of the checkpoint in `source`, rename the directory to `target` and read it back."""
+    write_manifest(source, run)
+    if target.exists():
+        # A run that resumed from an older checkpoint reaches this step again. `os.rename` cannot replace a directory
+        # that holds files, so the old one makes way first.
+        os.rename(target, source.with_name("replaced"))
+    os.rename(source, target)
+    # The new name is an entry of the parent directory, which must reach the disk as well.
+    flush(target.parent)
+    # Some file systems report a successful write of data that they then lose.
+    damage = find_damage(target)
+    if damage:
+        aside = set_aside(target)
+        raise OSError(errno.EIO, f"the files written to {aside} read back differently: {summarize(damage)}")
+    shutil.rmtree(source.parent)
+
+
+def _publish_model(source: Path, target: Path) -> None:
+    """
+    Move the files of a model from `source` into the directory `target`.
+
+    `config.json` comes last, because a directory without it does not count as a model.
+    """
+    # Before any rename: after a power failure, a file that was renamed first could be empty.
+    for path in (*source.rglob("*"), source):
+        flush(path)
+    written = {path.name for path in source.iterdir()}
+    # Saving an adapter writes no weights, and those in the directory stay.
+    if any(map(_WEIGHTS.fullmatch, written)):
+        for path in target.iterdir():
+            # A shard of an earlier model that had a different number of shards.
+            if _WEIGHTS.fullmatch(path.name) and path.name not in written:
+                path.unlink()
+    for name in sorted(written, key=lambda name: (name == CONFIG_NAME, name)):
+        if (target / name).is_dir():
+            # os.replace cannot replace a directory by a file.
+            shutil.rmtree(target / name)
+        os.replace(source / name, target / name)
+    flush(target)
+    shutil.rmtree(source.parent)
+
+
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-__all__ = ["CheckpointWriter"]
+__all__ = ["CheckpointWriter", "checkpoint_bytes", "write_model"]

@@ -47,6 +47,8 @@ class HubPusher:
         token (`str`, *optional*): the token to push with; by default the token of the login.
         revision (`str`, *optional*): the branch to push to.
         pushes_always (`bool`): push a checkpoint even while the previous push is in progress.
+        write_card (`Callable`): writes the model card into `output_dir`, before each push of a checkpoint.
+        gives_up (`Callable`): returns whether to stop waiting for pushes.
     """
 
     def __init__(
@@ -57,11 +59,14 @@ class HubPusher:
         token: str | None = None,
         revision: str | None = None,
         pushes_always: bool = False,
+        write_card: Callable[[], None],
+        gives_up: Callable[[], bool] = lambda: False,
     ):
         self.output_dir = Path(output_dir)
         self.strategy = HubStrategy(strategy)
         self.revision = revision
         self.pushes_always = pushes_always
+        self.write_card, self.gives_up = write_card, gives_up
         self.repo_id: str | None = None
         self.use_token(token)
         self._pushes: list[Future] = []
@@ -93,8 +98,10 @@ class HubPusher:
         return self.repo_id
 
     @property
-    def report(self) -> str:
-        """Outcome of the last push, for the report at the end of a run."""
+    def report(self) -> str | None:
+        """Outcome of the last push, for the report at the end of a run; `None` without a repository."""
+        if self.repo_id is None:
+            return None
         if self._final_error is not None:
             command = upload_command(self.output_dir, self.repo_id, published_files(self.output_dir))
             return f"FAILED: {self._final_error}. The run is complete in {self.output_dir}; push it with `{command}`."
@@ -115,10 +122,10 @@ class HubPusher:
         self._waiting = None
         return True
 
-    def push_checkpoint(self, checkpoint: Path, *, write_card: Callable[[], None]) -> None:
-        """Push a checkpoint in the background. `write_card` writes the model card into `output_dir` first."""
+    def push_checkpoint(self, checkpoint: Path) -> None:
+        """Push a checkpoint in the background."""
         try:
-            write_card()
+            self.write_card()
             staging, whole = self._stage(checkpoint)
         except OSError as error:
             self._errors.append(describe_error(error))
@@ -161,14 +168,14 @@ class HubPusher:
             # Remove the links after a failure, too: the checkpoint itself is still in the output directory.
             shutil.rmtree(staging, ignore_errors=True)
 
-    def finish(self, *, write_card: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> None:
+    def finish(self) -> None:
         """Wait for the pushes in progress and for the checkpoint that waits, until `gives_up` returns `True`."""
-        if self._waiting is not None and not gives_up():
-            self.push_checkpoint(self._waiting, write_card=write_card)
+        if self._waiting is not None and not self.gives_up():
+            self.push_checkpoint(self._waiting)
             self._waiting = None
         for push in self._pushes:
             # Wait in short intervals, to notice a second signal of the user.
-            while not push.done() and not gives_up():
+            while not push.done() and not self.gives_up():
                 wait([push], timeout=0.2)
             if not push.done():
                 # `cancel` stops only a push that has not begun.

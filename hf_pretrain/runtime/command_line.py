@@ -71,7 +71,7 @@ def quiet_libraries() -> None:
     # do not raise the level, because DeepSpeed's warnings must still appear.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
     # NOTE: on resume, transformers compares shares of all steps (`--save_steps 0.1`) with the saved numbers of steps,
-    # and warns that they differ. `run_description.changed_settings` reports real changes.
+    # and warns that they differ. `RunDescription.check_resume` reports real changes.
     logging.getLogger("transformers.trainer_utils").addFilter(
         lambda record: "The following arguments do not match" not in str(record.msg)
     )

@@ -3,7 +3,7 @@ Training: how a run is configured, trained, saved, resumed and reported.
 
 `arguments` and `parsing` define and parse the flags. `trainer` holds `MaskedLossTrainer`, whose loss has the same
 meaning at any batch size and world size. Its base class, in `run_trainer`, adds checkpoints, signals and pushes to
-transformers' `Trainer`. Both connect plain parts: `meter`, `nonfinite`, `row_source`, `data_position`,
+transformers' `Trainer`. Both connect plain parts: `meter`, `nonfinite`, `stopping`, `row_source`, `data_position`,
 `run_description`, `deepspeed_support` and `optimizers`. `running` holds the steps that all recipes share; it uses
 `resuming`, `resume_from_hub`, `run_log`, `run_record`, `callbacks` and `reporting`. `efficiency` counts FLOPs and
 memory.

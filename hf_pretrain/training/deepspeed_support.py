@@ -4,25 +4,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 from transformers.utils import logging
+
+from .optimizers import optimizer_name
 
 
 logger = logging.get_logger(__name__)
 
 
-def check_deepspeed_config(config: dict[str, Any], optimizer: str, *, max_grad_norm: float) -> None:
+def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> None:
     """
-    Warn about blocks that override the arguments of the run, and refuse optimizers that DeepSpeed would replace.
-
-    Args:
-        config (`dict`): the DeepSpeed config.
-        optimizer (`str`): the result of [`~training.optimizers.optimizer_name`].
-        max_grad_norm (`float`): norm at which gradients are clipped; 0 turns clipping off.
+    Warn about blocks that override the arguments of the run, and refuse what DeepSpeed would do differently.
 
     Raises:
-        `ValueError`: for Muon with ZeRO-3, offloading, an `optimizer` block or clipping, and for an offloaded
-            optimizer other than AdamW and Adagrad.
+        `ValueError`: for Muon with ZeRO-3, offloading, an `optimizer` block or clipping, for an offloaded optimizer
+            other than AdamW and Adagrad, and for skipped steps.
     """
+    optimizer = optimizer_name(args)
     for block in ("optimizer", "scheduler"):
         if block in config:
             logger.warning(
@@ -37,20 +36,25 @@ def check_deepspeed_config(config: dict[str, Any], optimizer: str, *, max_grad_n
                 "offloading, or an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or "
                 "--fsdp_size."
             )
-        if max_grad_norm:
+        if args.max_grad_norm:
             # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping
             # would therefore shrink the updates.
             raise ValueError(
                 "DeepSpeed's Muon would clip its updates instead of the gradients. Pass --max_grad_norm 0 together "
                 "with --optim_preset muon."
             )
-        return
-    if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
+    elif offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
         # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does
         # not know.
         raise ValueError(
             f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam, without a message. "
             "Use --optim adamw_torch, or a config that does not offload (ds_configs/zero2.json)."
+        )
+    # Plain `TrainingArguments` lack the flag.
+    if getattr(args, "on_nonfinite", "stop") == "skip":
+        raise ValueError(
+            "--on_nonfinite skip is not possible under DeepSpeed, which updates the weights within its backward "
+            "pass. Leave it out: the run then stops, and its checkpoints stay intact."
         )
 
 

@@ -2,7 +2,8 @@
 The launch of a run: its device, checks of the launch command, and the process group of CPU ranks.
 
 The constructor of `TrainingArguments` chooses the device and starts the process group of GPU ranks. `choose_device`,
-`check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it.
+`check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it. `complete_fsdp_args` runs when
+Trainer sets up accelerate.
 """
 
 import atexit
@@ -12,10 +13,11 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.utils import strtobool
 
 from ..runtime.devices import default_device_type, installed_plug_ins
@@ -123,6 +125,29 @@ def check_device(args: "LMTrainingArguments") -> None:
         )
 
 
+def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """
+    Return `fsdp_plugin_args` with a policy that casts nothing, or `None` for a run without accelerate's FSDP.
+
+    NOTE: with bf16, accelerate's FSDP2 casts the inputs of every layer: the loss's divisors, its weights and the
+    rotary table. With this policy parameters, inputs and the reduction of gradients stay float32; autocast computes in
+    bf16, as under every other launcher.
+
+    Raises:
+        `ValueError`: for FSDP version 1.
+    """
+    if given is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return None
+    completed = (given or {}) | {"mixed_precision_policy": MixedPrecisionPolicy()}
+    version = str(completed.get("fsdp_version", os.environ.get("FSDP_VERSION", "1")))
+    if version != "2":
+        raise ValueError(
+            f"FSDP version {version} is not supported. Write `fsdp_version: 2` into the accelerate config, as "
+            "recipes/accelerate_configs/fsdp2.yaml does."
+        )
+    return completed
+
+
 def start_cpu_ranks(args: "LMTrainingArguments") -> None:
     """
     Start the process group of CPU ranks. Do nothing for one process, on GPUs, and if the group exists.
@@ -200,4 +225,12 @@ def launcher() -> str:
     return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
 
 
-__all__ = ["check_device", "check_launch", "choose_device", "launcher", "start_cpu_ranks", "start_deepspeed_cpu_ranks"]
+__all__ = [
+    "check_device",
+    "check_launch",
+    "choose_device",
+    "complete_fsdp_args",
+    "launcher",
+    "start_cpu_ranks",
+    "start_deepspeed_cpu_ranks",
+]

@@ -25,12 +25,17 @@ class NonfiniteGuard:
         self.skips = skips
         self.num_skipped = 0
 
-    def may_skip(self) -> bool:
-        """Return whether the run skips this step, and count it."""
-        if not self.skips or self.num_skipped >= MAX_SKIPPED_STEPS:
-            return False
-        self.num_skipped += 1
-        return True
+    def decide(self, step: int, what: str, rows: list[dict[str, Any]]) -> tuple[bool, str]:
+        """Return whether the run skips this step, and the message to the user. Arguments as in [`write_report`]."""
+        message = f"{what} in step {step}; {self.path(step)} has the {len(rows)} row(s) that may have caused it."
+        if self.skips and self.num_skipped < MAX_SKIPPED_STEPS:
+            self.num_skipped += 1
+            return True, f"{message} The run skips the step ({self.num_skipped} of {MAX_SKIPPED_STEPS})."
+        return False, (
+            f"{message} The run stopped before the update and wrote no checkpoint; the checkpoints in "
+            f"{self.output_dir} are intact. Look at the rows, lower --learning_rate, or skip such steps with "
+            "--on_nonfinite skip."
+        )
 
     def path(self, step: int) -> Path:
         """Return the path of the report about a step."""
@@ -43,7 +48,7 @@ class NonfiniteGuard:
         Args:
             step (`int`): number of the step, from 1.
             what (`str`): the non-finite quantity, such as `The loss is not finite`.
-            rows (`list[dict]`): rows as `_describe_step` of the trainer returns them.
+            rows (`list[dict]`): the result of [`find_suspects`].
         """
         path = self.path(step)
         # A run without checkpoints may not have made the directory yet.
@@ -51,9 +56,10 @@ class NonfiniteGuard:
         report = {"step": step, "what": what, "rows": rows}
         path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
 
-    def describe(self, step: int, what: str, rows: list[dict[str, Any]]) -> str:
-        """Return the first sentence of the message to the user. Arguments as in [`write_report`]."""
-        return f"{what} in step {step}; {self.path(step)} has the {len(rows)} row(s) that may have caused it."
+
+def find_suspects(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows whose `is_finite` is false, or all rows of the step if there are none."""
+    return [row for row in rows if not row["is_finite"]] or rows
 
 
-__all__ = ["EXIT_NOT_FINITE", "MAX_SKIPPED_STEPS", "NonfiniteGuard"]
+__all__ = ["EXIT_NOT_FINITE", "MAX_SKIPPED_STEPS", "NonfiniteGuard", "find_suspects"]

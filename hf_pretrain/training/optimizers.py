@@ -182,6 +182,17 @@ def deepspeed_muon(
     return MuonWithAuxAdam(of_deepspeed)
 
 
+def build_muon(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> torch.optim.Optimizer:
+    """Return the Muon optimizer of a run; under DeepSpeed, DeepSpeed's own."""
+    optimizer_class = deepspeed_muon if uses_deepspeed else Muon
+    return optimizer_class(
+        muon_parameter_groups(model, weight_decay=args.weight_decay),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )
+
+
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """
     Return approximations of the nearest orthogonal matrices. Five steps of a Newton-Schulz iteration bring the
@@ -210,20 +221,17 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     return states.mT if is_tall else states
 
 
-def complete_schedule_kwargs(name: str, kwargs: dict[str, Any] | None, *, num_training_steps: int) -> dict[str, Any]:
+def complete_schedule_kwargs(args: TrainingArguments, num_training_steps: int) -> dict[str, Any]:
     """
-    Return `lr_scheduler_kwargs` with the parameters that `warmup_stable_decay` and `cosine_with_min_lr` require.
-
-    Args:
-        name (`str`): name of a transformers schedule.
-        kwargs (`dict`, *optional*): the user's `lr_scheduler_kwargs`, which take precedence.
-        num_training_steps (`int`): optimizer steps of the whole run.
+    Return `lr_scheduler_kwargs` with the parameters that `warmup_stable_decay` and `cosine_with_min_lr` require. The
+    user's own take precedence.
 
     Returns:
         `dict`: for `warmup_stable_decay`, a decay over the last 20 % of the steps; for both, a final learning rate of
         10 % of the peak.
     """
-    kwargs = dict(kwargs or {})
+    name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    kwargs = dict(args.lr_scheduler_kwargs or {})
     if name == "warmup_stable_decay":
         kwargs.setdefault("num_decay_steps", math.ceil(0.2 * num_training_steps))
         kwargs.setdefault("min_lr_ratio", 0.1)
@@ -235,6 +243,7 @@ def complete_schedule_kwargs(name: str, kwargs: dict[str, Any] | None, *, num_tr
 __all__ = [
     "OPTIM_PRESETS",
     "Muon",
+    "build_muon",
     "complete_schedule_kwargs",
     "deepspeed_muon",
     "muon_parameter_groups",

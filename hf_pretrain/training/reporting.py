@@ -1,4 +1,7 @@
-"""The report at the end of a run: validation metrics beside a baseline, samples, loss curve and the next command."""
+"""
+The report at the end of a run: validation metrics beside a baseline, samples, loss curve and the next command. The
+model card shows the same figures on the Hub.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -19,6 +22,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 from transformers.utils import logging
 
+from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
 from ..runtime.metrics import HEADLINES
 from ..tokenizer.encoding import encode_prompt
 from .arguments import LMTrainingArguments
@@ -270,8 +274,31 @@ def continue_command(args: LMTrainingArguments) -> str:
     return shlex.join([*launch, *words, *config, "--model_name_or_path", args.output_dir, "--output_dir", continued])
 
 
-def describe_training(args: LMTrainingArguments, state: TrainerState, sharding: str) -> list[tuple[str, str]]:
+def write_run_card(
+    args: LMTrainingArguments, model: PreTrainedModel, state: TrainerState, facts: RunFacts, repo_id: str, layout: str
+) -> None:
+    """
+    Write the model card of a run into `output_dir`. Arguments as for [`~hub.model_card.format_run_card`]; `layout` is
+    the layout of the optimizer state: `ZeRO-<stage>`, `FSDP` or `one file`.
+    """
+    card = format_run_card(
+        model,
+        state,
+        facts,
+        repo_id=repo_id,
+        training=_describe_training(args, state, layout),
+        command=resume_command(args, facts.recipe, repo_id),
+        language=args.hub_language,
+        license=args.hub_license,
+        has_curve=Path(args.output_dir, CURVE_NAME).is_file(),
+    )
+    Path(args.output_dir, CARD_NAME).write_text(card, encoding="utf-8")
+
+
+def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: str) -> list[tuple[str, str]]:
     """Return rows `(name, value)` that describe how a run was trained, for a table in its model card."""
+    not_sharded = "DDP" if args.world_size > 1 else "one process"
+    sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
     rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     rows = [

@@ -2,14 +2,17 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..runtime.command_line import EXIT_NOT_SAVED
-from ..runtime.locking import LOCK_NAME, hold_output_dir
+from ..runtime.locking import LOCK_NAME, hold_output_dir, release_output_dir
 from ..runtime.processes import on_main_process
 from .arguments import LMTrainingArguments
 from .run_log import LOG_NAME
@@ -97,4 +100,16 @@ def occupy_output_dir(args: LMTrainingArguments) -> None:
         raise SystemExit(EXIT_NOT_SAVED) from error
 
 
-__all__ = ["EXIT_NOT_SAVED", "checkpoint_to_resume", "occupy_output_dir"]
+@contextmanager
+def holding_output_dir(args: TrainingArguments) -> Iterator[None]:
+    """Lock `output_dir` within the block, unless the caller has locked it already. All ranks must enter the block."""
+    output_dir = args.output_dir
+    is_new = args.save_strategy != "no" and on_main_process(args, lambda: hold_output_dir(output_dir))
+    try:
+        yield
+    finally:
+        if is_new:
+            release_output_dir(output_dir)
+
+
+__all__ = ["EXIT_NOT_SAVED", "checkpoint_to_resume", "holding_output_dir", "occupy_output_dir"]

@@ -1,8 +1,9 @@
 """Rows that a data loader reads: how many per micro-batch, and the padding rows that fill the last global batch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -48,7 +49,7 @@ def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: 
     Raises:
         `ValueError`: if gradient accumulation would add micro-batches that hold padding rows only.
     """
-    if _is_stream(dataset):
+    if is_stream(dataset):
         return batch_size
     # The rows of the rank with the largest share. `pad_rows` reports an empty dataset.
     fitting = max(1, min(batch_size, math.ceil(len(dataset) / num_ranks)))
@@ -90,7 +91,7 @@ def pad_rows(
     Raises:
         `ValueError`: if the dataset is empty.
     """
-    if _is_stream(dataset):
+    if is_stream(dataset):
         # A stream has no length and no sampler. It pads itself when it ends.
         padded_stream = PaddedStream(dataset, multiple=multiple, is_training=is_training)
         return (padded_stream if pads_streams else dataset), None
@@ -109,8 +110,25 @@ def pad_rows(
     return padded, padded_sampler
 
 
-def _is_stream(dataset: Any) -> bool:
+def read_batches(iterator: Iterator, num_batches: int) -> tuple[list, Exception | None]:
+    """
+    Return up to `num_batches` batches, and the error that ended the reading.
+
+    Reading can fail in the middle of a run: a streamed file changes, or the kernel kills a worker of the loader.
+    Returning the error lets all ranks save a checkpoint together before one of them raises it.
+    """
+    batches: list = []
+    try:
+        for batch in islice(iterator, num_batches):
+            batches.append(batch)
+    except Exception as error:
+        return batches, error
+    return batches, None
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether the rows of a dataset have no numbers and no known length."""
     return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
 
 
-__all__ = ["RowSource", "fit_batch_size", "pad_rows"]
+__all__ = ["RowSource", "fit_batch_size", "is_stream", "pad_rows", "read_batches"]

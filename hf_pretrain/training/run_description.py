@@ -6,13 +6,19 @@ to resume and gives the reason.
 import hashlib
 import json
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import datasets
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
+from transformers.utils import logging
 
+from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
+from ..runtime.ranks import Ranks
 from .optimizers import optimizer_name
 
+
+logger = logging.get_logger(__name__)
 
 # Arguments that a user may change on purpose when resuming. The run warns about the change.
 _SETTINGS = (
@@ -54,49 +60,103 @@ def describe_config(model: PreTrainedModel) -> list[str]:
     return [_digest(json.dumps(fields, default=repr, sort_keys=True)) for fields in (config, lasting)]
 
 
-def describe_run(
-    args: TrainingArguments, *, layout: str, data: dict[str, Any], is_stream: bool, config: list[str]
-) -> dict:
+class RunDescription:
     """
-    Return all values that must be equal for an exact resume, and the versions.
+    All values that must be equal for an exact resume, and the versions.
 
     Args:
-        layout (`str`): the layout of the optimizer state, such as `one file` or `ZeRO-2`.
-        data (`dict`): the result of [`describe_data`] for the training set.
-        is_stream (`bool`): whether the training set is streamed.
-        config (`list[str]`): the result of [`describe_config`].
+        args ([`~transformers.TrainingArguments`]): the arguments of the run.
+        layout (`str`): the layout of the optimizer state: `ZeRO-<stage>`, `FSDP` or `one file`.
+        dataset: the training set.
+        model ([`~transformers.PreTrainedModel`]): the model before training, because Trainer changes its config.
     """
-    # Only in these two cases does the order of the rows depend on the batch size or the workers.
-    order = {}
-    # Do not rename this key: saved manifests hold it.
-    rows_per_device = {"rows a device": args.per_device_train_batch_size}
-    if args.train_sampling_strategy == "group_by_length":
-        order = rows_per_device
-    elif is_stream and args.dataloader_num_workers > 1:
-        order = {"loader workers": args.dataloader_num_workers, **rows_per_device}
-    return {
-        "world_size": args.world_size,
-        "batch_size": args.per_device_train_batch_size,
-        "accumulation": args.gradient_accumulation_steps,
-        "layout": layout,
-        "optimizer": optimizer_name(args),
-        "save_only_model": args.save_only_model,
-        "seed": args.data_seed if args.data_seed is not None else args.seed,
-        "data": data,
-        "order": order,
-        "settings": {name: getattr(args, name) for name in _SETTINGS},
-        "config": config,
-        "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
-    }
+
+    def __init__(self, args: TrainingArguments, layout: str, dataset: Any, model: PreTrainedModel):
+        self.args, self.layout = args, layout
+        self.data, self.config = describe_data(dataset), describe_config(model)
+        self._is_stream = isinstance(dataset, datasets.IterableDataset)
+
+    def after(self, state: TrainerState) -> dict[str, Any]:
+        """Return the description, with the progress of the run."""
+        args = self.args
+        # Only in these two cases does the order of the rows depend on the batch size or the workers.
+        order = {}
+        # Do not rename this key: saved manifests hold it.
+        rows_per_device = {"rows a device": args.per_device_train_batch_size}
+        if args.train_sampling_strategy == "group_by_length":
+            order = rows_per_device
+        elif self._is_stream and args.dataloader_num_workers > 1:
+            order = {"loader workers": args.dataloader_num_workers, **rows_per_device}
+        return {
+            "step": state.global_step,
+            "num_tokens": state.num_input_tokens_seen,
+            "world_size": args.world_size,
+            "batch_size": args.per_device_train_batch_size,
+            "accumulation": args.gradient_accumulation_steps,
+            "layout": self.layout,
+            "optimizer": optimizer_name(args),
+            "save_only_model": args.save_only_model,
+            "seed": args.data_seed if args.data_seed is not None else args.seed,
+            "data": self.data,
+            "order": order,
+            "settings": {name: getattr(args, name) for name in _SETTINGS},
+            "config": self.config,
+            "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
+        }
+
+    def check_same_data(self, ranks: Ranks) -> None:
+        """Raise `ValueError` if the ranks read different data. All ranks must call this method."""
+        # Every rank sees all descriptions, so either all ranks raise or none does.
+        descriptions = ranks.gather(self.data)
+        if any(description != descriptions[0] for description in descriptions):
+            raise ValueError(
+                f"The ranks read different data: {descriptions}. A file changed while they read it, or differs "
+                "between the machines. Make the files equal, and start again."
+            )
+
+    def check_resume(self, checkpoint: str, state: TrainerState) -> None:
+        """
+        Warn about differences between this run and the run that saved `checkpoint`. Skip one without a manifest.
+
+        Raises:
+            `ValueError`: if this run cannot resume from the checkpoint, or not exactly without
+                `--allow_inexact_resume`.
+        """
+        if not Path(checkpoint, MANIFEST_NAME).exists():
+            return
+        now = self.after(state)
+        # Manifests of earlier versions lack some fields. Fill them with the run's own values, which compare as equal.
+        then = now | read_manifest(checkpoint)["run"]
+        fatal, inexact = _find_obstacles(then, now)
+        if fatal:
+            raise ValueError(
+                f"This run cannot resume from {checkpoint}: {'; '.join(fatal)}. Use the settings that it was saved "
+                f"with, or start a new run from its weights: --model_name_or_path {checkpoint}."
+            )
+        # Plain `TrainingArguments` lack the flag.
+        if inexact and not getattr(self.args, "allow_inexact_resume", False):
+            raise ValueError(
+                f"Resuming from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore the earlier settings "
+                "and data, or resume nevertheless with --allow_inexact_resume."
+            )
+        if then["world_size"] != now["world_size"]:
+            logger.warning(
+                f"{checkpoint} was saved by {then['world_size']} process(es) and {now['world_size']} resume it. Each "
+                "step takes the same rows, but random numbers (dropout) differ."
+            )
+        if inexact:
+            logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
+        if changed := _changed_settings(then, now):
+            logger.warning(f"Resuming from {checkpoint} with other settings: {', '.join(changed)}.")
 
 
-def find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """
     Return the reasons that forbid resuming, and the reasons that make it inexact.
 
     Args:
-        then (`dict`): the result of [`describe_run`] from the manifest of a checkpoint.
-        now (`dict`): the result of [`describe_run`] for this run.
+        then (`dict`): the result of [`RunDescription.after`] from the manifest of a checkpoint.
+        now (`dict`): the result of [`RunDescription.after`] for this run.
     """
     fatal, inexact = [], []
     ranks = f"{then['world_size']} process(es)"
@@ -132,8 +192,8 @@ def find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str]
     return fatal, inexact
 
 
-def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the settings that a user changed, as `name then -> now`. Arguments as in [`find_obstacles`]."""
+def _changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the settings that a user changed, as `name then -> now`. Arguments as in [`_find_obstacles`]."""
     # A manifest of an earlier version may lack some settings.
     settings = now["settings"] | then["settings"]
     return [
@@ -145,4 +205,4 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-__all__ = ["changed_settings", "describe_config", "describe_data", "describe_run", "find_obstacles"]
+__all__ = ["RunDescription", "describe_config", "describe_data"]

@@ -141,7 +141,7 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
             samples=samples or [],
             start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
             loss_unit=facts.loss_unit,
-            push_report=trainer.push_report,
+            push_report=trainer.pusher.report,
         )
         print(report)
         end_record(training_args, steps=trainer.state.global_step, metrics=metrics, report=report.strip().splitlines())

@@ -164,9 +164,7 @@ class MaskedLossTrainer(RunTrainer):
         num_rows = self._tracker.num_batches * self.args.per_device_train_batch_size * self.data_parallel_size
         return DataPosition(self._tracker.epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
 
-    def _resume_position(
-        self, position: DataPosition, progress: tuple[int, int], num_steps_per_epoch: int
-    ) -> tuple[int, int]:
+    def _resume_position(self, position: DataPosition, progress, num_steps_per_epoch) -> tuple[int, int]:
         epoch, num_batches = progress
         accumulation = self.args.gradient_accumulation_steps
         if position.epoch is not None and not self.args.ignore_data_skip:
@@ -332,10 +330,8 @@ class MaskedLossTrainer(RunTrainer):
 
     # Logs
 
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
-        progress = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
-        )
+    def _init_training_state(self, *args):
+        progress = super()._init_training_state(*args)
         self._tracker.start(*progress)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         self._meter = Meter(

@@ -3,41 +3,52 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from hf_pretrain.checkpoints.directory import SAVING
-from hf_pretrain.checkpoints.manifest import find_damage, read_manifest
+from hf_pretrain.checkpoints.directory import SAVING, checkpoint_path
+from hf_pretrain.checkpoints.manifest import find_damage, read_manifest, write_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.hub.pusher import HubPusher
 from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
+from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.data_position import DATA_POSITION_NAME, DataPosition, PositionTracker
+from hf_pretrain.training.deepspeed_support import check_deepspeed_config
+from hf_pretrain.training.launch import complete_fsdp_args
 from hf_pretrain.training.meter import Meter
-from hf_pretrain.training.nonfinite import MAX_SKIPPED_STEPS, NonfiniteGuard
-from hf_pretrain.training.row_source import fit_batch_size, pad_rows
+from hf_pretrain.training.nonfinite import MAX_SKIPPED_STEPS, NonfiniteGuard, find_suspects
+from hf_pretrain.training.row_source import fit_batch_size, pad_rows, read_batches
+from hf_pretrain.training.run_description import RunDescription
+from hf_pretrain.training.stopping import EvaluationStopped, StopEvaluationCallback
 from tests.hub_server import TOKEN, HubServer
+from tests.toys import toy_model
 
 
 # Checkpoints
 
 
 @pytest.fixture
-def writer() -> CheckpointWriter:
-    return CheckpointWriter(lambda: 1000)
+def writer(tmp_path) -> CheckpointWriter:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, save_total_limit=2, save_steps=5, max_steps=100)
+    return CheckpointWriter(args, lambda: 1000)
 
 
 def write_checkpoint(writer, tmp_path, step: int, value: float):
-    target = tmp_path / f"checkpoint-{step}"
-    source = tmp_path / SAVING / target.name
-    writer.make_room(source, target)
-    save_file({"weight": torch.full((4,), value)}, source / "model.safetensors")
-    writer.publish_checkpoint(source, target, {"step": step})
+    target = checkpoint_path(tmp_path, step)
+    with writer.writing_checkpoint(target, {"step": step}) as source:
+        assert source == tmp_path / SAVING / target.name and writer.directory == source.parent
+        save_file({"weight": torch.full((4,), value)}, source / "model.safetensors")
+    assert writer.directory is None
     return target
 
 
@@ -60,18 +71,50 @@ def test_a_checkpoint_that_reads_back_differently_is_renamed(writer, tmp_path, m
     assert not (tmp_path / "checkpoint-3").exists()
 
 
+def test_files_that_are_added_last_stand_in_the_manifest(writer, tmp_path):
+    def add_files(source):
+        assert (source / "model.safetensors").is_file()
+        (source / "position.json").write_text("{}")
+
+    target = checkpoint_path(tmp_path, 3)
+    with writer.writing_checkpoint(target, {"step": 3}, add_files=add_files) as source:
+        (source / "model.safetensors").touch()
+    assert read_manifest(target)["files"].keys() == {"model.safetensors", "position.json"}
+
+
+def test_a_save_that_fails_publishes_nothing(writer, tmp_path):
+    with pytest.raises(RuntimeError), writer.writing_checkpoint(checkpoint_path(tmp_path, 3), {"step": 3}):
+        raise RuntimeError("a hook of the trainer failed")
+    assert writer.directory is None and not checkpoint_path(tmp_path, 3).exists()
+
+
+@pytest.mark.parametrize(("num_kept", "max_steps", "needed"), [(0, 100, 3000), (2, 100, 1000), (0, 5, 1000)])
+def test_the_disk_must_hold_the_checkpoints_to_come(
+    writer, tmp_path, monkeypatch, capsys, num_kept, max_steps, needed
+):
+    for step in range(num_kept):
+        checkpoint_path(tmp_path, step).mkdir()
+    writer.args.max_steps = max_steps
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    writer.check_space()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    with pytest.raises(SystemExit) as end:
+        writer.check_space()
+    assert end.value.code == 74 and f"{needed // 1000} checkpoint(s) take about" in capsys.readouterr().err
+
+
 def test_shards_of_an_earlier_model_are_removed_and_config_comes_last(writer, tmp_path, monkeypatch):
-    target, source = tmp_path / "run", tmp_path / "run" / SAVING / "model"
+    target = tmp_path / "run"
     target.mkdir()
     (target / "model-00001-of-00002.safetensors").touch()
     (target / "notes.txt").touch()
-    writer.make_room(source, target / "config.json")
-    for name in ("config.json", "a.py", "model.safetensors"):
-        (source / name).write_text(name)
     order = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append(b.name), replace(a, b)))
-    writer.publish_model(source, target)
+    with writer.writing_model(target) as source:
+        for name in ("config.json", "a.py", "model.safetensors"):
+            (source / name).write_text(name)
     assert order[-1] == "config.json"
     assert {path.name for path in target.iterdir()} == {"a.py", "config.json", "model.safetensors", "notes.txt"}
 
@@ -119,13 +162,17 @@ def test_one_rank_agrees_with_itself_and_passes_errors_on():
 
 
 def test_the_guard_counts_the_steps_that_it_skips(tmp_path):
+    rows = [{"row_number": 3, "is_finite": False, "text": "日本"}]
+    assert find_suspects([{"row_number": 2, "is_finite": True}, *rows]) == rows
+    case = (5, "The loss is not finite", rows)
     guard = NonfiniteGuard(tmp_path / "run", skips=True)
-    assert [guard.may_skip() for _ in range(MAX_SKIPPED_STEPS + 1)] == [True] * MAX_SKIPPED_STEPS + [False]
-    assert not NonfiniteGuard(tmp_path, skips=False).may_skip()
-    guard.write_report(5, "The loss is not finite", [{"row_number": 3, "text": "日本"}])
+    skips = [guard.decide(*case)[0] for _ in range(MAX_SKIPPED_STEPS + 1)]
+    assert skips == [True] * MAX_SKIPPED_STEPS + [False] and guard.num_skipped == MAX_SKIPPED_STEPS
+    is_skipped, message = NonfiniteGuard(tmp_path, skips=False).decide(*case)
+    assert not is_skipped and "nonfinite-5.json has the 1 row(s)" in message
+    guard.write_report(*case)
     content = json.loads((tmp_path / "run/nonfinite-5.json").read_text(encoding="utf-8"))
-    assert content == {"step": 5, "what": "The loss is not finite", "rows": [{"row_number": 3, "text": "日本"}]}
-    assert "nonfinite-5.json has the 1 row(s)" in guard.describe(5, "The loss is not finite", content["rows"])
+    assert content == {"step": 5, "what": "The loss is not finite", "rows": rows}
 
 
 def test_the_meter_returns_means_and_excludes_pauses(monkeypatch):
@@ -173,7 +220,81 @@ def test_the_tracker_counts_from_the_resumed_position():
     assert places == [(3, 12), (4, 2)]
 
 
+# Set-up
+
+
+def test_accelerates_fsdp_gets_a_policy_that_casts_nothing(monkeypatch):
+    assert complete_fsdp_args(None) is None
+    given = {"fsdp_version": 2, "reshard_after_forward": True}
+    completed = complete_fsdp_args(given)
+    assert completed == given | {"mixed_precision_policy": MixedPrecisionPolicy()} and completed is not given
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP version 1 is not supported"):
+        complete_fsdp_args(None)
+
+
+def test_deepspeed_cannot_skip_steps(tmp_path):
+    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True)
+    check_deepspeed_config({}, args)
+    args.on_nonfinite = "skip"
+    with pytest.raises(ValueError, match="--on_nonfinite skip is not possible under DeepSpeed"):
+        check_deepspeed_config({}, args)
+
+
+# Stopping
+
+
+def test_an_evaluation_stops_only_within_a_training_run():
+    signals = SignalListener()
+    callback = StopEvaluationCallback(Ranks(1, 0, timeout_seconds=1.0), signals)
+    event = (None, TrainerState(), TrainerControl())
+    signals.number = signal.SIGTERM
+    callback.on_prediction_step(*event)
+    callback.on_train_begin(*event)
+    with pytest.raises(EvaluationStopped) as stopped:
+        callback.on_prediction_step(*event)
+    assert stopped.value.number == signal.SIGTERM
+    callback.on_train_end(*event)
+    callback.on_prediction_step(*event)
+
+
+# Resuming
+
+
+def test_a_run_resumes_exactly_or_says_why_not(tmp_path):
+    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True, learning_rate=0.5)
+    state, model = TrainerState(global_step=3), toy_model(vocab_size=64)
+
+    def description(num_rows: int, layout: str = "one file") -> RunDescription:
+        return RunDescription(args, layout, datasets.Dataset.from_dict({"a": list(range(num_rows))}), model)
+
+    saved = description(8).after(state)
+    assert (saved["step"], saved["layout"], saved["data"]["rows"]) == (3, "one file", 8)
+    (tmp_path / "checkpoint-3").mkdir()
+    description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
+    write_manifest(tmp_path / "checkpoint-3", saved)
+    description(8).check_resume(str(tmp_path / "checkpoint-3"), state)
+    with pytest.raises(ValueError, match="would not be exact: its data differed"):
+        description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
+    with pytest.raises(ValueError, match="cannot resume.*layout one file, and this run's is ZeRO-2"):
+        description(8, "ZeRO-2").check_resume(str(tmp_path / "checkpoint-3"), state)
+    args.allow_inexact_resume = True
+    description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
+
+
 # Rows
+
+
+def test_reading_returns_the_batches_before_an_error():
+    def batches():
+        yield from (1, 2)
+        raise OSError("the file changed")
+
+    iterator = batches()
+    assert read_batches(iterator, 1) == ([1], None)
+    read, error = read_batches(iterator, 3)
+    assert read == [2] and str(error) == "the file changed"
+    assert read_batches(iter([1]), 3) == ([1], None)
 
 
 def test_batches_fit_the_data_and_padding_rows_complete_them():
@@ -199,16 +320,16 @@ def test_the_pusher_waits_for_the_push_in_progress_and_pushes_the_newest(tmp_pat
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        pusher = HubPusher(tmp_path, strategy="checkpoint", token=TOKEN)
+        pusher = HubPusher(tmp_path, strategy="checkpoint", token=TOKEN, write_card=write_card)
         assert pusher.create_repository("toy") == "user/toy"
         checkpoints = [write_checkpoint(writer, tmp_path, step, step) for step in (1, 2, 3)]
         for checkpoint in checkpoints:
             (checkpoint / "training_args.bin").write_bytes(b"pickle")
         server.preupload_seconds = 1
         assert pusher.takes(checkpoints[0])
-        pusher.push_checkpoint(checkpoints[0], write_card=write_card)
+        pusher.push_checkpoint(checkpoints[0])
         assert not pusher.takes(checkpoints[1]) and not pusher.takes(checkpoints[2])
-        pusher.finish(write_card=write_card)
+        pusher.finish()
         assert pusher.report == f"{server.endpoint}/user/toy"
         (repo,) = server.repos.values()
         assert [message for _, message in repo.commits][-2:] == ["Step 1", "Step 3"]
@@ -216,4 +337,4 @@ def test_the_pusher_waits_for_the_push_in_progress_and_pushes_the_newest(tmp_pat
         assert "last-checkpoint/manifest.json" in files and not any("training_args.bin" in name for name in files)
     pusher.push_model(message="end")
     assert pusher.report.startswith("FAILED: ") and "hf upload user/toy" in pusher.report
-    assert not HubPusher(tmp_path, strategy="end").takes(checkpoints[0])
+    assert not HubPusher(tmp_path, strategy="end", write_card=write_card).takes(checkpoints[0])
