@@ -244,6 +244,7 @@ class HubServer:
 
     def __enter__(self) -> "HubServer":
         assert _server().hub is None, "another HubServer is serving"
+        shutil.rmtree(self.client_home, ignore_errors=True)
         _server().hub = self
         return self
 
@@ -251,8 +252,7 @@ class HubServer:
         _server().hub = None
 
     def client_environment(self) -> dict[str, str]:
-        """Return the environment of a machine that is logged in, with empty caches."""
-        shutil.rmtree(self.client_home, ignore_errors=True)
+        """Return the environment of a machine that is logged in. Its caches are empty when the server begins."""
         return {
             **{"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
             **{"HF_HOME": self.client_home, "HF_TOKEN": self.token},

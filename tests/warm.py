@@ -7,7 +7,7 @@ its arguments, environment, working directory, output and exit status.
 
 A library may read a variable of the environment while it is imported, so a process needs a parent with the same
 environment (`can_fork`). The first process with an environment starts from scratch, the second one starts a parent.
-Each worker of pytest has its own parents: one for most tests, and one for the clients of the Hub.
+Each worker of pytest has its own parents, such as one for most tests and one for the clients of the Hub.
 """
 
 import atexit

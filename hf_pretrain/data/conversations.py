@@ -223,13 +223,14 @@ def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
 
 def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     """Translate a ShareGPT message into one with `role` and `content`."""
-    name, value = message["from"], message.get("value", "")
+    name = message["from"]
     if not isinstance(name, str) or name not in SHAREGPT_ROLES:
         raise BadRecord(f"a message is from {_quoted(name)}; known are {', '.join(SHAREGPT_ROLES)}")
     if name == "function_call":
-        call = _parsed(value, "function_call", (dict, list))
+        call = _parsed(message.get("value", ""), "function_call", (dict, list))
         return {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
-    return {"role": SHAREGPT_ROLES[name], "content": value}
+    # Without a value, the message has no content either.
+    return {"role": SHAREGPT_ROLES[name]} | ({"content": message["value"]} if "value" in message else {})
 
 
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:

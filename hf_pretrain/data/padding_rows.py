@@ -108,7 +108,8 @@ class PaddedStream(IterableDataset):
             workers of the loader read it.
 
     Raises:
-        `ValueError`: while iterating, if training would see more padding rows than rows.
+        `ValueError`: while iterating, if training would see more padding rows than rows, and one process reads the
+            whole stream.
     """
 
     def __init__(self, dataset: Any, *, multiple: int, is_training: bool = True):

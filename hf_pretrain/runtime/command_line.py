@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import datasets
@@ -129,14 +130,15 @@ def _mistake_in_worker(error: BaseException) -> str | None:
 
     NOTE: torch raises a new exception in the main process, whose text is the traceback of the worker.
     """
-    package = __package__.partition(".")[0]
-    # `.*` leads to the last frame: the text begins with the causes of the mistake.
+    package = re.escape(str(Path(__file__).parents[1]))
+    # `.*` leads to the last frame: the text begins with the causes of the mistake. The indented lines are the source.
     match = re.match(
-        rf'.*File "[^"\n]*\b{package}\b[^"\n]*", line \d+, in \w+\n +raise [^\n]+\n(?:[ ^~]+\n)?ValueError: (.+)$',
+        rf'Caught ValueError in DataLoader worker .*File "{package}[/\\][^"\n]*", line \d+, in \w+\n'
+        r" +raise [^\n]+\n(?: +[^\n]*\n)*ValueError: (.+)$",
         str(error).rstrip(),
         flags=re.DOTALL,
     )
-    return match[1] if match and str(error).startswith("Caught ValueError in DataLoader worker") else None
+    return match[1] if match else None
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -15,8 +15,8 @@ def is_path(name: str | Path) -> bool:
         return True
     repo_id, file = split_hub_name(text)
     # A Hub id has at most one slash, so a name with two slashes can only be a path.
-    # `data/sft-tin` is a mistyped path, not a model of a user called `data`, wherever a directory `data` lies. The
-    # recipes write below `out/`, so this name is a path even before the first run.
+    # If there is a directory `data`, `data/sft-tin` is a mistyped path, not a model of a Hub user called `data`. The
+    # recipes write to `out/`, so a name that begins with `out/` is always a path, even before the first run.
     is_beside_others = Path(text).parent != Path(".") and Path(text).parent.is_dir()
     return file is None and (
         text.startswith((".", "/", "~", "out/"))

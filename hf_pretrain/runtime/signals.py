@@ -79,8 +79,8 @@ def let_workers_survive_one_sigterm(loader: DataLoader) -> None:
     """
     loader.worker_init_fn = partial(_survive_one_sigterm, loader.worker_init_fn)
     # Unregister first, so that several loaders register the function once.
-    atexit.unregister(_send_first_sigterm)
-    atexit.register(_send_first_sigterm)
+    atexit.unregister(_end_workers)
+    atexit.register(_end_workers)
 
 
 def _survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: int) -> None:
@@ -91,16 +91,19 @@ def _survive_one_sigterm(initialize: Callable[[int], None] | None, worker_id: in
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
-def _send_first_sigterm() -> None:
+def _end_workers() -> None:
     """
-    Send the SIGTERM that workers ignore, when the main process exits while they wait for work.
+    End the workers that still live when the main process exits, as they do after an exception.
 
-    NOTE: after an exception, `multiprocessing` ends such workers with one SIGTERM and then waits for them without a
-    limit. It registers its exit function earlier, so this function runs before it.
+    NOTE: `multiprocessing` would send one SIGTERM, which they ignore, and wait for them without a limit. It registered
+    its exit function earlier, so this function runs before it.
     """
+    if hasattr(signal, "SIGCHLD"):
+        # torch's handler would report the ended workers as a fault.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         if process.daemon:
-            process.terminate()
+            process.kill()
 
 
 __all__ = ["SIGNALS", "SignalListener", "let_workers_survive_one_sigterm"]

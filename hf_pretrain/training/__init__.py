@@ -27,6 +27,7 @@ _LAZY = {
     "Muon": ".optimizers",
     "RunTrainer": ".run_trainer",
     "SFTTrainingArguments": ".arguments",
+    "DistillationTrainingArguments": ".arguments",
     "parse_args": ".parsing",
 }
 

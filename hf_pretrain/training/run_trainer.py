@@ -157,7 +157,8 @@ class RunTrainer(Trainer):
                 checkpoint in `output_dir` that verifies.
 
         Raises:
-            `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, or the ranks read different data.
+            `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, the ranks read different data, or the
+                data are an empty stream.
             `SystemExit`: with the exit statuses that docs/checkpoints.md lists.
         """
         # Ranks whose launcher is gone must stop, or they would write into the directory of the next run.
@@ -174,6 +175,9 @@ class RunTrainer(Trainer):
             with holding_output_dir(self.args):
                 try:
                     output = super().train(resume_from_checkpoint, *args, **kwargs)
+                    if self.state.global_step == 0:
+                        # Trainer only warns.
+                        raise ValueError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
                     self.pusher.finish()
                     return output
                 except EvaluationStopped as stopped:

@@ -83,6 +83,10 @@ def test_nulls_at_every_depth_of_a_table(tmp_path):
     assert all(reasons[line].startswith(words) for line, words in expected.items()), reasons
     documents, _ = load_documents([str(tmp_path / "texts.parquet")], **how)
     assert documents["text"][:] == ["a", "b"]
+    sharegpt = [[{"from": "human", "value": "a"}, {"from": "gpt", "value": value}] for value in ("b", None)]
+    pq.write_table(pa.table({"conversations": sharegpt}), tmp_path / "sharegpt.parquet")
+    documents, _ = load_documents([str(tmp_path / "sharegpt.parquet")], schema="conversation", **how)
+    assert len(documents) == 1 and "a message of the assistant has no content" in rejected.read_text()
     with pytest.raises(ValueError, match="(?s)nulls.parquet holds no document.*3 x column 'text' holds null"):
         load_documents([str(tmp_path / "nulls.parquet")], **how)
 

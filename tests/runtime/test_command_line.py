@@ -140,6 +140,26 @@ def test_a_mistake_in_a_worker_of_the_data_loader_is_one_line(tmp_path):
     assert f"error: {name}:3: The chat template cannot render the conversation that begins '3+2?'" in result.stdout
 
 
+PACKAGE = ROOT / "hf_pretrain"
+IN_WORKER = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+LIBRARY = f'  File "{ROOT}/.venv/lib/python3.11/site-packages/datasets/a.py", line 9, in read\n'
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        (f'{LIBRARY}    read()\n  File "{PACKAGE}/data/b.py", line 3, in f\n    raise ValueError("a")\n', "a\nb"),
+        # Python 3.13 prints statements of several lines.
+        (f'  File "{PACKAGE}/data/b.py", line 3, in f\n    raise ValueError(\n    ...<3 lines>...\n    )\n', "a\nb"),
+        (f'  File "{PACKAGE}/data/b.py", line 3, in f\n    return int("a")\n           ^^^^^^^^\n', None),
+        # The repository's directory may have the package's name.
+        (f'  File "{PACKAGE}/data/b.py", line 3, in f\n    read()\n{LIBRARY}    raise ValueError("a")\n', None),
+    ],
+)
+def test_mistakes_and_bugs_in_a_worker_are_told_apart(frames, message):
+    assert command_line._mistake_in_worker(ValueError(f"{IN_WORKER}{frames}ValueError: a\nb\n")) == message
+
+
 def bug_in_the_recipe():
     return int("three")
 

@@ -80,7 +80,8 @@ def test_embedded_names_are_no_repositories(tmp_path):
 @pytest.mark.parametrize(
     "name", ["./out", "/data/x", "~/x", "a/b/c", "model.pth", "owner/name.safetensors", "out/sft"]
 )
-def test_paths_are_no_hub_ids(name):
+def test_paths_are_no_hub_ids(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert is_path(name) and not may_be_checkpoint(name)
 
 

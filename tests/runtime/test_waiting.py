@@ -86,8 +86,11 @@ def test_no_rank_waits_for_a_dead_process(tmp_path, work):
 @pytest.mark.distributed
 def test_no_rank_waits_for_work_that_failed(tmp_path):
     ranks = run_two("raise OSError('the disk is full')", tmp_path)
-    output = ranks[1].communicate(timeout=500)[0]
-    (tmp_path / "over").touch()
-    ranks[0].communicate(timeout=500)
+    try:
+        output = ranks[1].communicate(timeout=300)[0]
+    finally:
+        (tmp_path / "over").touch()
+        ranks[0].communicate(timeout=300)
+        ranks[1].kill()
     assert ranks[1].returncode != 0 and "through" not in output
     assert "Rank 0 failed while it was preparing the data" in output

@@ -80,3 +80,10 @@ def test_a_worker_of_the_loader_may_have_no_share_of_a_stream(tmp_path):
     trainer.train()
     # Six steps are two passes. Tokens of padding rows do not count.
     assert trainer.state.global_step == 6 and trainer.state.num_input_tokens_seen == 2 * 22 * 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_empty_stream_is_refused(tmp_path, num_workers):
+    stream = datasets.IterableDataset.from_generator(lambda: iter([]))
+    with pytest.raises(ValueError, match="(The stream ended after 0 rows|Nothing was trained)"):
+        make_trainer(tmp_path, rows=stream, batch=8, dataloader_num_workers=num_workers).train()

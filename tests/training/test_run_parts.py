@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import datasets
@@ -31,6 +33,7 @@ from hf_pretrain.training.row_source import fit_batch_size, pad_rows, read_batch
 from hf_pretrain.training.run_description import RunDescription
 from hf_pretrain.training.stopping import EvaluationStopped, StopEvaluationCallback
 from tests.hub_server import TOKEN, HubServer
+from tests.invariants.launching import ROOT
 from tests.toys import toy_model
 
 
@@ -307,6 +310,31 @@ def test_batches_fit_the_data_and_padding_rows_complete_them():
     indices = list(make_sampler(padded))
     assert indices == list(range(16))
     assert [row.get("row_number", -1) for row in map(padded.__getitem__, indices)] == [*range(10), *[-1] * 6]
+
+
+BUSY_WORKER = """
+import hashlib
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from hf_pretrain.runtime.signals import let_workers_survive_one_sigterm
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        if get_worker_info().id == 0:
+            yield 1
+        # Python handles no signal within this call.
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000_000 if get_worker_info().id == 1 else 1)
+
+loader = DataLoader(Rows(), batch_size=1, num_workers=2)
+let_workers_survive_one_sigterm(loader)
+for _ in loader:
+    raise SystemError("a fault")
+"""
+
+
+def test_a_busy_worker_does_not_keep_a_failed_run_from_ending():
+    words = [sys.executable, "-c", BUSY_WORKER]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert result.returncode == 1 and result.stderr.rstrip().endswith("SystemError: a fault"), result.stderr
 
 
 # The Hub
