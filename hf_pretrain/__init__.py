@@ -7,10 +7,14 @@ once; every other name is imported on its first use.
 
 from importlib import import_module
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from .runtime.importing import collector_paused
 
-from .model import PRESETS, MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
-from .weights.adapters import register_peft_defaults
+
+with collector_paused():
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from .model import PRESETS, MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
+    from .weights.adapters import register_peft_defaults
 
 
 AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)

@@ -257,21 +257,40 @@ def test_make_refuses_an_unknown_device():
     assert result.returncode != 0 and "use cuda, cpu or auto" in result.stderr
 
 
-def make(workspace: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+def make(workspace: Path, name: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # make uses an installed environment as it is.
     (Path(sys.prefix) / ".installed").touch()
-    arguments = f"ARGS={' '.join(toy_arguments(workspace, name))}"
-    return start(["make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, arguments])
+    arguments = f"ARGS={' '.join(toy_arguments(workspace, name))} --per_device_train_batch_size 2"
+    command = ["make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, arguments]
+    return start(command, **environment)
+
+
+def validation_loss(output: str) -> float:
+    return float(re.search(r"Validation loss +([\d.]+)", output)[1])
+
+
+@pytest.fixture(scope="module")
+def one_process(workspace) -> float:
+    """Return the validation loss of the run of [`make`] in one process."""
+    words = [*toy_arguments(workspace, "alone"), "--per_device_train_batch_size", "4", "--use_cpu"]
+    config = ["--config", str(ROOT / "recipes/tiny/pretrain.yaml")]
+    result = start([sys.executable, RECIPE, *config, *words])
+    assert result.returncode == 0, result.stdout[-3000:]
+    return validation_loss(result.stdout)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
-def test_make_runs_two_processes(workspace, launcher):
-    words = [f"LAUNCHER={launcher}", f"MASTER_PORT={free_port()}"]
-    result = make(workspace, f"make-{launcher}", *words)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate ACCELERATE=zero2"])
+def test_make_runs_two_processes(workspace, one_process, launcher):
+    """
+    With --include, the deepspeed launcher ignores CUDA_VISIBLE_DEVICES and prints that; the recipe prints its devices.
+    """
+    words = [f"MASTER_PORT={free_port()}", *f"LAUNCHER={launcher}".split()]
+    result = make(workspace, f"make-{launcher.split()[0]}", *words, CUDA_VISIBLE_DEVICES="1")
     assert result.returncode == 0, result.stdout[-3000:]
     assert "2 process(es) on CPU" in result.stdout
-    assert "Validation loss" in result.stdout
+    assert ("Detected VISIBLE_DEVICES=1 but ignoring it" in result.stdout) == (launcher == "deepspeed")
+    assert validation_loss(result.stdout) == pytest.approx(one_process, abs=2e-4)
 
 
 def test_make_reports_a_port_in_use(workspace):
@@ -305,7 +324,6 @@ def test_two_launch_agents_on_one_host(workspace):
 
 # Launches of a model with experts: number of processes, and flags.
 LAYOUTS = {
-    "fsdp": (2, ["--fsdp_size", "2"]),
     "fsdp-ep": (2, ["--fsdp_size", "2", "--ep_size", "2"]),
     "replicated": (4, ["--fsdp_size", "2", "--dp_replicate_size", "2"]),
     "muon": (2, ["--fsdp_size", "2", "--optim_preset", "muon"]),
@@ -345,16 +363,6 @@ def test_fsdp_through_accelerate_is_refused_on_cpu(workspace):
     result = start([*launcher_command("accelerate:fsdp2"), RECIPE, *toy_arguments(workspace, "fsdp")])
     assert result.returncode != 0
     assert "--fsdp_size N" in result.stdout
-
-
-@pytest.mark.distributed
-def test_deepspeed_reports_its_devices(workspace):
-    """With --include, the launcher ignores CUDA_VISIBLE_DEVICES and prints that; the recipe prints its devices."""
-    command = [*launcher_command("deepspeed"), RECIPE, *toy_arguments(workspace, "devices")]
-    result = start([*command, "--deepspeed", "ds_configs/zero2.json"], CUDA_VISIBLE_DEVICES="1")
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert "Detected VISIBLE_DEVICES=1 but ignoring it" in result.stdout
-    assert "2 process(es) on CPU" in result.stdout
 
 
 @pytest.mark.distributed

@@ -61,16 +61,19 @@ class WarmParent:
         return all(self.environment.get(name) == environment.get(name) for name in names - HARMLESS)
 
     def run(
-        self, commands: list[list[str]], environments: list[dict[str, str]], *, timeout: float
+        self, commands: list[list[str]], environments: list[dict[str, str]], *, cwd: str | Path, timeout: float
     ) -> subprocess.CompletedProcess[str]:
         """
-        Run the scripts of some commands (without `python`), one process each, with all that they print in one text.
+        Run some commands (`SCRIPT ...` or `-c CODE ...`, without `python`), one process each, with all that they print
+        in one text.
 
         Raises:
             `subprocess.TimeoutExpired`: if one takes longer than `timeout` seconds. All of them are killed first.
         """
         with tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-            jobs = [{"argv": argv, "env": env} for argv, env in zip(commands, environments, strict=True)]
+            jobs = [
+                {"argv": argv, "env": env, "cwd": str(cwd)} for argv, env in zip(commands, environments, strict=True)
+            ]
             self._process.stdin.write(json.dumps({"jobs": jobs, "output": output.name, "timeout": timeout}) + "\n")
             answer = json.loads(self._process.stdout.readline())
             output.seek(0)
@@ -134,8 +137,9 @@ def _wait(children: dict[int, int | None], deadline: float) -> bool:
 
 
 def become(job: dict[str, Any]) -> None:
-    """Turn a forked child into what `python SCRIPT ...` is."""
+    """Turn a forked child into what `python SCRIPT ...` or `python -c CODE ...` is."""
     os.setsid()
+    os.chdir(job["cwd"])
     output = os.open(job["output"], os.O_WRONLY | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null), (1, output), (2, output)):
@@ -143,9 +147,14 @@ def become(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     sys.argv = job["argv"]
-    # `python -m` put the working directory there, and `python SCRIPT` has the script's.
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-c":
+        code = compile(sys.argv.pop(1), "<string>", "exec")
+        sys.path[0] = ""
+        exec(code, {"__name__": "__main__"})
+    else:
+        # `python -m` put the working directory there, and `python SCRIPT` has the script's.
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

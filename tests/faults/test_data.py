@@ -175,7 +175,7 @@ def test_a_killed_preparation_does_not_repeat_finished_parts(workspace, tmp_path
         return found
 
     done: dict[str, tuple[int, int]] = {}
-    for _ in range(3):
+    for _ in range(2):
         with start(words, HF_HOME=str(tmp_path / "cache")) as process:
             enough = len(done) + 4
 

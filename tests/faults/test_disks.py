@@ -10,7 +10,6 @@ import pytest
 
 from hf_pretrain.checkpoints.manifest import find_damage
 from tests.faults.driving import command, run, start, wait_for, zero
-from tests.invariants.launching import process_options
 from tests.training.test_trainer import make_documents, make_trainer
 
 
@@ -106,7 +105,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(small_disk, capfd):
 def test_a_disk_without_room_for_the_teachers_answers(small_disk):
     """Use a separate process, because writing to a mapped block without space would end it with SIGBUS."""
     words = [sys.executable, "-c", FULL_CACHE, str(small_disk(1))]
-    result = subprocess.run(words, **process_options())
+    result = run(words)
     assert result.returncode == 74 and "error: [Errno 28]" in result.stdout, result.stdout[-3000:]
 
 

@@ -617,14 +617,8 @@ def test_the_commands_of_the_documentation(workspace, server, environment, tmp_p
             words += ["--save_strategy", "steps", "--save_steps", "2"]
         words = [word.replace("me/mine", "user/mine") for word in words]
         shutil.rmtree(tmp_path / "out/llama", ignore_errors=True)
-        result = subprocess.run(
-            [sys.executable, *words[1:]],
-            cwd=tmp_path,
-            env=cpu_environment(**environment),
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 0, f"{command}: {result.stderr[-3000:]}"
+        result = start([sys.executable, *words[1:]], cwd=tmp_path, **environment)
+        assert result.returncode == 0, f"{command}: {result.stdout[-3000:]}"
     assert json.loads((tmp_path / "out/4/trainer_state.json").read_text())["global_step"] == 4
     assert (tmp_path / "out/gguf/model.gguf").is_file() and (tmp_path / "out/mine/tokenizer.json").is_file()
     assert "model.safetensors" in files_of(server, "user/mine-llama")

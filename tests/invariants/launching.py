@@ -60,20 +60,20 @@ def process_options(**environment: str) -> dict[str, Any]:
 
 
 def start(
-    command: list[str], *, timeout: float = 500, fresh: bool = False, **environment: str
+    command: list[str], *, timeout: float = 500, fresh: bool = False, cwd: str | Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """
     Run a command to its end.
 
-    The processes of `python SCRIPT`, torchrun and deepspeed are forked from a parent that has imported the libraries
-    (`tests/warm.py`), unless `fresh`: tests of a launcher, of imports or of memory need the real command.
+    The processes of `python SCRIPT`, `python -c CODE`, torchrun and deepspeed are forked from a parent that has
+    imported the libraries (`tests/warm.py`), unless `fresh`: tests of a launcher or of imports need the real command.
     """
     whole = cpu_environment(**environment)
     ranks = [] if fresh else _ranks(command, whole)
     if ranks and (parent := find_parent(whole)) is not None:
-        result = parent.run([argv for argv, _ in ranks], [env for _, env in ranks], timeout=timeout)
+        result = parent.run([argv for argv, _ in ranks], [env for _, env in ranks], cwd=cwd, timeout=timeout)
         return subprocess.CompletedProcess(command, result.returncode, result.stdout)
-    return subprocess.run(command, timeout=timeout, **process_options(**environment))
+    return subprocess.run(command, timeout=timeout, **process_options(**environment) | {"cwd": cwd})
 
 
 def _ranks(command: list[str], environment: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
@@ -81,7 +81,7 @@ def _ranks(command: list[str], environment: dict[str, str]) -> list[tuple[list[s
     Return words and environment of each process that `python`, or torchrun or deepspeed of [`launcher_command`], would
     start; an empty list for other commands.
     """
-    if command[0] == sys.executable and command[1].endswith(".py"):
+    if command[0] == sys.executable and (command[1] == "-c" or command[1].endswith(".py")):
         return [(command[1:], environment)]
     launcher = Path(command[0]).name
     if launcher not in ("torchrun", "deepspeed") or not command[5:6] or not command[5].endswith(".py"):

@@ -1,5 +1,4 @@
 import copy
-import subprocess
 import sys
 import warnings
 
@@ -28,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from hf_pretrain import MiniMindForCausalLM, MiniMindModel
 from hf_pretrain.model import attention_check, packed_attention
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants import launching
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, rel: float = 1e-5):
@@ -819,7 +818,7 @@ def test_the_loss_of_many_tokens_takes_a_quarter_of_the_memory():
     taken = {}
     for way in ("fused", "full"):
         words = [sys.executable, "-c", MEMORY, way]
-        result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=500)
-        assert result.returncode == 0, result.stderr[-2000:]
+        result = launching.start(words)
+        assert result.returncode == 0, result.stdout[-2000:]
         taken[way] = int(result.stdout)
     assert taken["full"] > 4 * taken["fused"]

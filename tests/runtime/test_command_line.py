@@ -275,7 +275,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 @pytest.mark.slow
 def test_a_missing_extra_is_one_line(recipe, package, extra):
-    result = start([sys.executable, "-c", WITHOUT, package, str(ROOT / f"recipes/{recipe}.py"), "--help"])
+    words = [sys.executable, "-c", WITHOUT, package, str(ROOT / f"recipes/{recipe}.py"), "--help"]
+    result = start(words, fresh=True)
     assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout[-3000:]
     assert result.stdout.splitlines()[-1].startswith("error: ")
     assert result.stdout.rstrip().endswith(f'pip install "hf_pretrain[{extra}]"')

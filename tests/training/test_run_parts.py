@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -33,7 +32,7 @@ from hf_pretrain.training.row_source import fit_batch_size, pad_rows, read_batch
 from hf_pretrain.training.run_description import RunDescription
 from hf_pretrain.training.stopping import EvaluationStopped, StopEvaluationCallback
 from tests.hub_server import TOKEN, HubServer
-from tests.invariants.launching import ROOT
+from tests.invariants.launching import start
 from tests.toys import toy_model
 
 
@@ -333,8 +332,8 @@ for _ in loader:
 
 def test_a_busy_worker_does_not_keep_a_failed_run_from_ending():
     words = [sys.executable, "-c", BUSY_WORKER]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert result.returncode == 1 and result.stderr.rstrip().endswith("SystemError: a fault"), result.stderr
+    result = start(words, timeout=60)
+    assert result.returncode == 1 and result.stdout.rstrip().endswith("SystemError: a fault"), result.stdout
 
 
 # The Hub
