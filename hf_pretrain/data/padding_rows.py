@@ -5,14 +5,13 @@ Every rank needs the same number of batches. accelerate would fill the last batc
 the run would train on those rows twice.
 """
 
-import math
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import datasets
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 
 PADDING_ROW_COLUMN = "is_padding_row"
@@ -64,33 +63,35 @@ class PaddedDataset(Dataset):
         return {**row, ROW_NUMBER_COLUMN: index} if self.is_numbered else row
 
 
-class PaddedSampler(Sampler[int]):
+class EpochSampler(Sampler[int]):
     """
-    Sampler that appends indices past the end of the data, up to a multiple of `multiple`.
+    Sampler whose order depends only on the seed and the epoch, and whose length is a multiple of `multiple`.
 
     Args:
-        sampler (`Sampler`): the sampler of the data. A random one gets a generator seeded by `seed` and the epoch,
-            since the global generator may differ between ranks.
-        multiple (`int`): number of rows in a global batch.
-        seed (`int`): seed of the order.
+        sampler (`Sampler`): the sampler of the data. A random one gets a generator of its own, since the global
+            generator may differ between ranks.
+        seed (`int`): seed of the first epoch.
+        multiple (`int`, defaults to 1): number of rows in a global batch.
+        pads (`bool`, defaults to `True`): append indices past the end of the data up to the next multiple.
+            [`PaddedDataset`] returns padding rows for them. Otherwise, leave out the last rows.
     """
 
-    def __init__(self, sampler: Any, *, multiple: int, seed: int):
+    def __init__(self, sampler: Any, *, seed: int, multiple: int = 1, pads: bool = True):
         self.sampler = sampler
-        self.multiple = multiple
         self.seed = seed
+        self.multiple = multiple
+        self.pads = pads
         self.epoch = 0
 
     def __len__(self) -> int:
         # Include the padding rows: Trainer derives the number of steps from this length.
-        return self.multiple * math.ceil(len(self.sampler) / self.multiple)
+        num_rows = len(self.sampler)
+        return num_rows + (-num_rows % self.multiple if self.pads else -(num_rows % self.multiple))
 
     def __iter__(self) -> Iterator[int]:
-        if isinstance(self.sampler, (RandomSampler, LengthGroupedSampler)):
-            # Each epoch has its own order, which depends only on the seed and the epoch.
+        if hasattr(self.sampler, "generator"):
             self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        yield from self.sampler
-        # Indices past the end, for which `PaddedDataset` returns padding rows.
+        yield from itertools.islice(self.sampler, len(self))
         yield from range(len(self.sampler), len(self))
 
     def set_epoch(self, epoch: int):

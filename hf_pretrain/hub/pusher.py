@@ -27,6 +27,7 @@ from .model_card import CARD_NAME
 from .repository import (
     PICKLED_ARGUMENTS,
     STAGING_PREFIX,
+    create_repository,
     describe_error,
     link_or_copy,
     published_files,
@@ -87,14 +88,9 @@ class HubPusher:
             `ValueError`: if the Hub refuses, with the reason.
         """
         try:
-            self.repo_id = self._hub.create_repo(name, private=private, token=token, exist_ok=True).repo_id
-        # HTTP clients raise many types of errors. Each of them means that there is no repository to push to.
-        except Exception as error:
-            raise ValueError(
-                f"--push_to_hub: the repository {name} cannot be created or opened at {self._hub.endpoint}: "
-                f"{describe_error(error)}. Nothing was trained yet. Log in with `hf auth login` or set HF_TOKEN (with "
-                "write permission), or leave --push_to_hub out."
-            ) from error
+            self.repo_id = create_repository(name, private=private, token=token or self._hub.token)
+        except ValueError as error:
+            raise ValueError(f"{error} Nothing was trained yet: without --push_to_hub, the run can begin.") from error
         return self.repo_id
 
     @property

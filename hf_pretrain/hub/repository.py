@@ -49,25 +49,27 @@ _CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAI
 STAGING_PREFIX = ".hub-"
 
 
-def create_repository(repo_id: str, *, private: bool | None = None) -> str:
+def create_repository(repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
     """
     Create a model repository on the Hub if it does not exist, and return its full id.
 
     Args:
         repo_id (`str`): `owner/name`, or a name in the user's own namespace.
         private (`bool`, *optional*): whether a new repository is private; by default as the account is set.
+        token (`str`, *optional*): the token to create it with; by default the token of the login.
 
     Raises:
         `ValueError`: if the Hub refuses or cannot be reached, with the reason.
     """
+    hub = HfApi(token=token)
     try:
         # `create_repo` returns the full id, which adds the user's namespace to a bare name.
-        return HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # The network and the server raise many types of errors. Each of them means that there is no repository to push to.
     except Exception as error:
         raise ValueError(
-            f"The Hub repository {repo_id} cannot be created or opened: {describe_error(error)}. Log in with `hf auth "
-            "login` or set HF_TOKEN (with write permission)."
+            f"The Hub repository {repo_id} cannot be created or opened at {hub.endpoint}: {describe_error(error)}. "
+            "Log in with `hf auth login` or set HF_TOKEN (with write permission)."
         ) from error
 
 

@@ -14,10 +14,7 @@ device, KTO estimates its KL and ORPO averages its likelihood, so for these two 
 """
 
 import argparse
-import itertools
-import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +22,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..data.padding_rows import PaddedDataset, PaddedSampler
+from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from ..training.run_trainer import RunTrainer
@@ -125,23 +122,12 @@ class _WholeBatchesMixin(RunTrainer):
             sampler = sampler_fn(dataset) if sampler_fn is not None else None
             rows = sampler if sampler is not None else range(len(dataset))
             # Trainer calls this function later, when `reachable` below exists.
-            reachable.sampler = WholeBatchSampler(rows, multiple=multiple, seed=seed)
+            reachable.sampler = EpochSampler(rows, seed=seed, multiple=multiple, pads=False)
             return reachable.sampler
 
         # NOTE: after a resume on several ranks, accelerate calls `set_epoch` only on the dataset, not on the sampler.
         reachable = PaddedDataset(dataset)
         return RowSource(reachable, batch_size, whole_batches)
-
-
-class WholeBatchSampler(PaddedSampler):
-    """Sampler that yields the indices of another sampler up to the last whole batch."""
-
-    def __len__(self) -> int:
-        return self.multiple * math.floor(len(self.sampler) / self.multiple)
-
-    def __iter__(self) -> Iterator[int]:
-        # The parent appends its padding indices after all rows, so the slice ends before them.
-        yield from itertools.islice(super().__iter__(), len(self))
 
 
 class MiniMindDPOTrainer(_WholeBatchesMixin, RouterLossMixin, DPOTrainer):

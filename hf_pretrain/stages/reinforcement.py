@@ -9,7 +9,7 @@ reference model that is a copy of the initial policy, and an evaluation that rep
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +19,11 @@ import jinja2
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..data.formats import BadRecord
-from ..data.padding_rows import PaddedDataset
+from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..hub.model_card import RunFacts
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
@@ -37,7 +36,7 @@ try:
     from trl.chat_template_utils import qwen3_template
     from trl.models import prepare_deepspeed
     from trl.trainer.callbacks import SyncRefModelCallback
-    from trl.trainer.utils import RepeatSampler, add_fused_lm_head, disable_dropout_in_model
+    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
     raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
 
@@ -233,27 +232,6 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
-class _EpochSampler(Sampler[int]):
-    """Wrapper of TRL's sampler of prompts, whose order depends only on the seed and the epoch."""
-
-    def __init__(self, sampler: RepeatSampler):
-        self.sampler = sampler
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        if self.sampler.shuffle:
-            # Epoch 0 keeps TRL's own order.
-            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch)
-        yield from self.sampler
-
-    def set_epoch(self, epoch: int):
-        """Set the epoch for the next pass."""
-        self.epoch = epoch
-
-
 class _OnlineTrainer(RouterLossMixin):
     """Common base of our GRPO and RLOO trainers."""
 
@@ -297,7 +275,9 @@ class _OnlineTrainer(RouterLossMixin):
 
     def _get_train_sampler(self, dataset=None):
         """Return TRL's sampler with an order that depends only on the seed and the epoch."""
-        sampler = _EpochSampler(super()._get_train_sampler(dataset))
+        sampler = super()._get_train_sampler(dataset)
+        # Epoch 0 keeps TRL's own order.
+        sampler = EpochSampler(sampler, seed=sampler.seed)
         if isinstance(dataset, PaddedDataset):
             dataset.sampler = sampler
         return sampler

@@ -10,7 +10,7 @@ import datasets
 from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
-from ..data.padding_rows import PaddedDataset, PaddedSampler, PaddedStream
+from ..data.padding_rows import EpochSampler, PaddedDataset, PaddedStream
 
 
 logger = logging.get_logger(__name__)
@@ -100,11 +100,11 @@ def pad_rows(
     # Row numbers go into reports about non-finite steps. Evaluation writes no such reports.
     padded = PaddedDataset(dataset, is_numbered=is_training)
 
-    def padded_sampler(_: Any) -> PaddedSampler:
+    def padded_sampler(_: Any) -> EpochSampler:
         # Give the sampler the caller's dataset: some samplers read columns, such as lengths, that padding rows lack.
         sampler = sampler_fn(dataset) if sampler_fn is not None else None
         rows = sampler if sampler is not None else range(len(dataset))
-        padded.sampler = PaddedSampler(rows, multiple=multiple, seed=seed)
+        padded.sampler = EpochSampler(rows, seed=seed, multiple=multiple)
         return padded.sampler
 
     return padded, padded_sampler

@@ -488,8 +488,8 @@ def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
 def test_a_refused_repository_ends_the_run_before_training(run, tmp_path):
     result = run("--push_to_hub", "--hub_model_id", "toy", HF_TOKEN="hf_wrong")
     assert result.returncode != 0
-    assert "error: --push_to_hub: the repository toy cannot be created or opened at http://127.0.0.1" in result.stdout
-    assert "Nothing was trained yet. Log in with `hf auth login`" in result.stdout
+    assert "error: The Hub repository toy cannot be created or opened at http://127.0.0.1" in result.stdout
+    assert "Log in with `hf auth login`" in result.stdout and "Nothing was trained yet" in result.stdout
     assert "hf_wrong" not in result.stdout and not (tmp_path / "run/model.safetensors").exists()
 
 
