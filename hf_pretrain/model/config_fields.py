@@ -49,7 +49,8 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "true or false",
         # `True == 1` and `False == 0`, so both spellings pass.
         lambda value: value in (0, 1),
-        "use_moe seq_aux norm_topk_prob tie_word_embeddings inference_rope_scaling use_sliding_window",
+        "use_moe seq_aux norm_topk_prob tie_word_embeddings inference_rope_scaling use_sliding_window "
+        "zero_init_residual",
     ),
     ("a text", lambda value: isinstance(value, str), "model_type hidden_act scoring_func rope_type"),
     ("an object", lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling"),

@@ -65,6 +65,8 @@ class MiniMindConfig(PreTrainedConfig):
         hidden_act (`str`, defaults to `"silu"`): name of the activation in transformers' `ACT2FN`.
         max_position_embeddings (`int`, defaults to 32768): length of the rotary table in tokens.
         initializer_range (`float`, defaults to 0.02): standard deviation of the initial weight matrices.
+        zero_init_residual (`bool`, defaults to `False`): start the last matrix of each residual branch (`o_proj` and
+            `down_proj`) at zero, so that a new model begins as the identity. It changes the first weights only.
         rms_norm_eps (`float`, defaults to 1e-5): value added to the mean square in every RMSNorm.
         rope_parameters (`dict`, *optional*): as in transformers. The default is `rope_theta=1e6` without scaling.
             `rope_type="yarn"` and the other static types are computed into the table.
@@ -146,6 +148,7 @@ class MiniMindConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02
+    zero_init_residual: bool = False
     rms_norm_eps: float = 1e-5
     use_cache: bool = True
     rope_parameters: dict | None = None

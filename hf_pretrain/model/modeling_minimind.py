@@ -76,6 +76,7 @@ class MiniMindAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.o_proj.ends_residual_branch = True
         if config.qk_norm:
             self.q_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
@@ -203,6 +204,13 @@ class MiniMindPreTrainedModel(PreTrainedModel):
             # NOTE: `from_pretrained` builds the model on the meta device and replaces this buffer by uninitialised
             # memory, which gives finite but wrong logits.
             init.copy_(module.pos_cis, precompute_pos_cis(self.config))
+        if self.config.zero_init_residual:
+            if isinstance(module, MiniMindExperts):
+                init.zeros_(module.down_proj)
+            # NOTE: transformers does not call this method for modules without parameters of their own, such as the
+            # whole attention, so the matrices carry a mark.
+            elif getattr(module, "ends_residual_branch", False):
+                init.zeros_(module.weight)
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs):
         """

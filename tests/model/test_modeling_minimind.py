@@ -27,6 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from hf_pretrain import MiniMindForCausalLM, MiniMindModel
 from hf_pretrain.model import attention_check, packed_attention
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
+from tests.conftest import GENERATIONS
 from tests.invariants import launching
 
 
@@ -792,6 +793,23 @@ def test_generation_does_not_run_the_compiled_layers(model, input_ids, fresh_com
     assert num_graphs == 0
     model(input_ids, labels=input_ids, use_cache=False)
     assert num_graphs > 0
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_residual_branches_that_start_at_zero(build_model, input_ids, tmp_path, generation):
+    """The model begins as the identity: the logits come from the embeddings alone. No other weight changes."""
+    plain, zero = (build_model(**GENERATIONS[generation], zero_init_residual=is_zero) for is_zero in (False, True))
+    embedded = zero.model.norm(zero.model.embed_tokens(input_ids))
+    torch.testing.assert_close(zero(input_ids).logits, zero.lm_head(embedded), rtol=0, atol=1e-6)
+    for name, weight in plain.state_dict().items():
+        expected = torch.zeros_like(weight) if "o_proj" in name or "down_proj" in name else weight
+        assert torch.equal(zero.state_dict()[name], expected), name
+    # The field does not touch the trained weights of a saved model.
+    plain.config.zero_init_residual = True
+    plain.save_pretrained(tmp_path)
+    loaded = MiniMindForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.zero_init_residual
+    assert all(torch.equal(weight, plain.state_dict()[name]) for name, weight in loaded.state_dict().items())
 
 
 MEMORY = """
