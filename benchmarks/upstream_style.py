@@ -5,6 +5,7 @@ Each document is padded or cut to the row length. The model rotates queries and 
 and values for each query head, and computes the logits of all positions. A loss mask excludes padding.
 """
 
+import copy
 import importlib
 import sys
 from pathlib import Path
@@ -178,6 +179,9 @@ def load_checkout(
     fields |= {"num_attention_heads": config.num_attention_heads, "n_heads": config.num_attention_heads}
     fields |= {"num_key_value_heads": config.num_key_value_heads, "n_kv_heads": config.num_key_value_heads}
     fields |= {"intermediate_size": config.intermediate_size, "hidden_dim": config.intermediate_size}
+    # MiniMind pads on the right, as its own tokenizer does.
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = "right"
     documents.to_json(output_dir / "documents.jsonl", force_ascii=False)
     rows = PaddedDocuments(dataset_class(str(output_dir / "documents.jsonl"), tokenizer, max_length))
     if rows[0][0] != tokenizer.bos_token_id:
