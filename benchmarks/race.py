@@ -23,12 +23,13 @@ import statistics
 import sys
 import tempfile
 from dataclasses import replace
-from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import disable_progress_bars
 
 from benchmarks.bench import ROOT, environment, fastest_precision, git_commit
 from benchmarks.contestants import CONTESTANTS, Curve, RaceSetting, Run
@@ -69,15 +70,19 @@ def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]
     return {"num_steps": num_steps, "curve": run.curve}
 
 
-def take_part(name: str, setting: RaceSetting, cores: list[int], barrier: Barrier, results: Any) -> None:
+def take_part(
+    name: str, setting: RaceSetting, cores: list[int], barrier: Barrier, results: Any, is_over: Event
+) -> None:
     """Compete in a process of its own."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
+    # Four contestants would draw their bars into one line.
+    disable_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         results.put((name, compete(name, replace(setting, output_dir=Path(directory)), barrier)))
-    # Keep the core busy: a contestant that shares it must not become faster now. The parent ends all processes.
-    while multiprocessing.parent_process().is_alive():
+    # Keep the core busy: a contestant that shares it must not become faster now.
+    while not is_over.is_set() and multiprocessing.parent_process().is_alive():
         pass
 
 
@@ -91,10 +96,10 @@ def divide_cores(cores: list[int], num_processes: int) -> list[list[int]]:
 def run_together(names: list[str], setting: RaceSetting) -> Race:
     """Let contestants compete at the same time. Raise `RuntimeError` if one of them fails."""
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(len(names)), context.Queue()
+    barrier, results, is_over = context.Barrier(len(names)), context.Queue(), context.Event()
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
     processes = {
-        name: context.Process(target=take_part, args=(name, setting, mine, barrier, results))
+        name: context.Process(target=take_part, args=(name, setting, mine, barrier, results, is_over))
         for name, mine in zip(names, divide_cores(cores, len(names)), strict=True)
     }
     found: Race = {}
@@ -109,9 +114,12 @@ def run_together(names: list[str], setting: RaceSetting) -> Race:
                 failed = [name for name, process in processes.items() if process.exitcode is not None]
                 if failed:
                     raise RuntimeError(f"{failed[0]} failed. Its error stands above.") from None
+        is_over.set()
     finally:
         for process in processes.values():
-            process.terminate()
+            # After a failure, the others may wait at the barrier for ever.
+            if not is_over.is_set():
+                process.terminate()
             process.join()
     return {name: found[name] for name in names}
 
