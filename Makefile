@@ -7,6 +7,7 @@
 # make sft, then make dpo | distill | grpo                 the other stages, launched alike
 # make chat | serve | evaluate                             talk to the newest model, serve it, measure it
 # make bench                                               compare the speed with other programs
+# make race                                                compare the time to a validation loss with other programs
 # make tokenizer | test | test-quick | faults | quality
 # make docs                                                the documentation as a website, in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
@@ -32,7 +33,7 @@ PRESET ?= $(if $(filter cuda,$(DEVICE)),minimind2-small,tiny)
 CONFIG ?= recipes/$(PRESET)/$@.yaml
 ARGS ?=
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench test test-quick faults quality docs clean help
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -120,6 +121,11 @@ faults: $(VENV)/.installed-test
 SIZES ?= 26M
 bench: $(VENV)/.installed-trl
 	$(BENCH_ENV) $(BIN)/python -m benchmarks.bench --sizes $(SIZES) $(ARGS)
+
+# Train side by side with stock Trainer, TRL and a loop like MiniMind's, and compare when they reach the same validation
+# loss. ARGS="--upstream ../minimind" takes a checkout of MiniMind instead of the loop.
+race: $(VENV)/.installed-trl
+	$(BENCH_ENV) $(BIN)/python -m benchmarks.race $(ARGS)
 
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -198,10 +198,22 @@ def machine() -> str:
     return f"{torch.get_num_threads()} cores of {names[0] if names else platform.processor() or platform.machine()}"
 
 
-def git_commit() -> str:
-    """Return the commit of the checkout, with `-dirty` after it if files were changed."""
+def git_commit(checkout: Path = ROOT) -> str:
+    """Return the commit of a checkout, with `-dirty` after it if files were changed."""
     words = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(words, cwd=checkout, capture_output=True, text=True).stdout.strip()
+
+
+def environment() -> dict[str, Any]:
+    """Return machine, commit, date and versions, for the record of a measurement."""
+    # Ask git before any file is written: the commit would become `-dirty`.
+    names = ("torch", "transformers", "accelerate", "trl")
+    return {
+        "machine": machine(),
+        "commit": git_commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+    }
 
 
 def fastest_precision() -> str:
@@ -260,12 +272,7 @@ def main() -> None:
     documents = documents.shuffle(seed=0).select(range(NUM_DOCUMENTS))
     tokenizer = train_tokenizer(documents["text"][:])
     results: dict[str, Any] = {
-        "machine": machine(),
-        "commit": git_commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "trl")
-        },
+        **environment(),
         "settings": {name: getattr(args, name) for name in ("rounds", "steps", "tokens_a_step", "precision")},
         "sizes": {},
     }

@@ -27,7 +27,7 @@ from transformers import (
     default_data_collator,
 )
 
-from benchmarks.upstream_style import UpstreamStyleTrainer
+from benchmarks.upstream_style import UpstreamStyleModel, UpstreamStyleTrainer
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.packing import prepare_rows
@@ -53,6 +53,8 @@ class Setting:
         batch_size (`int`): rows per step.
         output_dir (`Path`): scratch directory.
         bf16 (`bool`): train under bfloat16 autocast instead of in float32.
+        learning_rate (`float`): peak learning rate.
+        seed (`int`): seed of the weights and of the order of the rows.
     """
 
     documents: Dataset
@@ -62,6 +64,8 @@ class Setting:
     batch_size: int
     output_dir: Path
     bf16: bool
+    learning_rate: float = 5e-4
+    seed: int = 0
 
     @cached_property
     def device(self) -> torch.device:
@@ -73,8 +77,9 @@ class Setting:
         return {
             "output_dir": str(self.output_dir),
             "per_device_train_batch_size": self.batch_size,
-            "learning_rate": 5e-4,
+            "learning_rate": self.learning_rate,
             "lr_scheduler_type": "constant",
+            "seed": self.seed,
             "logging_steps": 10,
             "save_strategy": "no",
             "eval_strategy": "no",
@@ -105,6 +110,16 @@ class Setting:
             remove_columns=["text"],
         )
 
+    @cached_property
+    def padded_rows(self) -> torch.Tensor:
+        """One row of `max_length + 1` token ids per document, padded or cut, in the style of MiniMind's scripts."""
+        documents = self.tokenized_documents["input_ids"][:]
+        rows = torch.full((len(documents), self.max_length + 1), self.tokenizer.pad_token_id)
+        for row, ids in enumerate(documents):
+            kept = ids[: self.max_length + 1]
+            rows[row, : len(kept)] = torch.tensor(kept)
+        return rows
+
 
 class Clock(TrainerCallback):
     """Record the time at the end of each step of a Trainer."""
@@ -116,12 +131,12 @@ class Clock(TrainerCallback):
         self.times = []
 
     def on_step_end(self, args, state, control, **kwargs):
-        _wait(args.device)
+        wait_for(args.device)
         self.times.append(time.perf_counter())
 
 
-def _wait(device: torch.device) -> None:
-    # CUDA kernels run asynchronously. A step ends when they have finished.
+def wait_for(device: torch.device) -> None:
+    """Wait until all kernels have finished. CUDA kernels run asynchronously, and a step ends with its last one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -205,7 +220,7 @@ def bare_loop(setting: Setting) -> Callable[[int], Steps]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            _wait(setting.device)
+            wait_for(setting.device)
             times.append(time.perf_counter())
         seconds = [end - start for start, end in zip(times, times[1:], strict=False)]
         return list(zip(seconds, num_tokens[1:], strict=False))[NUM_WARMUP_STEPS - 1 :]
@@ -222,30 +237,30 @@ def _llama(setting: Setting) -> LlamaForCausalLM:
         "tie_word_embeddings",
         "max_position_embeddings",
     )
-    torch.manual_seed(0)
+    torch.manual_seed(setting.seed)
     config = LlamaConfig(**{name: getattr(setting.config, name) for name in names})
     # Llama is the stock architecture nearest to MiniMind's dense models.
     config.rope_parameters = setting.config.rope_parameters
     return LlamaForCausalLM(config)
 
 
-def stock_trainer(setting: Setting, *, torch_compile: bool = False) -> TrainerProgram:
+def stock_trainer(setting: Setting, **arguments: Any) -> TrainerProgram:
     """Return transformers' `Trainer` with a Llama of the same shape on concatenated rows."""
     trainer = Trainer(
         model=_llama(setting),
-        args=TrainingArguments(**setting.training, torch_compile=torch_compile),
+        args=TrainingArguments(**setting.training | arguments),
         data_collator=default_data_collator,
         train_dataset=setting.concatenated_rows,
     )
     return TrainerProgram(trainer, setting.tokenizer.pad_token_id)
 
 
-def trl_sft(setting: Setting) -> TrainerProgram:
+def trl_sft(setting: Setting, **arguments: Any) -> TrainerProgram:
     """Return TRL's `SFTTrainer` with a Llama of the same shape and TRL's own packing."""
     from trl import SFTConfig, SFTTrainer
 
     args = SFTConfig(
-        **setting.training,
+        **setting.training | arguments,
         packing=True,
         packing_strategy="wrapped",
         max_length=setting.max_length,
@@ -259,13 +274,11 @@ def trl_sft(setting: Setting) -> TrainerProgram:
 
 def upstream_style(setting: Setting) -> Callable[[int], Steps]:
     """Return a program in the style of MiniMind's own scripts, on documents padded or cut to the row length."""
+    torch.manual_seed(setting.seed)
     pad_token_id = setting.tokenizer.pad_token_id
-    step = UpstreamStyleTrainer(setting.config, setting.device, pad_token_id, bf16=setting.bf16)
-    documents = setting.tokenized_documents.shuffle(seed=0)["input_ids"][:]
-    rows = torch.full((len(documents), setting.max_length + 1), pad_token_id)
-    for row, ids in enumerate(documents):
-        kept = ids[: setting.max_length + 1]
-        rows[row, : len(kept)] = torch.tensor(kept)
+    model = UpstreamStyleModel(setting.config)
+    step = UpstreamStyleTrainer(model, setting.device, pad_token_id, bf16=setting.bf16)
+    rows = setting.padded_rows[torch.randperm(len(setting.padded_rows))]
     batches = rows.split(setting.batch_size)
     # Count the mean over all batches: the useful tokens of a few batches vary a lot, and the time of a padded step
     # does not depend on them.
@@ -281,7 +294,7 @@ def upstream_style(setting: Setting) -> Callable[[int], Steps]:
             position += 1
             start = time.perf_counter()
             step(batch)
-            _wait(setting.device)
+            wait_for(setting.device)
             # The first step of a call warms up.
             if number > 0:
                 steps.append((time.perf_counter() - start, tokens_a_batch))

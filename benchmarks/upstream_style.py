@@ -1,13 +1,21 @@
 """
-A training program in the style of MiniMind's own scripts.
+A training program in the style of MiniMind's own scripts, and the model and data of a checkout of MiniMind.
 
 Each document is padded or cut to the row length. The model rotates queries and keys by complex products, repeats keys
 and values for each query head, and computes the logits of all positions. A loss mask excludes padding.
 """
 
+import copy
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from hf_pretrain import MiniMindConfig
 
@@ -88,12 +96,17 @@ class UpstreamStyleModel(nn.Module):
         return self.output(self.norm(x))
 
 
+def logits_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits `(batch_size, seq_len, vocab_size)` of a model that returns them, alone or in an output."""
+    output = model(input_ids)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
 class UpstreamStyleTrainer:
     """Train one step per call, on padded token ids of shape `(batch_size, seq_len + 1)`, and return the loss."""
 
-    def __init__(self, config: MiniMindConfig, device: torch.device, pad_token_id: int, *, bf16: bool):
-        torch.manual_seed(0)
-        self.model = UpstreamStyleModel(config).to(device).train()
+    def __init__(self, model: nn.Module, device: torch.device, pad_token_id: int, *, bf16: bool):
+        self.model = model.to(device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4)
         self.device, self.pad_token_id, self.bf16 = device, pad_token_id, bf16
 
@@ -103,7 +116,7 @@ class UpstreamStyleTrainer:
         # The mask excludes padding from the loss only after the logits of all positions have been computed.
         loss_mask = y != self.pad_token_id
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            logits = self.model(x)
+            logits = logits_of(self.model, x)
             losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1), reduction="none")
             loss = (losses * loss_mask.reshape(-1)).sum() / loss_mask.sum()
         loss.backward()
@@ -111,3 +124,70 @@ class UpstreamStyleTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()
+
+
+class PaddedDocuments:
+    """Padded token ids of the documents of MiniMind's `PretrainDataset`."""
+
+    def __init__(self, documents: Any):
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        # Newer versions return `(input_ids, labels)`, older ones `(input_ids[:-1], input_ids[1:], loss_mask)`.
+        input_ids, following, *loss_mask = self.documents[index]
+        return torch.cat([input_ids, following[-1:]]) if loss_mask else input_ids
+
+
+def load_checkout(
+    path: Path,
+    config: MiniMindConfig,
+    documents: Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_length: int,
+    output_dir: Path,
+) -> tuple[nn.Module, PaddedDocuments]:
+    """
+    Return the model and the data set of a checkout of MiniMind (https://github.com/jingyaogong/minimind, v2 or v3).
+
+    Args:
+        path (`Path`): the checkout.
+        config ([`MiniMindConfig`]): shape of the model.
+        documents ([`~datasets.Dataset`]): documents with a column `text`.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer of the documents.
+        max_length (`int`): tokens per row.
+        output_dir (`Path`): directory for the file that the data set reads.
+    """
+    names = ("model.model_minimind", "MiniMindConfig", "model.model_minimind", "MiniMindForCausalLM")
+    data_module = "dataset.lm_dataset"
+    # Versions of 2025 until April.
+    if not (path / "model/model_minimind.py").is_file():
+        names = ("model.LMConfig", "LMConfig", "model.model", "MiniMindLM")
+        data_module = "model.dataset"
+    sys.path.insert(0, str(path))
+    config_class, model_class = (
+        getattr(importlib.import_module(module), name) for module, name in zip(names[::2], names[1::2], strict=True)
+    )
+    dataset_class = importlib.import_module(data_module).PretrainDataset
+    # Each class of configs reads its own names and ignores the others.
+    fields: dict[str, Any] = {"vocab_size": config.vocab_size, "rms_norm_eps": config.rms_norm_eps}
+    fields |= {"hidden_size": config.hidden_size, "dim": config.hidden_size, "norm_eps": config.rms_norm_eps}
+    fields |= {"num_hidden_layers": config.num_hidden_layers, "n_layers": config.num_hidden_layers}
+    fields |= {"num_attention_heads": config.num_attention_heads, "n_heads": config.num_attention_heads}
+    fields |= {"num_key_value_heads": config.num_key_value_heads, "n_kv_heads": config.num_key_value_heads}
+    fields |= {"intermediate_size": config.intermediate_size, "hidden_dim": config.intermediate_size}
+    # MiniMind pads on the right, as its own tokenizer does.
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = "right"
+    documents.to_json(output_dir / "documents.jsonl", force_ascii=False)
+    rows = PaddedDocuments(dataset_class(str(output_dir / "documents.jsonl"), tokenizer, max_length))
+    if rows[0][0] != tokenizer.bos_token_id:
+        # Versions of 2025 from May on expect bos and eos in the text.
+        bos, eos = tokenizer.bos_token, tokenizer.eos_token
+        marked = documents.map(lambda document: {"text": bos + document["text"] + eos})
+        marked.to_json(output_dir / "marked.jsonl", force_ascii=False)
+        rows = PaddedDocuments(dataset_class(str(output_dir / "marked.jsonl"), tokenizer, max_length))
+    return model_class(config_class(**fields)), rows

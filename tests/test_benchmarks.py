@@ -1,12 +1,17 @@
-"""`make bench` runs all programs in one precision."""
+"""`make bench` runs all programs in one precision. `make race` compares curves of validation loss."""
+
+import math
+import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from torch.nn.modules.module import register_module_forward_hook
 
-from benchmarks import bench, programs
-from hf_pretrain import MiniMindConfig
+from benchmarks import bench, contestants, programs, race
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import EXPERTS
 
@@ -62,3 +67,89 @@ def test_the_table_says_its_precision(capsys):
     settings = {"precision": "float32"}
     bench.print_table({"machine": "a CPU", "settings": settings, "sizes": {"26M": size}, "cost_of_experts": 1.0})
     assert "26M in float32 on a CPU" in capsys.readouterr().out
+
+
+def test_ratios_of_hand_made_curves():
+    # Ours falls by 1 nat in 10 s, then by 1 nat in 20 s. It reaches 5.5 after 5 s, 4.5 after 20 s, and never 3.
+    mine = {"num_steps": 3, "curve": [(0.0, 6.0), (10.0, 5.0), (30.0, 4.0)]}
+    slow = {"num_steps": 2, "curve": [(0.0, 6.0), (40.0, 5.5)]}
+    good = {"num_steps": 2, "curve": [(0.0, 6.0), (25.0, 4.5)]}
+    best = {"num_steps": 2, "curve": [(0.0, 6.0), (25.0, 3.0)]}
+    found = {"ours": mine, "slow": slow, "good": good}
+    assert race.ratios([found], "slow") == [5 / 40]
+    assert race.ratios([found, found | {"good": best}], "good") == [20 / 25, math.inf]
+    lines = race.report([found]).splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["ours", "good", "slow"]
+    assert "best other contestant (good) in 0.80" in lines[4] and "slowest contestant (slow) in 0.12" in lines[5]
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "expected"),
+    [
+        (1, [[0], [0], [0], [0]]),
+        (2, [[0], [1], [0], [1]]),
+        # Three cores cannot be shared evenly, so one stays idle.
+        (3, [[0], [1], [0], [1]]),
+        (9, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_all_contestants_get_equally_many_cores(num_cores, expected):
+    assert race.divide_cores(list(range(num_cores)), 4) == expected
+
+
+def make_race_setting(tmp_path, **fields) -> contestants.RaceSetting:
+    setting = make_setting(tmp_path)
+    recipe = tmp_path / "pretrain.yaml"
+    overrides = "hidden_size=32, num_hidden_layers=1, num_attention_heads=4"
+    recipe.write_text(
+        f"config_overrides: {overrides}\nvocab_size: 300\nmax_length: 32\nlearning_rate: 1e-2\n"
+        "per_device_train_batch_size: 2\n"
+    )
+    validation = encode_documents(setting.documents[:20]["text"], setting.tokenizer)
+    own = {"recipe": recipe, "seconds": 1.0, "validation": validation, "learning_rate": 1e-2}
+    return contestants.RaceSetting(**vars(setting) | own | fields)
+
+
+def test_the_validation_loss_is_the_mean_over_documents_that_stand_alone(tmp_path):
+    setting = make_race_setting(tmp_path)
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(setting.config).eval()
+    losses = []
+    for ids in map(torch.tensor, setting.validation):
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none"))
+    found = contestants.validation_loss(
+        lambda ids: model(ids).logits, setting.validation, device=torch.device("cpu"), bf16=False, batch_size=3
+    )
+    # Documents of different lengths, so that padding and the order of the batches matter.
+    assert len({len(ids) for ids in setting.validation}) > 1
+    assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ours", "loop like MiniMind's", "stock Trainer", "TRL SFTTrainer"])
+def test_each_contestant_learns_within_its_time(tmp_path, name):
+    setting = make_race_setting(tmp_path)
+    found = race.compete(name, setting, threading.Barrier(1))
+    seconds, losses = zip(*found["curve"], strict=True)
+    assert len(losses) == race.NUM_VALIDATIONS + 1
+    assert seconds[0] == 0 and list(seconds) == sorted(seconds)
+    # Random weights know nothing: the loss starts at that of the uniform distribution.
+    assert losses[0] == pytest.approx(math.log(300), abs=0.3) and losses[-1] < losses[0] - 1
+    # The number of steps comes from a measurement of a tenth of a second, and other processes may disturb it.
+    assert 0.2 < seconds[-1] < 5
+
+
+@pytest.mark.slow
+def test_contestants_compete_in_their_own_processes(tmp_path):
+    names = ["ours", "loop like MiniMind's"]
+    found = race.run_together(names, make_race_setting(tmp_path))
+    assert list(found) == names
+    assert all(result["curve"][-1][1] < result["curve"][0][1] - 1 for result in found.values())
+    race.plot([found], tmp_path / "race.png", title="toy")
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_contestant_that_fails_ends_the_race(tmp_path):
+    with pytest.raises(RuntimeError, match="ours failed"):
+        race.run_together(["ours"], make_race_setting(tmp_path, recipe=tmp_path / "no.yaml"))

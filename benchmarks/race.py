@@ -1,0 +1,241 @@
+"""
+Time to reach a validation loss, measured side by side: `make race`, or
+
+    python -m benchmarks.race --minutes 15 --seeds 3
+    python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
+
+All contestants train a model of one shape on the same documents, with the same tokenizer, in the same precision and
+for the same number of seconds. On a CPU they run at once, each in its own process on equally many cores. On a GPU they
+take turns. Start-up, preparation and validation do not count as training time.
+
+The script prints the seconds in which `ours` reached the final loss of each other contestant. It draws all curves into
+`docs/race.png`, and writes them to `benchmarks/results/race-<preset>.json`.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import queue
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from multiprocessing.synchronize import Barrier, Event
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import disable_progress_bars
+
+from benchmarks.bench import ROOT, environment, fastest_precision, git_commit
+from benchmarks.contestants import CONTESTANTS, Curve, RaceSetting, Run
+from hf_pretrain import MiniMindConfig
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.tokenizer.encoding import encode_documents
+from hf_pretrain.tokenizer.training import load_or_train_tokenizer
+from hf_pretrain.training.parsing import read_config
+
+
+# Settings of the other contestants; `ours` takes its settings from the YAML file of the preset. 4e-3 was AdamW's best
+# of three learning rates (`results/learning-tiny.json`). No search has been made for `minimind2-small`: its values
+# equal those of our YAML file.
+TUNED: dict[str, dict[str, Any]] = {
+    "tiny": {"learning_rate": 4e-3, "batch_size": 8, "max_length": 256},
+    "minimind2-small": {"learning_rate": 1e-3, "batch_size": 64, "max_length": 512},
+}
+NUM_VALIDATIONS = 12
+# Evenly spaced documents of the validation set. The mean over more of them would take long to compute on a CPU.
+NUM_VALIDATION_DOCUMENTS = 128
+# Share of the training time in which each contestant first measures its speed.
+MEASURED_SHARE = 0.1
+
+# Number of steps and curve of each contestant, for one seed.
+Race = dict[str, dict[str, Any]]
+
+
+def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]:
+    """Measure the speed of a contestant beside the others. Then train it for the number of steps that fits."""
+    # All contestants measure for equally long, so that none of them runs alone. These weights are thrown away.
+    measured = Run(setting, barrier, num_steps=10**6, max_seconds=MEASURED_SHARE * setting.seconds)
+    CONTESTANTS[name](setting, measured)
+    step_seconds = measured.seconds / (measured.num_done - 1)
+    num_steps = max(2, round(setting.seconds / step_seconds))
+    run = Run(setting, barrier, num_steps=num_steps, num_validations=NUM_VALIDATIONS)
+    CONTESTANTS[name](setting, run)
+    return {"num_steps": num_steps, "curve": run.curve}
+
+
+def take_part(
+    name: str, setting: RaceSetting, cores: list[int], barrier: Barrier, results: Any, is_over: Event
+) -> None:
+    """Compete in a process of its own."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    # Four contestants would draw their bars into one line.
+    disable_progress_bars()
+    with tempfile.TemporaryDirectory() as directory:
+        results.put((name, compete(name, replace(setting, output_dir=Path(directory)), barrier)))
+    # Keep the core busy: a contestant that shares it must not become faster now.
+    while not is_over.is_set() and multiprocessing.parent_process().is_alive():
+        pass
+
+
+def divide_cores(cores: list[int], num_processes: int) -> list[list[int]]:
+    """Return equally many cores for each process. If there are too few, equally many processes share each core."""
+    num_sets = max(n for n in range(1, num_processes + 1) if num_processes % n == 0 and n <= len(cores))
+    size = max(1, len(cores) // num_processes)
+    return [cores[number % num_sets * size :][:size] for number in range(num_processes)]
+
+
+def run_together(names: list[str], setting: RaceSetting) -> Race:
+    """Let contestants compete at the same time. Raise `RuntimeError` if one of them fails."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results, is_over = context.Barrier(len(names)), context.Queue(), context.Event()
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+    processes = {
+        name: context.Process(target=take_part, args=(name, setting, mine, barrier, results, is_over))
+        for name, mine in zip(names, divide_cores(cores, len(names)), strict=True)
+    }
+    found: Race = {}
+    try:
+        for process in processes.values():
+            process.start()
+        while len(found) < len(names):
+            try:
+                name, result = results.get(timeout=1)
+                found[name] = result
+            except queue.Empty:
+                failed = [name for name, process in processes.items() if process.exitcode is not None]
+                if failed:
+                    raise RuntimeError(f"{failed[0]} failed. Its error stands above.") from None
+        is_over.set()
+    finally:
+        for process in processes.values():
+            # After a failure, the others may wait at the barrier for ever.
+            if not is_over.is_set():
+                process.terminate()
+            process.join()
+    return {name: found[name] for name in names}
+
+
+def seconds_to_reach(curve: Curve, loss: float) -> float:
+    """Return when a curve first reaches a loss, linear between validations; infinity if it never does."""
+    if curve[0][1] <= loss:
+        return 0.0
+    for (start, before), (end, after) in itertools.pairwise(curve):
+        if after <= loss:
+            return start + (end - start) * (before - loss) / (before - after)
+    return math.inf
+
+
+def ratios(races: list[Race], name: str) -> list[float]:
+    """Return, for each seed, our seconds to the final loss of a contestant, divided by its own seconds."""
+    ends = [race[name]["curve"][-1] for race in races]
+    return [seconds_to_reach(race["ours"]["curve"], loss) / end for race, (end, loss) in zip(races, ends, strict=True)]
+
+
+def report(races: list[Race]) -> str:
+    """Return the table of final losses and ratios, and the two ratios that matter most."""
+
+    def final_loss(name: str) -> float:
+        return statistics.median(race[name]["curve"][-1][1] for race in races)
+
+    def describe(name: str) -> str:
+        found = ratios(races, name)
+        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+    names = sorted(races[0], key=final_loss)
+    others = [name for name in names if name != "ours"]
+    lines = [f"{'contestant':24}{'steps':>8}{'seconds':>9}{'final loss':>12}   our time to that loss / its time"]
+    for name in names:
+        steps = statistics.median(race[name]["num_steps"] for race in races)
+        seconds = statistics.median(race[name]["curve"][-1][0] for race in races)
+        ratio = "" if name == "ours" else describe(name)
+        lines.append(f"{name:24}{steps:8,.0f}{seconds:9,.0f}{final_loss(name):12.3f}   {ratio}")
+    for label, name in (("best other", others[0]), ("slowest", others[-1])):
+        lines.append(
+            f"Ours reached the final loss of the {label} contestant ({name}) in {describe(name)} of its time: median "
+            f"and range over {len(races)} seed(s)."
+        )
+    return "\n".join(lines)
+
+
+def plot(races: list[Race], path: Path, *, title: str) -> None:
+    """Write a PNG of validation loss over seconds, with one line per contestant and seed."""
+    # Without pyplot there is no global state and no search for a display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(races[0]):
+        for seed, race in enumerate(races):
+            points = zip(*race[name]["curve"], strict=True)
+            label = name if seed == 0 else None
+            axes.plot(*points, "o-", color=f"C{number}", label=label, markersize=3, linewidth=1.2)
+    axes.set(xlabel="seconds of training", ylabel="validation loss (nats per token)", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_preset", default="tiny", choices=list(TUNED))
+    parser.add_argument("--minutes", type=float, default=15, help="Training time of all seeds together.")
+    parser.add_argument("--seeds", type=int, default=3, help="Number of races. Each has its own seed.")
+    parser.add_argument(
+        "--upstream",
+        type=Path,
+        help="Checkout of MiniMind, whose model and data set replace the loop like MiniMind's.",
+    )
+    args = parser.parse_args()
+    if args.upstream is not None and not (args.upstream / "model").is_dir():
+        parser.error(f"--upstream {args.upstream} has no folder `model`. Pass a checkout of MiniMind.")
+    # Ask git first: writing the plot changes the work tree, and the commit would become `-dirty`.
+    record = environment()
+
+    documents, validation = load_documents(["embedded"], validation_fraction=0.01)
+    tokenizer = load_or_train_tokenizer(None, documents, vocab_size=6400)
+    places = np.linspace(0, len(validation) - 1, NUM_VALIDATION_DOCUMENTS).astype(int)
+    tuned, recipe = TUNED[args.model_preset], ROOT / f"recipes/{args.model_preset}/pretrain.yaml"
+    precision = fastest_precision()
+    loop = "loop like MiniMind's" if args.upstream is None else "MiniMind"
+    names = ["ours", loop, "stock Trainer", "TRL SFTTrainer"]
+    # On a GPU they take turns.
+    groups = [[name] for name in names] if torch.cuda.is_available() else [names]
+    setting = RaceSetting(
+        documents=documents,
+        tokenizer=tokenizer,
+        config=MiniMindConfig(**PRESETS[args.model_preset]),
+        output_dir=Path(tempfile.gettempdir()),
+        bf16=precision == "bf16",
+        **tuned,
+        recipe=recipe,
+        seconds=60 * args.minutes / args.seeds / len(groups),
+        validation=[ids[: tuned["max_length"]] for ids in encode_documents(validation[places]["text"], tokenizer)],
+        upstream=args.upstream,
+    )
+    races: list[Race] = []
+    for seed in range(args.seeds):
+        print(f"seed {seed + 1} of {args.seeds}: {setting.seconds:.0f} s of training each", file=sys.stderr)
+        race: Race = {}
+        for group in groups:
+            race |= run_together(group, replace(setting, seed=seed))
+        races.append(race)
+    print(report(races))
+    settings = {"minutes": args.minutes, "precision": precision, "ours": read_config(recipe), "others": tuned}
+    settings["upstream"] = git_commit(args.upstream) if args.upstream else None
+    record |= {"settings": settings, "seeds": races}
+    path = ROOT / f"benchmarks/results/race-{args.model_preset}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    plot(races, ROOT / "docs/race.png", title=f"{args.model_preset} in {precision} on {record['machine']}")
+
+
+if __name__ == "__main__":
+    main()
