@@ -73,6 +73,8 @@ class Setting:
         return {
             "output_dir": str(self.output_dir),
             "per_device_train_batch_size": self.batch_size,
+            # The programs compare loops, so all of them train with AdamW.
+            "optim": TrainingArguments.default_optim,
             "learning_rate": 5e-4,
             "lr_scheduler_type": "constant",
             "logging_steps": 10,
