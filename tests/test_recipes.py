@@ -350,7 +350,7 @@ def test_a_resumed_sharded_run_equals_an_uninterrupted_one(layout, workspace):
         history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
         losses.append([entry["loss"] for entry in history if "loss" in entry])
         optimizer = "adamw_torch_fused" if layout.startswith("adamw") else "muon"
-        assert re.search(rf"^Optimizer +{optimizer}, learning rate 0.001$", result.stdout, re.MULTILINE)
+        assert re.search(rf"^Optimizer +{optimizer}, learning rate", result.stdout, re.MULTILINE)
         if layout.startswith("adamw"):
             # The gradients are clipped, so the weights would differ without clipping.
             assert all(entry["grad_norm"] > 1 for entry in history if "loss" in entry)
