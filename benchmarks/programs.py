@@ -77,6 +77,8 @@ class Setting:
         return {
             "output_dir": str(self.output_dir),
             "per_device_train_batch_size": self.batch_size,
+            # The programs compare loops, so all of them train with AdamW.
+            "optim": TrainingArguments.default_optim,
             "learning_rate": self.learning_rate,
             "lr_scheduler_type": "constant",
             "seed": self.seed,

@@ -29,7 +29,9 @@ class DoctorArguments:
     max_length: int = field(default=512, metadata={"help": "Tokens per packed sequence."})
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
     world_size: int = field(default=1, metadata={"help": "Number of processes."})
-    optim_preset: str = field(default="adamw", metadata={"help": "adamw or muon."})
+    optim_preset: str | None = field(
+        default=None, metadata={"help": "adamw or muon. By default muon, as in pretraining; adamw with zero3."}
+    )
     bf16: bool = field(default=True, metadata={"help": "Compute in bfloat16 (autocast)."})
     memory_gib: float | None = field(
         default=None, metadata={"help": "Memory of a device in GiB; by default this machine's."}
@@ -47,6 +49,7 @@ class DoctorArguments:
 
 def main(args: DoctorArguments):
     preset = args.model_preset or default_preset()
+    optim_preset = args.optim_preset or ("adamw" if args.strategy == "zero3" else "muon")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() or args.memory_gib else "cpu"))
     config = MiniMindConfig(**PRESETS[preset])
     # The meta device gives sizes without memory, for a preset of any size.
@@ -57,7 +60,7 @@ def main(args: DoctorArguments):
         max_length=args.max_length,
         strategy=args.strategy,
         world_size=args.world_size,
-        optimizer=args.optim_preset,
+        optimizer=optim_preset,
         dtype=torch.bfloat16 if args.bf16 else torch.float32,
         device_type=device.type,
     )
@@ -67,7 +70,9 @@ def main(args: DoctorArguments):
         memory /= args.world_size
 
     processes = f"{args.world_size} process(es) on {device.type}"
-    print(f"{preset}, {args.strategy}, {processes}, sequences of {args.max_length} tokens, per process:")
+    print(
+        f"{preset}, {optim_preset}, {args.strategy}, {processes}, sequences of {args.max_length} tokens, per process:"
+    )
     print(f"  {'parameters active per token':30} {num_active_parameters(model) / 1e6:10.2f} M")
     for name in ("parameters", "optimizer", "gradients", "workspace"):
         print(f"  {name:30} {getattr(estimate, name) / 2**20:10,.0f} MiB")

@@ -80,9 +80,8 @@ def test_every_preset_has_a_yaml_that_names_it_and_parses(preset, tmp_path):
 
 def test_minimind_large_trains_with_its_published_settings(tmp_path):
     path = ROOT / "recipes/minimind-large/pretrain.yaml"
-    _, data, training = parse_args(
-        ModelArguments, DataArguments, LMTrainingArguments, argv=["--config", str(path), "--output_dir", str(tmp_path)]
-    )
+    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--optim_preset", "adamw"]
+    _, data, training = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
     assert training.bf16 and data.max_length == 1024
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (24, 32)
     assert (training.learning_rate, training.max_grad_norm, training.num_train_epochs) == (2e-4, 1.0, 3)
@@ -322,19 +321,21 @@ def test_two_launch_agents_on_one_host(workspace):
     assert "Validation loss" in outputs[0] and "Validation loss" not in outputs[1]
 
 
-# Launches of a model with experts: number of processes, and flags.
+# Launches of a model with experts: number of processes, flags, and flags that only the first run has.
 LAYOUTS = {
-    "fsdp-ep": (2, ["--fsdp_size", "2", "--ep_size", "2"]),
-    "replicated": (4, ["--fsdp_size", "2", "--dp_replicate_size", "2"]),
-    "muon": (2, ["--fsdp_size", "2", "--optim_preset", "muon"]),
-    "muon-zero1": (2, ["--deepspeed", "ds_configs/zero1.json", "--optim_preset", "muon", "--max_grad_norm", "0"]),
+    "fsdp-ep": (2, ["--fsdp_size", "2", "--ep_size", "2"], []),
+    "replicated": (4, ["--fsdp_size", "2", "--dp_replicate_size", "2"], []),
+    "zero1": (2, ["--deepspeed", "ds_configs/zero1.json"], []),
+    # AdamW was the default of earlier versions.
+    "adamw": (2, ["--fsdp_size", "2"], ["--optim_preset", "adamw"]),
+    "adamw-zero2": (2, ["--deepspeed", "ds_configs/zero2.json"], ["--optim_preset", "adamw"]),
 }
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_resumed_sharded_run_equals_an_uninterrupted_one(layout, workspace):
-    processes, flags = LAYOUTS[layout]
+    processes, flags, only_first = LAYOUTS[layout]
     whole, resumed = (workspace / f"{layout}-{name}" for name in ("whole", "resumed"))
     losses = []
     for output_dir in (whole, resumed):
@@ -342,15 +343,22 @@ def test_a_resumed_sharded_run_equals_an_uninterrupted_one(layout, workspace):
         arguments[arguments.index("--save_strategy") + 1] = "steps"
         arguments += ["--save_steps", "1", "--lr_scheduler_type", "constant", "--max_steps", "3", *flags]
         arguments[arguments.index(str(workspace / "toy"))] = str(workspace / "toy-moe")
+        arguments += only_first if output_dir == whole else []
         command = [*launcher_command("torchrun", processes), RECIPE, *arguments]
         result = start([*command, "--resume_from_checkpoint", "auto"])
         assert result.returncode == 0, result.stdout[-3000:]
         history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
         losses.append([entry["loss"] for entry in history if "loss" in entry])
+        optimizer = "adamw_torch_fused" if layout.startswith("adamw") else "muon"
+        assert re.search(rf"^Optimizer +{optimizer}, learning rate", result.stdout, re.MULTILINE)
+        if layout.startswith("adamw"):
+            # The gradients are clipped, so the weights would differ without clipping.
+            assert all(entry["grad_norm"] > 1 for entry in history if "loss" in entry)
         if output_dir == whole:
             resumed.mkdir()
             shutil.move(whole / "checkpoint-2", resumed)
     assert "Resuming from" in result.stdout and "step 2/3" not in result.stdout
+    assert "with other settings" not in result.stdout
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     first, second = (load_file(path / "model.safetensors") for path in (whole, resumed))
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
@@ -379,7 +387,8 @@ def test_fsdp_through_accelerate_is_refused_on_cpu(workspace):
             ["--optim", "sgd"],
             "replace --optim sgd by Adam",
         ),
-        ({"zero_optimization": {"stage": 3}}, ["--optim_preset", "muon"], "not possible with ZeRO-3"),
+        ({"zero_optimization": {"stage": 3}}, ["--optim_preset", "muon"], "not possible, because ZeRO-3"),
+        ({"gradient_clipping": 1.0}, [], "AdamW instead of Muon, because DeepSpeed would clip its updates"),
     ],
 )
 def test_deepspeed_configs_that_change_the_optimizer_are_reported(workspace, block, arguments, message):

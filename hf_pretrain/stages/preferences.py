@@ -43,6 +43,7 @@ logger = logging.get_logger(__name__)
 class PreferenceTrainingArguments(LMTrainingArguments):
     """Arguments that all algorithms share. TRL's configs add the others."""
 
+    default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="dpo", metadata={"help": "dpo, kto, orpo or simpo."})
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})

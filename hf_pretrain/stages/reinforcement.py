@@ -84,6 +84,7 @@ class TaskArguments:
 class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     """TRL's `GRPOConfig`. Flags that all recipes share keep this package's meaning and defaults."""
 
+    default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="grpo", metadata={"help": "grpo (see --loss_type) or rloo."})
     learning_rate: float = field(default=3e-7, metadata={"help": "Peak learning rate."})

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.waiting import first_process_first
 from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
+from .optimizer_choice import choose_optimizer
 from .optimizers import OPTIM_PRESETS
 
 
@@ -77,9 +78,18 @@ class LMTrainingArguments(TrainingArguments):
             "help": "Unpickle the shards of a checkpoint from the Hub or from outside output_dir, which can run code."
         },
     )
-    optim_preset: str = field(
-        default="adamw",
-        metadata={"help": "adamw (the optimizer of --optim), or muon for the matrices of the layers."},
+    # The stages after pretraining have another one.
+    default_optim_preset: ClassVar[str] = "muon"
+    optim_preset: str | None = field(
+        default=None,
+        metadata={
+            "help": "adamw (the optimizer of --optim), or muon for the matrices of the layers. By default muon in "
+            "pretraining, unless --optim is given or Muon is not possible (ZeRO-3, offloading, adapters)."
+        },
+    )
+    optim: str = field(
+        default=cast(str, None),
+        metadata={"help": f"Another optimizer of transformers; with adamw, {TrainingArguments.default_optim}."},
     )
     profile: bool = field(
         default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
@@ -99,7 +109,13 @@ class LMTrainingArguments(TrainingArguments):
         metadata={"help": "Compile each decoder layer. On by default with CUDA and without DeepSpeed."},
     )
     # GPT-3 has these betas and weight decay, and a cosine down to 10 % (https://arxiv.org/abs/2005.14165, appendix B).
-    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
+    learning_rate: float = field(
+        default=cast(float, None), metadata={"help": "Peak learning rate. The default depends on the optimizer."}
+    )
+    max_grad_norm: float = field(
+        default=cast(float, None),
+        metadata={"help": "Largest norm of the gradients; 0 turns clipping off. By default 0 for Muon, otherwise 1."},
+    )
     lr_scheduler_type: str = field(
         default="cosine_with_min_lr",
         metadata={
@@ -183,19 +199,18 @@ class LMTrainingArguments(TrainingArguments):
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         if self.on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"--on_nonfinite {self.on_nonfinite} is unknown; use stop or skip.")
-        if self.optim_preset not in OPTIM_PRESETS:
+        if self.optim_preset not in (None, *OPTIM_PRESETS):
             raise ValueError(f"--optim_preset {self.optim_preset} is unknown; use {' or '.join(OPTIM_PRESETS)}.")
-        if self.optim_preset == "muon" and self.optim != TrainingArguments.default_optim:
-            raise ValueError(
-                f"--optim {self.optim} and --optim_preset muon exclude each other: leave one of them out."
-            )
         if self.profile and self.profile_interval < 2:
             raise ValueError(
                 f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."
             )
         self._check_amounts()
-        # Check before the next two calls, in which the ranks wait for each other.
+        # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
+        self.left_out: set[str] = set()
+        self.why_adamw: str | None = None
+        choose_optimizer(self)
         start_cpu_ranks(self)
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":
@@ -292,8 +307,9 @@ def _check_trackers(names: list[str]) -> None:
 
 @dataclass
 class SFTTrainingArguments(LMTrainingArguments):
-    """Defaults for fine-tuning: a lower learning rate, and an evaluation before the first step."""
+    """Defaults for fine-tuning: AdamW, a lower learning rate, and an evaluation before the first step."""
 
+    default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/sft", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})

@@ -1,16 +1,49 @@
-"""Check for changes that DeepSpeed makes to a run without a message, and repair them."""
+"""Read the DeepSpeed config of a run. Check for changes that DeepSpeed makes without a message, and repair them."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainingArguments
-from transformers.utils import logging
+from transformers.utils import logging, strtobool
 
+from ..weights.files import read_json
 from .optimizers import optimizer_name
 
 
 logger = logging.get_logger(__name__)
+
+
+def find_deepspeed_config(args: TrainingArguments) -> dict[str, Any] | None:
+    """
+    Return the config of `--deepspeed` or of `accelerate launch`, whose values may still be `"auto"`. Return `None`
+    without DeepSpeed.
+    """
+    if args.deepspeed:
+        return args.deepspeed if isinstance(args.deepspeed, dict) else read_json(Path(args.deepspeed))
+    if not strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
+        return None
+    from accelerate.utils import DeepSpeedPlugin
+
+    # The plug-in reads the environment variables of `accelerate launch`.
+    return DeepSpeedPlugin().deepspeed_config
+
+
+def refill_deepspeed_config(args: TrainingArguments) -> None:
+    """
+    Replace the values `"auto"` in the config of `--deepspeed` again, because arguments have changed since the
+    constructor of the arguments did it. For `accelerate launch`, Trainer replaces them.
+    """
+    if not args.deepspeed:
+        return
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+    args.hf_deepspeed_config.trainer_config_process(args)
+    args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
 
 
 def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> None:
@@ -18,8 +51,7 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
     Warn about blocks that override the arguments of the run, and refuse what DeepSpeed would do differently.
 
     Raises:
-        `ValueError`: for Muon with ZeRO-3, offloading, an `optimizer` block or clipping, for an offloaded optimizer
-            other than AdamW and Adagrad, and for skipped steps.
+        `ValueError`: for an offloaded optimizer other than AdamW and Adagrad, and for skipped steps.
     """
     optimizer = optimizer_name(args)
     for block in ("optimizer", "scheduler"):
@@ -29,21 +61,7 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
                 "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
             )
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-    if optimizer == "muon":
-        if "optimizer" in config or offload != "none" or config.get("zero_optimization", {}).get("stage", 0) == 3:
-            raise ValueError(
-                "--optim_preset muon needs whole matrices and its own optimizer: it is not possible with ZeRO-3, "
-                "offloading, or an `optimizer` block in the DeepSpeed config. Use ds_configs/zero2.json, or "
-                "--fsdp_size."
-            )
-        if args.max_grad_norm:
-            # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping
-            # would therefore shrink the updates.
-            raise ValueError(
-                "DeepSpeed's Muon would clip its updates instead of the gradients. Pass --max_grad_norm 0 together "
-                "with --optim_preset muon."
-            )
-    elif offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
+    if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
         # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does
         # not know.
         raise ValueError(
@@ -108,4 +126,10 @@ def float32_weights(model: nn.Module, *, trainable_only: bool) -> dict[str, torc
     return weights
 
 
-__all__ = ["check_deepspeed_config", "float32_weights", "repair_universal_checkpoint"]
+__all__ = [
+    "check_deepspeed_config",
+    "find_deepspeed_config",
+    "float32_weights",
+    "refill_deepspeed_config",
+    "repair_universal_checkpoint",
+]

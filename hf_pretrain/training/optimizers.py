@@ -34,6 +34,11 @@ def optimizer_name(args: TrainingArguments) -> str:
     return "muon" if is_muon else str(getattr(args.optim, "value", args.optim))
 
 
+def default_learning_rate(optimizer: str) -> float:
+    """Return the peak learning rate of pretraining with an optimizer of `OPTIM_PRESETS`."""
+    return 1e-3
+
+
 def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
     """
     Return whether Muon trains a parameter. It trains the matrices of the layers, including stacked experts.
@@ -245,6 +250,7 @@ __all__ = [
     "Muon",
     "build_muon",
     "complete_schedule_kwargs",
+    "default_learning_rate",
     "deepspeed_muon",
     "muon_parameter_groups",
     "optimizer_name",

@@ -232,7 +232,10 @@ def format_report(
         loss_unit (`str`): unit of the loss.
         push_report (`str`, *optional*): one line about the push.
     """
-    rows = [("Checkpoint", str(args.output_dir))]
+    rows = [
+        ("Checkpoint", str(args.output_dir)),
+        ("Optimizer", f"{optimizer_name(args)}, learning rate {args.learning_rate:g}"),
+    ]
     for metric in HEADLINES:
         if metric.key in metrics:
             beside = f" ({start[metric.key]:.4f} before)" if start and metric.key in start else ""
@@ -301,6 +304,7 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
     rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    clipping = f"gradients clipped at {args.max_grad_norm:g}" if args.max_grad_norm else "gradients not clipped"
     rows = [
         ("tokens seen", f"{state.num_input_tokens_seen:,}"),
         ("optimizer steps", f"{state.global_step:,}"),
@@ -314,7 +318,7 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
         (
             "optimizer",
             f"{optimizer_name(args)}, betas ({args.adam_beta1:g}, {args.adam_beta2:g}), weight decay "
-            f"{args.weight_decay:g}, gradients clipped at {args.max_grad_norm:g}",
+            f"{args.weight_decay:g}, {clipping}",
         ),
         ("seed", str(args.seed)),
         ("launcher", f"{args.launcher}, {sharding}"),

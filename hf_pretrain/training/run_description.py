@@ -170,7 +170,7 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
             "(`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state ...`)"
         )
     if then["optimizer"] != now["optimizer"]:
-        fatal.append(f"it was trained with --optim {then['optimizer']}, this run has {now['optimizer']}")
+        fatal.append(f"its optimizer was {then['optimizer']}, this run's is {now['optimizer']}")
     if then["save_only_model"]:
         fatal.append("it was saved with --save_only_model and has no optimizer state")
     batch = [run["batch_size"] * run["accumulation"] * run["world_size"] for run in (then, now)]

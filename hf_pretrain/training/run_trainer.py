@@ -45,7 +45,7 @@ logger = logging.get_logger(__name__)
 class RunTrainer(Trainer):
     """
     A `Trainer` with the behaviour described above. It also compiles each decoder layer (`--torch_compile`) and trains
-    with Muon (`--optim_preset muon`).
+    with Muon (`--optim_preset muon`, the default of pretraining).
 
     Args:
         run_facts ([`~hub.model_card.RunFacts`], *optional*): facts about the data for the model card.
@@ -69,6 +69,10 @@ class RunTrainer(Trainer):
         if is_resumable:
             training_args.save_only_model = False
         self.add_callback(StopEvaluationCallback(self.ranks, self.signals))
+        # Plain `TrainingArguments` lack the attribute.
+        why_adamw = getattr(self.args, "why_adamw", None)
+        if why_adamw is not None and self.is_world_process_zero():
+            logger.warning(f"--optim_preset: AdamW instead of Muon, because {why_adamw}.")
         if self.is_deepspeed_enabled:
             check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config, self.args)
         if getattr(self.args, "compiles_layers", False):
@@ -276,7 +280,10 @@ class RunTrainer(Trainer):
         # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
         elif self.ranks.largest(int(not self._is_loss_finite())):
             self._meet_nonfinite("The loss is not finite")
-        return grad_norm
+        # NOTE: by now DeepSpeed has overwritten the gradients with Muon's updates. The log must not call the norm of
+        # these a norm of gradients.
+        is_of_updates = self.is_deepspeed_enabled and optimizer_name(self.args) == "muon"
+        return None if is_of_updates else grad_norm
 
     def _is_loss_finite(self) -> bool:
         """Return whether the losses of this rank's step are finite. Subclasses that see them override this method."""

@@ -17,6 +17,7 @@ from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingLinesCallback, TrainingProgressCallback
+from .optimizer_choice import keep_optimizer
 from .reporting import format_report, plot_loss_curve, sample_answers
 from .resume_from_hub import pull_checkpoint
 from .resuming import checkpoint_to_resume, occupy_output_dir
@@ -28,8 +29,8 @@ from .run_trainer import RunTrainer
 
 def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
     """
-    Lock `output_dir`, choose the checkpoint to resume from, seed all random numbers, print the devices, and record the
-    run with all its arguments (`run_record.py`).
+    Lock `output_dir`, choose the checkpoint to resume from and keep its optimizer, seed all random numbers, print the
+    devices, and record the run with all its arguments (`run_record.py`).
 
     Args:
         training_args ([`LMTrainingArguments`]): the run's training arguments.
@@ -55,6 +56,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
     begin_log(Path(training_args.output_dir, LOG_NAME) if is_main else None)
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
+    keep_optimizer(training_args, others, checkpoint=checkpoint)
     # Reseed: launchers consume different amounts of randomness.
     set_seed(training_args.seed)
 

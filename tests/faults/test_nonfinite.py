@@ -13,11 +13,13 @@ from tests.invariants.launching import ROOT
 CASES = {
     "loss": ("python", [], "loss:9:0", 4),
     "gradient": ("python", [], "gradient:9:0", 8),
+    "gradient, AdamW": ("python", ["--optim_preset", "adamw"], "gradient:9:0", 8),
     "loss, DDP": ("torchrun", [], "loss:9:1", 2),
     "gradient, DDP": ("torchrun", [], "gradient:9:1", 8),
     "loss, FSDP2": ("torchrun", ["--fsdp_size", "2"], "loss:9:1", 2),
     "loss, ZeRO-2": ("deepspeed", zero(2), "loss:9:1", 2),
     "gradient, ZeRO-2": ("deepspeed", zero(2), "gradient:9:0", 8),
+    "gradient, ZeRO-2, AdamW": ("deepspeed", [*zero(2), "--optim_preset", "adamw"], "gradient:9:0", 8),
     "loss, ZeRO-3": ("deepspeed", zero(3), "loss:9:1", 2),
 }
 

@@ -1,5 +1,5 @@
 """
-accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP.
+accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP, with SGD and with Muon.
 
 On CPUs, accelerate turns FSDP into DDP. `Fsdp2Trainer` therefore sets FSDP's plug-in, prepared as on a GPU. The rest
 is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
@@ -31,7 +31,8 @@ FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
-MODELS = {"dense": {}, "moe": EXPERTS | {"num_key_value_heads": 2}}
+# `muon` is the dense model with another optimizer.
+MODELS = {"dense": {}, "moe": EXPERTS | {"num_key_value_heads": 2}, "muon": {}}
 
 
 class Fsdp2Trainer(MaskedLossTrainer):
@@ -62,7 +63,7 @@ def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) ->
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         optim="sgd",
-        learning_rate=0.5,
+        learning_rate=1e-3 if name == "muon" else 0.5,
         lr_scheduler_type="constant",
         max_grad_norm=0,
         logging_steps=1,
@@ -72,6 +73,9 @@ def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) ->
         report_to="none",
         disable_tqdm=True,
     )
+    if name == "muon":
+        # A flag of `LMTrainingArguments`, which refuse FSDP on a CPU.
+        args.optim_preset = "muon"
     rows = make_rows(weight=1.37)
     trainer = trainer_class(model, args, DataCollatorForPackedRows(pad_token_id=0), rows, rows)
     trainer.train()

@@ -29,7 +29,8 @@ LAUNCHES = {
     "ZeRO-2": ("deepspeed", DEEPSPEED["zero2"]),
     "ZeRO-3": ("deepspeed", DEEPSPEED["zero3"]),
 }
-ADAMW = ["--learning_rate", "1e-3"]
+ADAMW = ["--optim_preset", "adamw", "--learning_rate", "1e-3"]
+MUON = ["--learning_rate", "1e-3"]
 SGD = ["--optim", "sgd", "--learning_rate", "0.1", "--max_grad_norm", "0", "--weight_decay", "0"]
 
 
@@ -136,19 +137,32 @@ def test_the_checks_notice_a_doubled_gradient(launch, way):
         assert_same_weights(run, reference)
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2"])
-def test_muon_agrees(launch, way):
+@pytest.mark.parametrize("way", [way for way in LAUNCHES if way != "ZeRO-3"])
+def test_muon_is_the_default_and_agrees(launch, way):
     """Agree within the rounding of Muon's bfloat16 iteration. AdamW's weights are much farther away."""
     launcher, arguments = LAUNCHES[way]
-    muon = [*ADAMW, "--optim_preset", "muon", "--max_grad_norm", "0"]
-    reference, run = launch("moe", "python", muon), launch("moe", launcher, [*muon, *arguments])
+    reference, run = launch("moe", "python", MUON), launch("moe", launcher, [*MUON, *arguments])
+    assert "muon, learning rate 0.001" in reference.output and "muon, learning rate 0.001" in run.output
     for step, expected in zip(run.steps, reference.steps, strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        # DeepSpeed has no norm of the gradients, only one of Muon's updates.
+        assert ("grad_norm" in step) != way.startswith("ZeRO")
+        if "grad_norm" in step:
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
     adamw = launch("moe", "python", ADAMW)
     for name, weight in reference.weights.items():
         if "_proj" in name:
             difference, distance = (run.weights[name] - weight).norm(), (adamw.weights[name] - weight).norm()
             assert difference < 0.1 * distance, name
+
+
+def test_zero3_trains_with_adamw_instead(launch):
+    """The run clips as AdamW does everywhere: its first gradients are longer than 1."""
+    run, reference = launch("moe", "deepspeed", DEEPSPEED["zero3"]), launch("moe", "python", ADAMW)
+    assert reference.steps[0]["grad_norm"] > 1
+    assert run.output.count("--optim_preset: AdamW instead of Muon, because ZeRO-3") == 1
+    assert_same_steps(run, reference)
+    assert_same_weights(run, reference)
 
 
 @pytest.mark.parametrize("way", ["DDP", "ZeRO-2", "ZeRO-3"])

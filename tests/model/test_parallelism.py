@@ -1,6 +1,7 @@
 """
-Two ranks over gloo give the same logits and gradients as one process: under DDP, and under transformers' own
-`DistributedConfig` with tensor, expert and pipeline parallelism and FSDP2, which read the plans of `MiniMindConfig`.
+Two ranks over gloo give the same logits, gradients and updates of Muon as one process: under DDP, and under
+transformers' own `DistributedConfig` with tensor, expert and pipeline parallelism and FSDP2, which read the plans of
+`MiniMindConfig`.
 """
 
 import os
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers.distributed import DistributedConfig
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.training.optimizers import Muon, is_matrix_of_muon, muon_parameter_groups
 
 
 pytestmark = pytest.mark.distributed
@@ -60,6 +62,10 @@ def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank:
         result["logits"] = whole(outputs.logits).detach()
         result["gradients"] = {name: whole(value.grad) for name, value in model.named_parameters()}
         model.save_pretrained(directory.parent / f"saved-{directory.name}-{layout}")
+        matrices = {name: value for name, value in model.named_parameters() if is_matrix_of_muon(name, value)}
+        before = {name: whole(value).detach().clone() for name, value in matrices.items()}
+        Muon(muon_parameter_groups(model, weight_decay=0.1), lr=0.01).step()
+        result["updates"] = {name: whole(value).detach() - before[name] for name, value in matrices.items()}
     result["pos_cis"] = model.model.rotary_emb.pos_cis
     return result
 
@@ -101,6 +107,10 @@ def test_two_ranks_equal_one_process(directory, input_ids, name, layout, rank):
     for parameter, gradient in expected["gradients"].items():
         difference = (result["gradients"][parameter] - gradient).norm() / gradient.norm()
         assert difference < 1e-5, parameter
+    for parameter, update in expected["updates"].items():
+        # Muon iterates in bfloat16 where there are units for it.
+        difference = (result["updates"][parameter] - update).norm() / update.norm()
+        assert update.norm() > 0 and difference < 2e-2, parameter
 
 
 @pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "pp"])

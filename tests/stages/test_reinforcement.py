@@ -424,7 +424,15 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
 
     ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     base = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    own = {"learning_rate", "remove_unused_columns", "run_name", "logging_dir"}
+    own = {
+        "learning_rate",
+        "optim_preset",
+        "max_grad_norm",
+        "left_out",
+        "remove_unused_columns",
+        "run_name",
+        "logging_dir",
+    }
     different = {name for name, value in vars(base).items() if getattr(ours, name) != value} - own
     assert {name for name in different if not name.startswith("_")} <= {"distributed_state", "accelerator_config"}
     assert not ours.gradient_checkpointing and ours.bf16 == base.bf16

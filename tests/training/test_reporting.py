@@ -24,7 +24,15 @@ def test_report_names_everything(monkeypatch):
     args = LMTrainingArguments(output_dir="out/a")
     metrics = {"eval_loss": 4.0, "eval_bits_per_byte": 1.5}
     report = format_report(args, metrics=metrics, unigram=7.0, samples=[("a", "b")])
-    for part in ("out/a", "4.0000", "7.0000", "1.5000", "'a' -> 'b'", continue_command(args)):
+    for part in (
+        f"muon, learning rate {args.learning_rate:g}",
+        "out/a",
+        "4.0000",
+        "7.0000",
+        "1.5000",
+        "'a' -> 'b'",
+        continue_command(args),
+    ):
         assert part in report
 
 

@@ -277,6 +277,7 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
         words[1] = "user/base"
         result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *words, "--bf16", "false"], **environment)
         assert result.returncode == 0, result.stdout[-3000:]
+        assert "AdamW instead of Muon, because the run trains an adapter" in result.stdout
 
         files = set(server.repos["user/adapter"].files) - {".gitattributes"}
         assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= files

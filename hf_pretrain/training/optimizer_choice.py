@@ -1,0 +1,124 @@
+"""
+Choose the optimizer of a run, and the defaults that depend on it: the learning rate and the clipping.
+
+`choose_optimizer` runs in the constructor of the training arguments. `keep_optimizer` runs once the checkpoint to
+resume from is known. Both read only what all ranks share, so all ranks choose the same optimizer.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+
+from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
+from ..weights.adapters import AdapterArguments, adapter_base
+from ..weights.model_arguments import ModelArguments
+from .deepspeed_support import find_deepspeed_config, refill_deepspeed_config
+from .optimizers import default_learning_rate
+
+
+if TYPE_CHECKING:
+    from .arguments import LMTrainingArguments
+
+# The arguments whose defaults depend on the optimizer.
+_DEPENDENT = ("learning_rate", "max_grad_norm")
+
+
+def choose_optimizer(args: "LMTrainingArguments") -> None:
+    """
+    Set `optim`, `optim_preset`, `learning_rate` and `max_grad_norm` where the user left them out.
+
+    Without `optim_preset`, the optimizer is the one of `optim` if the user names it, and otherwise the default of the
+    stage. Where Muon is the default but not possible, it is AdamW, and `args.why_adamw` has the reason.
+    `args.left_out` has the names of the arguments that the user left out.
+
+    Raises:
+        `ValueError`: for `--optim_preset muon` where Muon is not possible, or together with another `--optim`.
+    """
+    args.left_out = {name for name in ("optim_preset", *_DEPENDENT) if getattr(args, name) is None}
+    is_optim_given = args.optim is not None
+    if not is_optim_given:
+        args.optim = TrainingArguments.default_optim
+    elif args.optim_preset == "muon" and args.optim != TrainingArguments.default_optim:
+        raise ValueError(f"--optim {args.optim} and --optim_preset muon exclude each other: leave one of them out.")
+    if args.optim_preset is None and (is_optim_given or args.default_optim_preset == "adamw"):
+        args.optim_preset = "adamw"
+    if args.optim_preset != "adamw":
+        obstacle = _find_obstacle(args)
+        if obstacle is not None and args.optim_preset == "muon":
+            reason, advice = obstacle
+            raise ValueError(f"--optim_preset muon is not possible, because {reason}. {advice}")
+        args.optim_preset = "muon" if obstacle is None else "adamw"
+        args.why_adamw = obstacle and obstacle[0]
+    _complete(args)
+
+
+def keep_optimizer(args: "LMTrainingArguments", others: Iterable[Any], *, checkpoint: str | None) -> None:
+    """
+    Keep the optimizer, the learning rate and the clipping of the checkpoint to resume from, where the user left them
+    out. Train new and loaded adapters with AdamW.
+
+    Args:
+        args ([`LMTrainingArguments`]): the run's training arguments.
+        others (dataclasses): the run's other arguments.
+        checkpoint (`str`, *optional*): the checkpoint to resume from. Without a manifest, it counts as one of AdamW.
+    """
+    run: dict[str, Any] = {}
+    if checkpoint is not None and Path(checkpoint, MANIFEST_NAME).exists():
+        run = read_manifest(checkpoint)["run"]
+    if "optim_preset" in args.left_out and args.optim_preset == "muon":
+        if checkpoint is not None and run.get("optimizer") != "muon":
+            args.optim_preset, args.why_adamw = "adamw", f"{checkpoint} was trained without it"
+        elif checkpoint is None and any(_trains_adapter(other) for other in others):
+            args.optim_preset, args.why_adamw = "adamw", "the run trains an adapter"
+    _complete(args, run.get("settings", {}))
+    refill_deepspeed_config(args)
+
+
+def _complete(args: "LMTrainingArguments", settings: dict[str, Any] | None = None) -> None:
+    """Set the arguments that depend on the optimizer, unless the user gave them. The values of `settings` win."""
+    # Muon's updates have the same size however large the gradients are, so it needs no clipping.
+    is_muon = args.optim_preset == "muon"
+    defaults = {
+        "learning_rate": default_learning_rate(args.optim_preset),
+        "max_grad_norm": 0.0 if is_muon else TrainingArguments.max_grad_norm,
+    }
+    for name in args.left_out.intersection(_DEPENDENT):
+        setattr(args, name, (settings or {}).get(name, defaults[name]))
+
+
+def _find_obstacle(args: "LMTrainingArguments") -> tuple[str, str] | None:
+    """Return the reason why Muon cannot train a run, and advice for the user; `None` if it can."""
+    config = find_deepspeed_config(args)
+    if config is None:
+        return None
+    zero = config.get("zero_optimization", {})
+    advice = "Use ds_configs/zero2.json, --fsdp_size, or --optim_preset adamw."
+    if zero.get("stage", 0) == 3:
+        return "ZeRO-3 shards the matrices, and Muon needs them whole", advice
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device", "none") != "none":
+            return f"the DeepSpeed config has `{name}`", advice
+    for name in ("optimizer", "scheduler"):
+        if name in config:
+            # NOTE: DeepSpeed's schedulers give all groups one learning rate, and Muon's matrices need their own.
+            return f"the `{name}` block of the DeepSpeed config overrides it", advice
+    clipping = config.get("gradient_clipping", "auto")
+    limit = args.max_grad_norm if clipping == "auto" else clipping
+    if limit:
+        # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping would
+        # therefore shrink the updates.
+        reason = f"DeepSpeed would clip its updates instead of the gradients, at {limit:g}"
+        return reason, 'Leave --max_grad_norm out, and set `gradient_clipping` to "auto" in the DeepSpeed config.'
+    return None
+
+
+def _trains_adapter(arguments: Any) -> bool:
+    """Return whether the dataclass asks for a new adapter, or names an adapter as the model to train."""
+    if isinstance(arguments, AdapterArguments):
+        return arguments.use_peft
+    return isinstance(arguments, ModelArguments) and adapter_base(arguments.model_name_or_path) is not None
+
+
+__all__ = ["choose_optimizer", "keep_optimizer"]
