@@ -366,7 +366,9 @@ def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
     rejected.num_lines += len(rows)
     # `[:]` reads all bad rows at once, which is faster than iterating over them.
     bad = rows.select(np.flatnonzero(is_bad))[:]
-    for source, line, offset, reason in zip(*(bad[name] for name in ("source", "line", "offset", "reason")), strict=True):
+    for source, line, offset, reason in zip(
+        *(bad[name] for name in ("source", "line", "offset", "reason")), strict=True
+    ):
         rejected.add(source, line, offset, reason)
     documents = rows.select_columns(list(DOCUMENT_FEATURES))
     # A selection reads through a table of indices, which is slower. Data without bad lines do not need one.

@@ -45,9 +45,7 @@ def _key_of_part(documents: Dataset, bounds: str) -> str:
     return cache_key(documents._fingerprint, bounds)
 
 
-def _split_part(
-    documents: Dataset, is_wanted: Callable[..., list[bool]], key_of: Callable[[Dataset], str]
-) -> Dataset:
+def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key_of: Callable[[Dataset], str]) -> Dataset:
     """Filter one part of a dataset."""
     return documents.filter(
         is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key_of(documents)

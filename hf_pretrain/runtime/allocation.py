@@ -19,7 +19,7 @@ def keep_freed_blocks() -> None:
     by page, each after a page fault, and the system fills each page with zeros. Do nothing without glibc, and if the
     environment configures the allocator.
     """
-    is_configured = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
+    is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if is_configured or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
