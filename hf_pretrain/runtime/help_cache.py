@@ -14,9 +14,13 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 
 from huggingface_hub.constants import HF_HOME
+
+
+_START = time.time_ns()
 
 
 def print_kept_help() -> None:
@@ -27,7 +31,7 @@ def print_kept_help() -> None:
         kept = json.loads(_path().read_text(encoding="utf-8"))
         # A file that is gone raises an OSError.
         is_valid = kept["command"] == _command() and kept["files"] == {name: _state(name) for name in kept["files"]}
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):
         return
     if is_valid:
         print(kept["text"], end="")
@@ -44,6 +48,9 @@ def keep_help(text: str) -> None:
     packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     paths = [os.path.abspath(name) for name in (sys.argv[0], *packages, *names) if isinstance(name, str)]
     files = {path: _state(path) for path in paths if os.path.exists(path)}
+    # Of a file that changed after the start, the text may show the earlier version.
+    if any(modified >= _START for _, modified in files.values()):
+        return
     path = _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
