@@ -32,6 +32,7 @@ from benchmarks.programs import Setting, Steps
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.runtime.allocation import keep_freed_blocks
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.efficiency import measure_gemm_rate, num_active_parameters
@@ -277,6 +278,9 @@ def main() -> None:
         "sizes": {},
     }
     bf16 = args.precision == "bf16"
+    if not torch.cuda.is_available():
+        # Our trainer does so. It is a setting of the process, so all programs have it from the first step on.
+        keep_freed_blocks()
     with tempfile.TemporaryDirectory() as directory:
         for size in sizes:
             for max_length in lengths:

@@ -7,9 +7,12 @@ once; every other name is imported on its first use.
 
 from importlib import import_module
 
+from .runtime.help_cache import print_kept_help
 from .runtime.importing import collector_paused
 
 
+# The imports below take seconds.
+print_kept_help()
 with collector_paused():
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

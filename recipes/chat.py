@@ -15,15 +15,18 @@ import io
 import sys
 from functools import partial
 
-import torch
-from transformers import set_seed
-
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.stages.chatting import Chat
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
+
+
+# isort: split
+# The package must come first: it answers `--help` before torch is imported.
+import torch
+from transformers import set_seed
 
 
 def main(args: argparse.Namespace) -> None:

@@ -10,14 +10,17 @@ machine or into `--memory_gib`. It computes nothing on a device, so one machine 
 
 from dataclasses import dataclass, field
 
-import torch
-
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import default_preset
+
+
+# isort: split
+# The package must come first: it answers `--help` before torch is imported.
+import torch
 
 
 @dataclass

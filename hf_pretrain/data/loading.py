@@ -364,8 +364,12 @@ def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
     # A row is bad if its reason is not null. An empty dataset has no chunks.
     is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)
     rejected.num_lines += len(rows)
-    for row in rows.select(np.flatnonzero(is_bad)):
-        rejected.add(row["source"], row["line"], row["offset"], row["reason"])
+    # `[:]` reads all bad rows at once, which is faster than iterating over them.
+    bad = rows.select(np.flatnonzero(is_bad))[:]
+    for source, line, offset, reason in zip(
+        *(bad[name] for name in ("source", "line", "offset", "reason")), strict=True
+    ):
+        rejected.add(source, line, offset, reason)
     documents = rows.select_columns(list(DOCUMENT_FEATURES))
     # A selection reads through a table of indices, which is slower. Data without bad lines do not need one.
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..tokenizer.encoding import encode_documents
 from .encoding import ConversationEncoder
-from .parts import GROUP_SIZE, cache_key, cut_into_parts, digest, map_parts
+from .parts import GROUP_SIZE, cache_key, cut_into_parts, digest, is_cached, map_parts
 
 
 PACKING_STRATEGIES = ("bfd", "wrapped", "none")
@@ -144,7 +144,13 @@ def prepare_rows(
 
     prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
     with naming_lines():
-        prepared = map_parts(cut_into_parts(documents), prepare, num_proc=num_proc, desc="Tokenizing and packing")
+        prepared = map_parts(
+            cut_into_parts(documents),
+            prepare,
+            num_proc=num_proc,
+            desc="Tokenizing and packing",
+            finds_result=lambda part: is_cached(part, *_keys_of_part(part, key, how)),
+        )
     rows = concatenate_datasets([part for part, _ in prepared])
     report = _add_reports([report for _, report in prepared], max_length)
     report = replace(report, max_length=max_length, note=documents.info.description)
@@ -156,29 +162,34 @@ def prepare_rows(
     return rows, report
 
 
+def _keys_of_part(documents: Dataset, key: str, how: dict) -> tuple[str, str]:
+    """Return the cache keys of the tokens and of the rows of one part. Arguments as in [`_prepare_part`]."""
+    tokens_key = cache_key(documents._fingerprint, key)
+    return tokens_key, cache_key(tokens_key, how, GROUP_SIZE)
+
+
 def _prepare_part(
     documents: Dataset, key: str, encode: Callable[[dict[str, list]], dict[str, list]], features: Features, how: dict
 ) -> tuple[Dataset, PackingReport]:
     """Tokenize and pack one part. `key` is a digest of the tokenizer and the encoder."""
-    key = cache_key(documents._fingerprint, key)
+    tokens_key, rows_key = _keys_of_part(documents, key, how)
     tokens = documents.map(
         encode,
         batched=True,
         remove_columns=["text"],
         features=Features(WEIGHTED_TOKEN_FEATURES if "loss_mask" in features else TOKEN_FEATURES),
-        new_fingerprint=key,
+        new_fingerprint=tokens_key,
         desc="Tokenizing",
     )
     # Every conversation of the part was dropped, so there is nothing to pack.
     if len(tokens) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(len(documents), 0, 0, 0.0, 0, num_dropped=len(documents))
-    key = cache_key(key, how, GROUP_SIZE)
     # The Arrow format passes whole tables to `_pack_batch`, without a Python object per token.
     rows = tokens.with_format("arrow").map(
         _pack_batch,
         fn_kwargs=how,
-        new_fingerprint=key,
+        new_fingerprint=rows_key,
         desc="Packing",
         **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
     )

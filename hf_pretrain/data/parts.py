@@ -32,6 +32,7 @@ PART_SIZE = 100_000
 MAX_PROCESSES = 8
 
 T = TypeVar("T")
+T_part = TypeVar("T_part")
 
 
 def digest(*values: object) -> str:
@@ -70,23 +71,43 @@ def cut_into_parts(dataset: Dataset) -> list[Dataset]:
     return [dataset.select(range(start, min(start + size, len(dataset)))) for start in starts]
 
 
-def map_parts(parts: list[Any], function: Callable[[Any], T], *, num_proc: int | None, desc: str) -> list[T]:
+def is_cached(dataset: Dataset, *keys: str) -> bool:
+    """Return whether `datasets` has the results of `map` or `filter` with these fingerprints in its cache."""
+    files = dataset.cache_files
+    if not datasets.is_caching_enabled() or not files:
+        return False
+    # NOTE: `datasets` names the file after the fingerprint, and puts it beside the first file of the dataset.
+    return all(Path(files[0]["filename"]).with_name(f"cache-{key}.arrow").exists() for key in keys)
+
+
+def map_parts(
+    parts: list[T_part],
+    function: Callable[[T_part], T],
+    *,
+    num_proc: int | None,
+    desc: str,
+    finds_result: Callable[[T_part], bool] = lambda part: False,
+) -> list[T]:
     """
     Apply `function` to each part and return the results in order.
 
-    This process works on a single part itself. Several parts go to worker processes, with one progress bar.
+    This process works on a single part itself, and on a few parts whose results are in the cache. Otherwise, the parts
+    go to worker processes, with one progress bar.
 
     Args:
         parts (`list`): values that can be pickled. A [`~datasets.Dataset`] is pickled as the paths of its files.
         function (`Callable`): maps a part to its result; both should be small to pickle.
         num_proc (`int`, *optional*): number of processes; by default one per core, up to 8.
         desc (`str`): text of the progress bar.
+        finds_result (`Callable`, *optional*): returns whether `function` finds the result of a part in the cache.
 
     Raises:
         The error that `function` raises; `concurrent.futures.process.BrokenProcessPool` if a process is killed.
     """
-    if len(parts) == 1:
-        return [function(parts[0])]
+    # To start processes takes longer than to open a few cached results. The results of many parts are opened by
+    # workers, because the pages that are read stay mapped.
+    if len(parts) == 1 or (len(parts) <= MAX_PROCESSES and all(map(finds_result, parts))):
+        return [function(part) for part in parts]
     num_proc = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), len(parts))
     # A forked process starts at once; Windows can only start a new interpreter.
     context = get_context("fork" if hasattr(os, "fork") else "spawn")
@@ -133,4 +154,13 @@ def _begin_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-__all__ = ["GROUP_SIZE", "MAX_PROCESSES", "PART_SIZE", "cache_key", "cut_into_parts", "digest", "map_parts"]
+__all__ = [
+    "GROUP_SIZE",
+    "MAX_PROCESSES",
+    "PART_SIZE",
+    "cache_key",
+    "cut_into_parts",
+    "digest",
+    "is_cached",
+    "map_parts",
+]

@@ -7,7 +7,7 @@ from functools import partial
 import datasets
 from datasets import Dataset, Features, IterableDataset, Value
 
-from .parts import cache_key, cut_into_parts, map_parts
+from .parts import cache_key, cut_into_parts, is_cached, map_parts
 
 
 DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
@@ -28,18 +28,28 @@ def split_documents(
     if isinstance(documents, IterableDataset):
         documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES))
     else:
-        split = partial(_split_part, is_wanted=is_wanted, key=f"{start} {stop}")
-        documents = datasets.concatenate_datasets(
-            map_parts(cut_into_parts(documents), split, num_proc=num_proc, desc="Splitting")
+        # Our own key: `datasets` would hash the pickled function, and that hash does not show changes in this module.
+        key_of = partial(_key_of_part, bounds=f"{start} {stop}")
+        parts = map_parts(
+            cut_into_parts(documents),
+            partial(_split_part, is_wanted=is_wanted, key_of=key_of),
+            num_proc=num_proc,
+            desc="Splitting",
+            finds_result=lambda part: is_cached(part, key_of(part)),
         )
+        documents = datasets.concatenate_datasets(parts)
     return documents.select_columns(["text"])
 
 
-def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key: str) -> Dataset:
+def _key_of_part(documents: Dataset, bounds: str) -> str:
+    return cache_key(documents._fingerprint, bounds)
+
+
+def _split_part(documents: Dataset, is_wanted: Callable[..., list[bool]], key_of: Callable[[Dataset], str]) -> Dataset:
     """Filter one part of a dataset."""
-    # Our own key: `datasets` would hash the pickled function, and that hash does not show changes in this module.
-    key = cache_key(documents._fingerprint, key)
-    return documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key)
+    return documents.filter(
+        is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), new_fingerprint=key_of(documents)
+    )
 
 
 def hashes_are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:

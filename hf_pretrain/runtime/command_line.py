@@ -18,13 +18,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import datasets
 from huggingface_hub.constants import HF_HOME
 from transformers import HfArgumentParser
 from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
+
+from .help_cache import keep_help
 
 
 EXIT_MISTAKE = 2
@@ -38,7 +40,17 @@ _MISTAKES = (ValueError, ImportError, OSError)
 
 
 class RecipeParser(HfArgumentParser):
-    """Parser of dataclasses or single arguments that raises `ValueError` instead of exiting as argparse does."""
+    """
+    Parser of dataclasses or single arguments. It raises `ValueError` instead of exiting as argparse does.
+
+    It keeps the text of `--help` for the next call ([`~runtime.help_cache`]). So the flags of a script may depend on
+    its code and its command line only.
+    """
+
+    def print_help(self, file: Any = None) -> None:
+        super().print_help(file)
+        if file is None:
+            keep_help(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `--help` lists the flags.")

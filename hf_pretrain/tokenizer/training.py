@@ -141,11 +141,12 @@ def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[
     if isinstance(documents, Dataset):
         # Estimate the mean length from 1,000 documents. Reading all documents of a large dataset would take minutes.
         probe = documents.select(np.linspace(0, len(documents) - 1, min(len(documents), 1000), dtype=np.int64))
-        mean_chars = sum(map(len, probe["text"])) / max(len(probe), 1)
-        if mean_chars * len(documents) <= max_chars:
-            return list(documents["text"])
-        count = max(1, int(max_chars / mean_chars))
-        return list(documents.select(np.linspace(0, len(documents) - 1, count, dtype=np.int64))["text"])
+        mean_chars = sum(map(len, probe["text"][:])) / max(len(probe), 1)
+        if mean_chars * len(documents) > max_chars:
+            count = max(1, int(max_chars / mean_chars))
+            documents = documents.select(np.linspace(0, len(documents) - 1, count, dtype=np.int64))
+        # `[:]` reads the column at once. Iterating over it reads row by row and takes ten times as long.
+        return documents["text"][:]
     texts, num_chars = [], 0
     for document in documents:
         texts.append(document["text"])

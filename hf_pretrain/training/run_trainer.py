@@ -21,6 +21,7 @@ from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_c
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
+from ..runtime.allocation import keep_freed_blocks
 from ..runtime.locking import hold_output_dir, watch_launcher
 from ..runtime.processes import on_main_process, on_saving_processes
 from ..runtime.ranks import Ranks
@@ -86,6 +87,8 @@ class RunTrainer(Trainer):
         args = self.args
         args.fsdp_plugin_args = complete_fsdp_args(args.fsdp_plugin_args)
         super().create_accelerator_and_postprocess()
+        if args.device.type == "cpu":
+            keep_freed_blocks()
         # Make the parts here: the rest of Trainer's constructor already needs some of them.
         self.ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
         # Plain `TrainingArguments` lack the flag.

@@ -10,6 +10,7 @@ from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
+from tests.toys import write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +168,25 @@ def test_a_second_run_uses_the_cache(tokenizer, texts, tmp_path, monkeypatch):
     other = train_tokenizer(["the cat sat on the mat"], vocab_size=300)
     other.eos_token = other.pad_token
     assert prepare_rows(documents, other, max_length=32)[0][0]["input_ids"][-1] == 0
+
+
+def test_parts_with_cached_results_start_no_processes(tokenizer, texts, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "texts.jsonl", texts)
+    monkeypatch.setattr(parts, "GROUP_SIZE", 100)
+
+    def prepare(max_length: int):
+        train, _ = load_documents([path], validation_fraction=0.1, num_proc=2)
+        return prepare_rows(train, tokenizer, max_length=max_length, num_proc=2)
+
+    def refuse(*args):
+        raise RuntimeError("processes were started")
+
+    first, report = prepare(32)
+    monkeypatch.setattr(parts, "ProcessPoolExecutor", refuse)
+    second, second_report = prepare(32)
+    assert list(second) == list(first) and second_report == report
+    with pytest.raises(RuntimeError, match="processes were started"):
+        prepare(33)
 
 
 def test_no_documents_give_no_rows(tokenizer):
