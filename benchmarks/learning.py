@@ -1,20 +1,25 @@
 """
-Validation loss of a preset on the embedded corpora, for each combination of optimizer, schedule, steps and learning
-rate.
+Validation loss of a preset on the embedded corpora, for each combination of optimizer, schedule, steps, learning rate
+and seed.
 
     python -m benchmarks.learning --learning_rates 2e-3 4e-3 8e-3 --optim_presets adamw muon
     python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_size 64 --max_length 512
+    python -m benchmarks.learning --optim_presets muon --learning_rates 8e-3 --leave_out all --seeds 0 1 2
 
 The script prints the final validation loss of each run and appends it to `benchmarks/results/learning-<preset>.json`.
+`--leave_out all` also trains without each of the `INGREDIENTS`, one at a time.
 To compare Muon with AdamW at fewer tokens, start a run with fewer `--max_steps`. Do not read the loss from the middle
 of a longer run, because its learning rate has not decayed yet.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -25,7 +30,16 @@ from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training import optimizers
 from hf_pretrain.training.arguments import LMTrainingArguments
+
+
+# What the default of pretraining adds to plain Muon: a config field, or a constant of the optimizer, without it.
+INGREDIENTS: dict[str, dict[str, Any]] = {
+    "zero init": {"fields": {"zero_init_residual": False}},
+    "lower momentum": {"constants": {"MOMENTUM": 0.95}},
+    "embedding rate": {"constants": {"EMBEDDING_RATE": 1.0}},
+}
 
 
 def main() -> None:
@@ -35,6 +49,8 @@ def main() -> None:
     parser.add_argument("--learning_rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
     parser.add_argument("--lr_scheduler_types", nargs="+", default=["cosine_with_min_lr"])
     parser.add_argument("--max_steps", nargs="+", type=int, default=[550])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42])
+    parser.add_argument("--leave_out", nargs="*", default=[], choices=["all", *INGREDIENTS])
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
@@ -45,33 +61,45 @@ def main() -> None:
     tokenizer = train_tokenizer(train["text"][:])
     rows, eval_rows = (prepare_rows(part, tokenizer, max_length=args.max_length)[0] for part in (train, validation))
     path = ROOT / f"benchmarks/results/learning-{args.model_preset}.json"
-    records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
-    for optim_preset in args.optim_presets:
-        for schedule in args.lr_scheduler_types:
-            for max_steps in args.max_steps:
-                for learning_rate in args.learning_rates:
-                    settings = {
-                        "optim_preset": optim_preset,
-                        "lr_scheduler_type": schedule,
-                        "max_steps": max_steps,
-                        "learning_rate": learning_rate,
-                        "per_device_train_batch_size": args.batch_size,
-                    }
-                    record = run(args.model_preset, rows, eval_rows, tokenizer, settings)
-                    record |= {"max_length": args.max_length, **made_by}
-                    records.append(record)
-                    # Write after each run, so that an interrupted search keeps its results.
-                    path.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-                    print({name: record[name] for name in (*settings, "eval_loss", "seconds")}, flush=True)
+    names = ("optim_preset", "lr_scheduler_type", "max_steps", "learning_rate", "seed")
+    values = (args.optim_presets, args.lr_scheduler_types, args.max_steps, args.learning_rates, args.seeds)
+    left_out = [None, *(INGREDIENTS if "all" in args.leave_out else args.leave_out)]
+    for combination in itertools.product(*values):
+        for ingredient in left_out:
+            settings = dict(zip(names, combination, strict=True)) | {"per_device_train_batch_size": args.batch_size}
+            record = run(args.model_preset, rows, eval_rows, tokenizer, settings, **INGREDIENTS.get(ingredient, {}))
+            record |= {"left_out": ingredient, "max_length": args.max_length, **made_by}
+            # Write after each run, so that an interrupted search keeps its results.
+            records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+            path.write_text(json.dumps([*records, record], indent=1) + "\n", encoding="utf-8")
+            print({name: record[name] for name in (*settings, "left_out", "eval_loss", "seconds")}, flush=True)
 
 
-def run(preset: str, rows, eval_rows, tokenizer, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train once, and return the settings with the validation metrics, tokens and seconds."""
+def run(
+    preset: str,
+    rows,
+    eval_rows,
+    tokenizer,
+    settings: dict[str, Any],
+    *,
+    fields: dict[str, Any] | None = None,
+    constants: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """
+    Train once, and return the settings with the validation metrics, tokens and seconds.
+
+    Args:
+        settings (`dict`): training arguments.
+        fields (`dict`, *optional*): fields of the config that differ from the preset.
+        constants (`dict`, *optional*): constants of `training/optimizers.py` that differ.
+    """
     # All settings start from the same weights.
-    torch.manual_seed(42)
-    model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset]))
+    torch.manual_seed(settings["seed"])
+    model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset] | (fields or {})))
     model.set_attn_implementation("packed")
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        for name, value in (constants or {}).items():
+            stack.enter_context(mock.patch.object(optimizers, name, value))
         trainer = MaskedLossTrainer(
             model=model,
             args=LMTrainingArguments(

@@ -23,6 +23,7 @@ from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArgument
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrainingArguments, SFTTrainingArguments
+from hf_pretrain.training.optimizer_choice import keep_optimizer
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -72,9 +73,10 @@ def test_every_preset_has_a_yaml_that_names_it_and_parses(preset, tmp_path):
         ],
     )
     assert model.model_preset == preset
-    # MiniMind's own learning rate, which the presets inherit unless they set another.
-    rates = {"tiny": 4e-3, "minimind2-small": 1e-3, "minimind-large": 2e-4}
-    assert training.learning_rate == rates.get(preset, 5e-4)
+    keep_optimizer(training, [model], checkpoint=None)
+    # Muon's rate falls with the square root of the width: 192, 512, 640, then 768. minimind-large has MiniMind's own.
+    rates = {"tiny": 8e-3, "minimind2-small": 4.899e-3, "minimind2-moe": 4.382e-3, "minimind-large": 2e-4}
+    assert training.learning_rate == pytest.approx(rates.get(preset, 4e-3), rel=1e-3)
     assert training.output_dir == str(tmp_path)
 
 
@@ -84,6 +86,7 @@ def test_minimind_large_trains_with_its_published_settings(tmp_path):
     _, data, training = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
     assert training.bf16 and data.max_length == 1024
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (24, 32)
+    assert training.optim_preset == "adamw"
     assert (training.learning_rate, training.max_grad_norm, training.num_train_epochs) == (2e-4, 1.0, 3)
 
 

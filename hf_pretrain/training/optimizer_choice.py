@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..weights.adapters import AdapterArguments, adapter_base
-from ..weights.model_arguments import ModelArguments
+from ..weights.model_arguments import UNKNOWN_WIDTH, ModelArguments
 from .deepspeed_support import find_deepspeed_config, refill_deepspeed_config
 from .optimizers import default_learning_rate
 
@@ -61,7 +61,7 @@ def keep_optimizer(args: "LMTrainingArguments", others: Iterable[Any], *, checkp
 
     Args:
         args ([`LMTrainingArguments`]): the run's training arguments.
-        others (dataclasses): the run's other arguments.
+        others (dataclasses): the run's other arguments. The learning rate follows from the width of their model.
         checkpoint (`str`, *optional*): the checkpoint to resume from. Without a manifest, it counts as one of AdamW.
     """
     run: dict[str, Any] = {}
@@ -72,16 +72,22 @@ def keep_optimizer(args: "LMTrainingArguments", others: Iterable[Any], *, checkp
             args.optim_preset, args.why_adamw = "adamw", f"{checkpoint} was trained without it"
         elif checkpoint is None and any(_trains_adapter(other) for other in others):
             args.optim_preset, args.why_adamw = "adamw", "the run trains an adapter"
-    _complete(args, run.get("settings", {}))
+    models = [other for other in others if isinstance(other, ModelArguments)]
+    _complete(args, run.get("settings", {}), *(model.hidden_size for model in models))
     refill_deepspeed_config(args)
 
 
-def _complete(args: "LMTrainingArguments", settings: dict[str, Any] | None = None) -> None:
-    """Set the arguments that depend on the optimizer, unless the user gave them. The values of `settings` win."""
+def _complete(
+    args: "LMTrainingArguments", settings: dict[str, Any] | None = None, hidden_size: int = UNKNOWN_WIDTH
+) -> None:
+    """
+    Set the arguments that depend on the optimizer, unless the user gave them. The values of `settings` win, and
+    `hidden_size` is the width of the model.
+    """
     # Muon's updates have the same size however large the gradients are, so it needs no clipping.
     is_muon = args.optim_preset == "muon"
     defaults = {
-        "learning_rate": default_learning_rate(args.optim_preset),
+        "learning_rate": default_learning_rate(args.optim_preset, hidden_size),
         "max_grad_norm": 0.0 if is_muon else TrainingArguments.max_grad_norm,
     }
     for name in args.left_out.intersection(_DEPENDENT):

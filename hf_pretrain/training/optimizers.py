@@ -24,6 +24,10 @@ OPTIM_PRESETS = ("adamw", "muon")
 # fast. In return, the iteration ends near 1 instead of exactly at 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
+# Momentum of Muon's matrices, and AdamW's learning rate of the embedding as a multiple of the learning rate. Both won
+# the comparison of `benchmarks/learning.py --leave_out all`.
+MOMENTUM = 0.85
+EMBEDDING_RATE = 2.5
 # Number of elements to orthogonalize at a time. This bounds the memory for gathered copies of sharded matrices.
 MAX_ELEMENTS = 2**24
 
@@ -34,9 +38,19 @@ def optimizer_name(args: TrainingArguments) -> str:
     return "muon" if is_muon else str(getattr(args.optim, "value", args.optim))
 
 
-def default_learning_rate(optimizer: str) -> float:
-    """Return the peak learning rate of pretraining with an optimizer of `OPTIM_PRESETS`."""
-    return 1e-3
+def default_learning_rate(optimizer: str, hidden_size: int) -> float:
+    """
+    Return the peak learning rate of pretraining, for a model of a width.
+
+    The best rates of the preset `tiny` (192) were 8e-3 for Muon and 4e-3 for AdamW. [`Muon`] scales its updates by the
+    square root of the width. AdamW's exponent joins the rate of `tiny` with MiniMind's own rates of larger models.
+
+    Args:
+        optimizer (`str`): one of `OPTIM_PRESETS`.
+        hidden_size (`int`): width of the model.
+    """
+    scale = 192 / hidden_size
+    return 8e-3 * scale**0.5 if optimizer == "muon" else 4e-3 * scale**1.5
 
 
 def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
@@ -47,25 +61,27 @@ def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and ".layers." in f".{name}" and not name.endswith("mlp.gate.weight")
 
 
-def muon_parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+def muon_parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
     """
-    Return parameter groups for [`Muon`]: Muon's matrices, AdamW's matrices, and vectors without weight decay. Each
-    device mesh of DTensors gets its own groups, because fused updates cannot mix meshes.
+    Return parameter groups for [`Muon`]: vectors without weight decay, AdamW's matrices, the embedding, and Muon's
+    matrices. Each device mesh of DTensors gets its own groups, because fused updates cannot mix meshes.
 
     Args:
         model (`nn.Module`): the model; frozen parameters are left out.
+        learning_rate (`float`): learning rate of all groups but the embedding.
         weight_decay (`float`): weight decay of matrices.
     """
-    groups: dict[tuple[bool, float, Any], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, float, float, Any], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            rate = learning_rate * (EMBEDDING_RATE if "embed_tokens" in name else 1.0)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
-            groups[is_matrix_of_muon(name, parameter), decay, mesh].append(parameter)
+            groups[is_matrix_of_muon(name, parameter), rate, decay, mesh].append(parameter)
     return [
-        {"params": parameters, "use_muon": use_muon, "weight_decay": decay}
-        # AdamW's groups come first, because Trainer logs the learning rate of the first group.
-        for (use_muon, decay, _), parameters in sorted(groups.items(), key=lambda item: item[0][:2])
+        {"params": parameters, "use_muon": use_muon, "lr": rate, "weight_decay": decay}
+        # Trainer logs the learning rate of the first group, which must not be the embedding's.
+        for (use_muon, rate, decay, _), parameters in sorted(groups.items(), key=lambda item: item[0][:3])
     ]
 
 
@@ -78,8 +94,9 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups (`Iterable[dict]`): the result of [`muon_parameter_groups`].
-        lr (`float`): learning rate of both. Updates of Muon are scaled by `0.2 * sqrt(max(rows, columns))`.
-        momentum (`float`, defaults to 0.95): Nesterov momentum of Muon.
+        lr (`float`): learning rate of groups without their own. Updates of Muon are scaled by
+            `0.2 * sqrt(max(rows, columns))`.
+        momentum (`float`, defaults to 0.85): Nesterov momentum of Muon.
         betas (`tuple[float, float]`), eps (`float`): decay rates and epsilon of AdamW.
     """
 
@@ -88,7 +105,7 @@ class Muon(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]],
         *,
         lr: float,
-        momentum: float = 0.95,
+        momentum: float = MOMENTUM,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ):
@@ -152,7 +169,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def deepspeed_muon(
-    groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
     """
     Return DeepSpeed's Muon for the groups of [`muon_parameter_groups`]. ZeRO-1 and ZeRO-2 cut matrices into flat
@@ -174,7 +191,7 @@ def deepspeed_muon(
         for parameter in group["params"]:
             parameter.use_muon = group["use_muon"]
         if not group["use_muon"]:
-            of_deepspeed.append({**group, "lr": lr, "betas": betas, "eps": eps})
+            of_deepspeed.append({**group, "betas": betas, "eps": eps})
             continue
         by_columns: dict[int, list[nn.Parameter]] = defaultdict(list)
         for parameter in group["params"]:
@@ -182,19 +199,19 @@ def deepspeed_muon(
         for columns, parameters in by_columns.items():
             # 0.2 * sqrt(columns) * sqrt(max(1, rows / columns)) = 0.2 * sqrt(max(rows, columns))
             scale = 0.2 * math.sqrt(columns)
-            own = {"params": parameters, "lr": lr * scale, "weight_decay": group["weight_decay"] / scale}
-            of_deepspeed.append({**group, **own, "ns_method": ns_method})
+            own = {"params": parameters, "lr": group["lr"] * scale, "weight_decay": group["weight_decay"] / scale}
+            of_deepspeed.append({**group, **own, "momentum": MOMENTUM, "ns_method": ns_method})
     return MuonWithAuxAdam(of_deepspeed)
 
 
 def build_muon(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> torch.optim.Optimizer:
     """Return the Muon optimizer of a run; under DeepSpeed, DeepSpeed's own."""
-    optimizer_class = deepspeed_muon if uses_deepspeed else Muon
-    return optimizer_class(
-        muon_parameter_groups(model, weight_decay=args.weight_decay),
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
+    groups = muon_parameter_groups(model, learning_rate=args.learning_rate, weight_decay=args.weight_decay)
+    adamw: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return (
+        deepspeed_muon(groups, **adamw)
+        if uses_deepspeed
+        else Muon(groups, lr=args.learning_rate, momentum=MOMENTUM, **adamw)
     )
 
 

@@ -15,6 +15,10 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
 
 
+# Stands for the width of a model whose config is not at hand; the width of minimind2-small.
+UNKNOWN_WIDTH = 512
+
+
 def default_preset() -> str:
     """Return the preset that suits the hardware of this machine."""
     return "minimind2-small" if torch.cuda.is_available() else "tiny"
@@ -96,6 +100,15 @@ class ModelArguments:
                 "This stage starts from a trained model: pass --model_name_or_path with a directory or Hub id."
             )
         return self.model_name_or_path
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a model from random weights. A model from weights may have any, so it counts as medium."""
+        if self.model_name_or_path:
+            return UNKNOWN_WIDTH
+        overrides = self.overrides
+        preset = PRESETS[self.model_preset or default_preset()]
+        return overrides.get("hidden_size") or overrides.get("dim") or preset["hidden_size"]
 
     @property
     def overrides(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank:
         model.save_pretrained(directory.parent / f"saved-{directory.name}-{layout}")
         matrices = {name: value for name, value in model.named_parameters() if is_matrix_of_muon(name, value)}
         before = {name: whole(value).detach().clone() for name, value in matrices.items()}
-        Muon(muon_parameter_groups(model, weight_decay=0.1), lr=0.01).step()
+        Muon(muon_parameter_groups(model, learning_rate=0.01, weight_decay=0.1), lr=0.01).step()
         result["updates"] = {name: whole(value).detach() - before[name] for name, value in matrices.items()}
     result["pos_cis"] = model.model.rotary_emb.pos_cis
     return result

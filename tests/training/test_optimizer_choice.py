@@ -18,7 +18,7 @@ RATES = {"adamw": 0.25, "muon": 0.5}
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
-    monkeypatch.setattr(optimizer_choice, "default_learning_rate", RATES.__getitem__)
+    monkeypatch.setattr(optimizer_choice, "default_learning_rate", lambda optimizer, hidden_size: RATES[optimizer])
 
 
 def choice(args) -> tuple[str, str, float, float]:

@@ -24,7 +24,7 @@ def give_gradients(model: torch.nn.Module, step: int):
 
 
 def build(model: torch.nn.Module) -> Muon:
-    return Muon(muon_parameter_groups(model, weight_decay=0.1), lr=0.02)
+    return Muon(muon_parameter_groups(model, learning_rate=0.02, weight_decay=0.1), lr=0.02)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (64, 32), (48, 48)])
@@ -73,13 +73,16 @@ def test_muon_trains_the_matrices_of_the_layers():
         *(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
         *("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     }
-    groups = muon_parameter_groups(model, weight_decay=0.1)
+    groups = muon_parameter_groups(model, learning_rate=0.02, weight_decay=0.1)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    assert [(group["use_muon"], group["weight_decay"]) for group in groups] == [
-        (False, 0.0),
-        (False, 0.1),
-        (True, 0.1),
+    # Vectors, routers, the embedding, matrices.
+    assert [(group["use_muon"], group["lr"], group["weight_decay"]) for group in groups] == [
+        (False, 0.02, 0.0),
+        (False, 0.02, 0.1),
+        (False, 0.05, 0.1),
+        (True, 0.02, 0.1),
     ]
+    assert groups[2]["params"] == [model.model.embed_tokens.weight]
 
 
 def test_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw():
@@ -88,8 +91,11 @@ def test_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw():
     named = dict(reference.named_parameters())
     muons = [parameter for name, parameter in named.items() if is_matrix_of_muon(name, parameter)]
     rest = [parameter for name, parameter in named.items() if not is_matrix_of_muon(name, parameter)]
-    torchs = torch.optim.Muon(muons, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    decays = [{"params": [p], "weight_decay": 0.1 if p.ndim >= 2 else 0.0} for p in rest]
+    torchs = torch.optim.Muon(muons, lr=0.02, momentum=0.85, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    # The embedding is the only matrix among the rest.
+    decays = [
+        {"params": [p], **({"lr": 0.05, "weight_decay": 0.1} if p.ndim >= 2 else {"weight_decay": 0.0})} for p in rest
+    ]
     adamw = torch.optim.AdamW(decays, lr=0.02, betas=(0.9, 0.95))
     start = {name: parameter.detach().clone() for name, parameter in named.items()}
     for step in range(3):
@@ -121,10 +127,10 @@ def test_stacked_experts_are_orthogonalized_one_by_one():
 
 def test_deepspeeds_weight_decay_equals_ours():
     """The matrix is wide, so that the two scales of an update differ clearly: 0.2 * sqrt(512) is 4.5."""
-    for build_optimizer in (Muon, partial(deepspeed_muon, betas=(0.9, 0.95), eps=1e-8)):
+    for build_optimizer in (partial(Muon, lr=0.01), partial(deepspeed_muon, betas=(0.9, 0.95), eps=1e-8)):
         matrix = torch.nn.Parameter(torch.ones(512, 512))
         matrix.grad = torch.zeros_like(matrix)
-        optimizer = build_optimizer([{"params": [matrix], "use_muon": True, "weight_decay": 0.1}], lr=0.01)
+        optimizer = build_optimizer([{"params": [matrix], "use_muon": True, "lr": 0.01, "weight_decay": 0.1}])
         optimizer.step()
         torch.testing.assert_close(matrix.detach(), torch.full((512, 512), 1 - 0.01 * 0.1))
     # `optimizer` is now DeepSpeed's.
