@@ -1,0 +1,45 @@
+"""Models that the command-line arguments describe."""
+
+import pytest
+
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import load_model
+
+
+TOP_1 = "num_experts=4,num_experts_per_tok=1,hidden_size=32,num_hidden_layers=1,num_attention_heads=2"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["some words for a tokenizer"] * 20, vocab_size=300)
+
+
+@pytest.mark.parametrize(("norm", "warns"), [("norm_topk_prob=True", True), ("norm_topk_prob=False", False)])
+def test_a_router_without_a_gradient_is_reported(tokenizer, caplog, norm, warns):
+    """Only a model from random weights is warned about: a converted one keeps the value it was trained with."""
+    args = ModelArguments(vocab_size=300, config_overrides=f"{TOP_1},num_key_value_heads=2,{norm}")
+    load_model(args, tokenizer)
+    assert ("gives it no gradient" in caplog.text) == warns
+
+
+def test_a_loaded_model_is_not_warned_about(tokenizer, caplog, tmp_path):
+    args = ModelArguments(vocab_size=300, config_overrides=f"{TOP_1},num_key_value_heads=2,norm_topk_prob=True")
+    load_model(args, tokenizer).save_pretrained(tmp_path)
+    caplog.clear()
+    load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer)
+    assert "gives it no gradient" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"model_preset": "tiny"}, 192),
+        ({"model_preset": "minimind2"}, 768),
+        ({"model_preset": "tiny", "config_overrides": "hidden_size=96"}, 96),
+        ({"model_preset": "tiny", "config_overrides": "dim=48"}, 48),
+        ({"model_name_or_path": "somewhere"}, 512),
+    ],
+)
+def test_the_width_of_the_model(arguments, expected):
+    assert ModelArguments(**arguments).hidden_size == expected
