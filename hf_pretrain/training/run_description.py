@@ -56,6 +56,8 @@ def describe_config(model: PreTrainedModel) -> list[str]:
     config = model.config.to_dict()
     # A new version of transformers does not by itself make a resume inexact.
     config.pop("transformers_version", None)
+    # It changes the first weights only, and manifests of earlier versions do not know it.
+    config.pop("zero_init_residual", None)
     lasting = {name: value for name, value in config.items() if name not in _CHANGING_FIELDS}
     return [_digest(json.dumps(fields, default=repr, sort_keys=True)) for fields in (config, lasting)]
 
