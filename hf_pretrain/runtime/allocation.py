@@ -13,7 +13,7 @@ _TOP_PAD_BYTES = 256 << 20
 
 def keep_freed_blocks() -> None:
     """
-    Let glibc keep freed memory in the process. A training step on a CPU is then about 1.3 times as fast.
+    Let glibc keep freed memory in the process. A training step on a CPU is then up to 1.2 times as fast.
 
     By default, glibc returns large blocks to the system as soon as they are freed. The next step gets them back page
     by page, each after a page fault, and the system fills each page with zeros. Do nothing without glibc, and if the
