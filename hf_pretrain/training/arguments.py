@@ -110,7 +110,8 @@ class LMTrainingArguments(TrainingArguments):
     )
     # GPT-3 has these betas and weight decay, and a cosine down to 10 % (https://arxiv.org/abs/2005.14165, appendix B).
     learning_rate: float = field(
-        default=cast(float, None), metadata={"help": "Peak learning rate. The default depends on the optimizer."}
+        default=cast(float, None),
+        metadata={"help": "Peak learning rate. In pretraining, the default follows from the optimizer and the width."},
     )
     max_grad_norm: float = field(
         default=cast(float, None),
