@@ -123,7 +123,7 @@ bench: $(VENV)/.installed-trl
 # Train side by side with stock Trainer, TRL and a loop like MiniMind's, and compare when they reach the same validation
 # loss. ARGS="--upstream ../minimind" takes a checkout of MiniMind instead of the loop.
 race: $(VENV)/.installed-trl
-	$(BENCH_ENV) $(BIN)/python -m benchmarks.race $(ARGS)
+	$(BIN)/python -m benchmarks.race $(ARGS)
 
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .
