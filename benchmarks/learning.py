@@ -34,7 +34,7 @@ from hf_pretrain.training import optimizers
 from hf_pretrain.training.arguments import LMTrainingArguments
 
 
-# What the default of pretraining adds to plain Muon: a config field, or a constant of the optimizer, without it.
+# What the default of pretraining adds to plain Muon, and the config field or constant without it.
 INGREDIENTS: dict[str, dict[str, Any]] = {
     "zero init": {"fields": {"zero_init_residual": False}},
     "lower momentum": {"constants": {"MOMENTUM": 0.95}},
@@ -66,6 +66,9 @@ def main() -> None:
     left_out = [None, *(INGREDIENTS if "all" in args.leave_out else args.leave_out)]
     for combination in itertools.product(*values):
         for ingredient in left_out:
+            if "adamw" in combination and "constants" in INGREDIENTS.get(ingredient, {}):
+                # The constants are Muon's.
+                continue
             settings = dict(zip(names, combination, strict=True)) | {"per_device_train_batch_size": args.batch_size}
             record = run(args.model_preset, rows, eval_rows, tokenizer, settings, **INGREDIENTS.get(ingredient, {}))
             record |= {"left_out": ingredient, "max_length": args.max_length, **made_by}
@@ -93,7 +96,7 @@ def run(
         fields (`dict`, *optional*): fields of the config that differ from the preset.
         constants (`dict`, *optional*): constants of `training/optimizers.py` that differ.
     """
-    # All settings start from the same weights.
+    # All settings start from the same random draws.
     torch.manual_seed(settings["seed"])
     model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset] | (fields or {})))
     model.set_attn_implementation("packed")

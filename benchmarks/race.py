@@ -5,8 +5,9 @@ Time to reach a validation loss, measured side by side: `make race`, or
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
 
 All contestants train a model of one shape on the same documents, with the same tokenizer, in the same precision and
-for about the same number of seconds: each measures its speed, and trains for the number of steps that fits. On a CPU they run at once, each in its own process on equally many cores. On a GPU they
-take turns. Start-up, preparation and validation do not count as training time.
+for about the same number of seconds: each measures its speed, and trains for the number of steps that fits. On a CPU
+they run at once, each in its own process on equally many cores. On a GPU they take turns. Start-up, preparation,
+validation and the first step do not count as training time.
 
 The script prints the seconds in which `ours` reached the final loss of each other contestant. It draws all curves into
 `docs/race.png`, and writes them to `benchmarks/results/race-<preset>.json`.

@@ -9,12 +9,13 @@ machine or into `--memory_gib`. It computes nothing on a device, so one machine 
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
-from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.model_arguments import default_preset
 
 
@@ -33,7 +34,10 @@ class DoctorArguments:
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
     world_size: int = field(default=1, metadata={"help": "Number of processes."})
     optim_preset: str | None = field(
-        default=None, metadata={"help": "adamw or muon. By default muon, as in pretraining; adamw with zero3."}
+        default=None,
+        metadata={
+            "help": "adamw or muon. By default muon, as in pretraining; adamw with zero3 and for minimind-large."
+        },
     )
     bf16: bool = field(default=True, metadata={"help": "Compute in bfloat16 (autocast)."})
     memory_gib: float | None = field(
@@ -52,7 +56,9 @@ class DoctorArguments:
 
 def main(args: DoctorArguments):
     preset = args.model_preset or default_preset()
-    optim_preset = args.optim_preset or ("adamw" if args.strategy == "zero3" else "muon")
+    recipe = read_config(Path(__file__).parent / preset / "pretrain.yaml")
+    default = "adamw" if args.strategy == "zero3" else recipe.get("optim_preset", "muon")
+    optim_preset = args.optim_preset or default
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() or args.memory_gib else "cpu"))
     config = MiniMindConfig(**PRESETS[preset])
     # The meta device gives sizes without memory, for a preset of any size.

@@ -90,7 +90,9 @@ class HubPusher:
         try:
             self.repo_id = create_repository(name, private=private, token=token or self._hub.token)
         except ValueError as error:
-            raise ValueError(f"{error} Nothing was trained yet: without --push_to_hub, the run can begin.") from error
+            raise ValueError(
+                f"{error} Nothing was trained yet. Leave --push_to_hub out to train without the Hub."
+            ) from error
         return self.repo_id
 
     @property

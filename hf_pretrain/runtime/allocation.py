@@ -7,6 +7,14 @@ import platform
 
 # Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+# With one of these, the user has configured the same parameters.
+_VARIABLES = (
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "GLIBC_TUNABLES",
+)
 # The heap grows by this many bytes at once. Pages that are never touched take no memory.
 _TOP_PAD_BYTES = 256 << 20
 
@@ -19,8 +27,7 @@ def keep_freed_blocks() -> None:
     by page, each after a page fault, and the system fills each page with zeros. Do nothing without glibc, and if the
     environment configures the allocator.
     """
-    is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if is_configured or platform.libc_ver()[0] != "glibc":
+    if any(name in os.environ for name in _VARIABLES) or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     # Give large blocks a place in the heap instead of a mapping of their own, and never shrink the heap.

@@ -2,9 +2,9 @@
 Answer `--help` from a cache, before torch and transformers are imported, which takes seconds.
 
 `RecipeParser` keeps the text that it prints. The package imports this module first, and the next call of the same
-command prints the kept text and ends. A text is valid while nothing has changed that took part in it: as Python does
-for its bytecode, the cache compares size and modification time of the file of every module that was imported, also of
-other libraries. A new or removed package changes the directories of installed packages, which are compared, too.
+command prints the kept text and ends. A text is valid while all files that made it are unchanged: like Python for its
+bytecode, the cache compares size and modification time of each imported module's file, and of the directories of
+installed packages.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def print_kept_help() -> None:
         kept = json.loads(_path().read_text(encoding="utf-8"))
         # A file that is gone raises an OSError.
         is_valid = kept["command"] == _command() and kept["files"] == {name: _state(name) for name in kept["files"]}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return
     if is_valid:
         print(kept["text"], end="")
@@ -72,7 +72,7 @@ def _command() -> list[object]:
     # argparse wraps the text to the width of the terminal, and colours it from Python 3.14 on.
     colours = [os.environ.get(name) for name in ("PYTHON_COLORS", "NO_COLOR", "FORCE_COLOR", "TERM")]
     terminal = [shutil.get_terminal_size().columns, sys.stdout.isatty(), *colours]
-    return [sys.version, os.path.abspath(sys.argv[0]), sys.argv[1:], terminal]
+    return [sys.version, sys.prefix, sys.path, os.path.abspath(sys.argv[0]), sys.argv[1:], terminal]
 
 
 def _path() -> Path:

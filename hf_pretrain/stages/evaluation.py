@@ -40,6 +40,8 @@ class EvaluationArguments(LMTrainingArguments):
         `ValueError`: for tasks if lm-eval is not installed, or if there are several processes.
     """
 
+    # An evaluation trains nothing, so it must not report that Muon is not possible.
+    default_optim_preset = "adamw"
     output_dir: str | None = field(
         default=None,
         metadata={"help": "The run to evaluate without --model_name_or_path; by default the newest one in out/."},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..weights.adapters import AdapterArguments, adapter_base
@@ -36,7 +37,7 @@ def choose_optimizer(args: "LMTrainingArguments") -> None:
     Raises:
         `ValueError`: for `--optim_preset muon` where Muon is not possible, or together with another `--optim`.
     """
-    args.left_out = {name for name in ("optim_preset", *_DEPENDENT) if getattr(args, name) is None}
+    args.left_out = {name for name in ("optim", "optim_preset", *_DEPENDENT) if getattr(args, name) is None}
     is_optim_given = args.optim is not None
     if not is_optim_given:
         args.optim = TrainingArguments.default_optim
@@ -67,14 +68,27 @@ def keep_optimizer(args: "LMTrainingArguments", others: Iterable[Any], *, checkp
     run: dict[str, Any] = {}
     if checkpoint is not None and Path(checkpoint, MANIFEST_NAME).exists():
         run = read_manifest(checkpoint)["run"]
-    if "optim_preset" in args.left_out and args.optim_preset == "muon":
-        if checkpoint is not None and run.get("optimizer") != "muon":
+    if "optim_preset" in args.left_out and args.optim_preset == "muon" and checkpoint is not None:
+        if run.get("optimizer") != "muon":
             args.optim_preset, args.why_adamw = "adamw", f"{checkpoint} was trained without it"
-        elif checkpoint is None and any(_trains_adapter(other) for other in others):
-            args.optim_preset, args.why_adamw = "adamw", "the run trains an adapter"
+            # The optimizer may also be another one of `--optim`.
+            args.optim = OptimizerNames(run.get("optimizer", args.optim))
+    elif checkpoint is None and any(_trains_adapter(other) for other in others):
+        use_adamw_for_adapter(args)
     models = [other for other in others if isinstance(other, ModelArguments)]
     _complete(args, run.get("settings", {}), *(model.hidden_size for model in models))
     refill_deepspeed_config(args)
+
+
+def use_adamw_for_adapter(args: "LMTrainingArguments") -> None:
+    """Choose AdamW instead of Muon for an adapter. Raise `ValueError` for `--optim_preset muon`."""
+    if args.optim_preset != "muon":
+        return
+    reason = "the run trains an adapter"
+    if "optim_preset" not in args.left_out:
+        raise ValueError(f"--optim_preset muon is not possible, because {reason}. Leave it out.")
+    args.optim_preset, args.why_adamw = "adamw", reason
+    _complete(args)
 
 
 def _complete(
@@ -127,4 +141,4 @@ def _trains_adapter(arguments: Any) -> bool:
     return isinstance(arguments, ModelArguments) and adapter_base(arguments.model_name_or_path) is not None
 
 
-__all__ = ["choose_optimizer", "keep_optimizer"]
+__all__ = ["choose_optimizer", "keep_optimizer", "use_adamw_for_adapter"]

@@ -40,10 +40,11 @@ def optimizer_name(args: TrainingArguments) -> str:
 
 def default_learning_rate(optimizer: str, hidden_size: int) -> float:
     """
-    Return the peak learning rate of pretraining, for a model of a width.
+    Return the peak learning rate of pretraining for a model of the given width.
 
-    The best rates of the preset `tiny` (192) were 8e-3 for Muon and 4e-3 for AdamW. [`Muon`] scales its updates by the
-    square root of the width. AdamW's exponent joins the rate of `tiny` with MiniMind's own rates of larger models.
+    The best rates of the preset `tiny` (width 192) were 8e-3 for Muon and 4e-3 for AdamW. Muon's rate falls with the
+    square root of the width, because [`Muon`] multiplies its updates by it. AdamW's exponent of 1.5 fits 4e-3 at width
+    192 and MiniMind's 5e-4 at 768.
 
     Args:
         optimizer (`str`): one of `OPTIM_PRESETS`.
@@ -114,6 +115,17 @@ class Muon(torch.optim.Optimizer):
         # AdamW shares the group dictionaries and the state, so that schedulers and checkpoints see one optimizer.
         # AdamW's constructor adds its own settings to the groups.
         self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. Raise `ValueError` if it has other groups, as in checkpoints of earlier versions."""
+        found, expected = len(state_dict["param_groups"]), len(self.param_groups)
+        if found != expected:
+            raise ValueError(
+                f"The checkpoint holds {found} groups of Muon's parameters, and this version makes {expected}: it "
+                "trains the embedding apart from routers and heads. Resume with the version that wrote the checkpoint, "
+                "or pass the checkpoint as --model_name_or_path to begin a new run from its weights."
+            )
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -208,11 +220,12 @@ def build_muon(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: boo
     """Return the Muon optimizer of a run; under DeepSpeed, DeepSpeed's own."""
     groups = muon_parameter_groups(model, learning_rate=args.learning_rate, weight_decay=args.weight_decay)
     adamw: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return (
-        deepspeed_muon(groups, **adamw)
-        if uses_deepspeed
-        else Muon(groups, lr=args.learning_rate, momentum=MOMENTUM, **adamw)
-    )
+    if not uses_deepspeed:
+        return Muon(groups, lr=args.learning_rate, momentum=MOMENTUM, **adamw)
+    optimizer = deepspeed_muon(groups, **adamw)
+    # NOTE: DeepSpeed's class has no defaults, and some schedules of transformers read the learning rate there.
+    optimizer.defaults["lr"] = args.learning_rate
+    return optimizer
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:

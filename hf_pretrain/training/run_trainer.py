@@ -26,12 +26,13 @@ from ..runtime.locking import hold_output_dir, watch_launcher
 from ..runtime.processes import on_main_process, on_saving_processes
 from ..runtime.ranks import Ranks
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm
-from ..weights.adapters import base_model_of
+from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
 from .data_position import DataPosition
 from .deepspeed_support import check_deepspeed_config, repair_universal_checkpoint
 from .launch import complete_fsdp_args, launcher
 from .nonfinite import EXIT_NOT_FINITE, NonfiniteGuard, find_suspects
+from .optimizer_choice import use_adamw_for_adapter
 from .optimizers import build_muon, complete_schedule_kwargs, optimizer_name
 from .reporting import write_run_card
 from .resuming import holding_output_dir
@@ -70,6 +71,9 @@ class RunTrainer(Trainer):
         if is_resumable:
             training_args.save_only_model = False
         self.add_callback(StopEvaluationCallback(self.ranks, self.signals))
+        if isinstance(self.args, LMTrainingArguments) and is_adapted(self.model):
+            # A recipe has done this before it wrote its record. In a notebook, the model comes first here.
+            use_adamw_for_adapter(self.args)
         # Plain `TrainingArguments` lack the attribute.
         why_adamw = getattr(self.args, "why_adamw", None)
         if why_adamw is not None and self.is_world_process_zero():

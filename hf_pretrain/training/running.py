@@ -1,6 +1,5 @@
 """The steps that all training recipes share: begin a run, train, evaluate, and report."""
 
-import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,6 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )
-    # The recipe has imported more modules since the package's `collector_paused`. Exempt their objects, too, because
-    # Trainer starts a collection before the first step.
-    gc.freeze()
     # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
     on_main_process(training_args, partial(occupy_output_dir, training_args))

@@ -103,7 +103,7 @@ class ModelArguments:
 
     @property
     def hidden_size(self) -> int:
-        """Width of a model from random weights. A model from weights may have any, so it counts as medium."""
+        """Width of a model from random weights. With `model_name_or_path`, it is `UNKNOWN_WIDTH`."""
         if self.model_name_or_path:
             return UNKNOWN_WIDTH
         overrides = self.overrides

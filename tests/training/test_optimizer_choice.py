@@ -8,7 +8,7 @@ import pytest
 from hf_pretrain.checkpoints.manifest import write_manifest
 from hf_pretrain.training import optimizer_choice
 from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrainingArguments, SFTTrainingArguments
-from hf_pretrain.training.optimizer_choice import choose_optimizer, keep_optimizer
+from hf_pretrain.training.optimizer_choice import choose_optimizer, keep_optimizer, use_adamw_for_adapter
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
 
@@ -125,3 +125,21 @@ def test_an_adapter_is_trained_with_adamw(tmp_path):
         args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False)
         keep_optimizer(args, others, checkpoint=None)
         assert choice(args)[1:] == ((preset, RATES[preset], 0.0 if preset == "muon" else 1.0))
+
+
+def test_adapters_are_trained_with_adamw(tmp_path):
+    """In a notebook, nothing names the adapter before the trainer gets the model."""
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    use_adamw_for_adapter(args)
+    assert choice(args) == ("adamw_torch_fused", "adamw", 0.25, 1.0) and "adapter" in args.why_adamw
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, optim_preset="muon")
+    with pytest.raises(ValueError, match="--optim_preset muon is not possible, because the run trains an adapter"):
+        use_adamw_for_adapter(args)
+
+
+def test_a_resumed_run_keeps_another_optimizer(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    write_manifest(tmp_path, run={"optimizer": "adafactor", "settings": {"learning_rate": 0.75, "max_grad_norm": 4.0}})
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    keep_optimizer(args, [], checkpoint=str(tmp_path))
+    assert choice(args) == ("adafactor", "adamw", 0.75, 4.0)
