@@ -122,8 +122,8 @@ class Muon(torch.optim.Optimizer):
         if found != expected:
             raise ValueError(
                 f"The checkpoint holds {found} groups of Muon's parameters, and this version makes {expected}: it "
-                "trains the embedding apart from routers and heads. Resume with the version that wrote the checkpoint, "
-                "or pass the checkpoint as --model_name_or_path to begin a new run from its weights."
+                "trains the embedding apart from routers and heads. Resume with the version that wrote the "
+                "checkpoint, or pass it as --model_name_or_path to begin a new run from its weights."
             )
         super().load_state_dict(state_dict)
 
