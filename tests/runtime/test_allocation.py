@@ -34,7 +34,7 @@ print("FAULTS", *faults[3:])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-@pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_TEST": "8"}], ids=["default", "configured"])
+@pytest.mark.parametrize("environment", [{}, {"MALLOC_MMAP_THRESHOLD_": "131072"}], ids=["default", "configured"])
 def test_a_step_reuses_memory(tmp_path, environment):
     result = start([sys.executable, "-c", TRAIN, str(tmp_path)], **environment)
     found = re.search(r"FAULTS (\d+) (\d+) (\d+)", result.stdout)

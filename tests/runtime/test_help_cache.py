@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -24,6 +25,8 @@ def script(tmp_path, monkeypatch):
         os.utime(path, (1, 1))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(help_cache, "HF_HOME", str(tmp_path))
+    # Other tests of this process have imported modules that they wrote.
+    monkeypatch.setattr(help_cache, "_START", time.time_ns())
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     keep_help("usage: script\n")
     return script
