@@ -78,18 +78,18 @@ class LMTrainingArguments(TrainingArguments):
             "help": "Unpickle the shards of a checkpoint from the Hub or from outside output_dir, which can run code."
         },
     )
-    # The stages after pretraining have another one.
+    # The stages after pretraining use adamw.
     default_optim_preset: ClassVar[str] = "muon"
     optim_preset: str | None = field(
         default=None,
         metadata={
-            "help": "adamw (the optimizer of --optim), or muon for the matrices of the layers. By default muon in "
+            "help": "adamw (or what --optim names), or muon for the matrices of the layers. By default muon in "
             "pretraining, unless --optim is given or Muon is not possible (ZeRO-3, offloading, adapters)."
         },
     )
     optim: str = field(
         default=cast(str, None),
-        metadata={"help": f"Another optimizer of transformers; with adamw, {TrainingArguments.default_optim}."},
+        metadata={"help": f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}."},
     )
     profile: bool = field(
         default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
