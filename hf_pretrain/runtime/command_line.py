@@ -43,8 +43,8 @@ class RecipeParser(HfArgumentParser):
     """
     Parser of dataclasses or single arguments. It raises `ValueError` instead of exiting as argparse does.
 
-    It keeps the text of `--help` for the next call ([`~runtime.help_cache`]). So the flags of a script may depend on
-    its code and its command line only.
+    It keeps the text of `--help` for the next call ([`~runtime.help_cache`]). Therefore the flags of a script must not
+    depend on the machine or on other files.
     """
 
     def print_help(self, file: Any = None) -> None:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
-from transformers.utils import logging, strtobool
+from transformers.utils import logging
 
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.waiting import first_process_first
+from .deepspeed_support import turns_on_deepspeed
 from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
 from .optimizer_choice import choose_optimizer
 from .optimizers import OPTIM_PRESETS
@@ -193,8 +194,7 @@ class LMTrainingArguments(TrainingArguments):
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
         self.compile_options = {name: value for name, value in given.items() if value is not None}
         if self.torch_compile is None:
-            # `accelerate launch` turns DeepSpeed on by an environment variable instead of the flag.
-            is_deepspeed = bool(self.deepspeed) or strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
+            is_deepspeed = turns_on_deepspeed(self)
             self.torch_compile = bool(self.compile_options) or (device_type == "cuda" and not is_deepspeed)
         self.compiles_layers = self.torch_compile
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None

@@ -16,15 +16,20 @@ from .optimizers import optimizer_name
 logger = logging.get_logger(__name__)
 
 
+def turns_on_deepspeed(args: TrainingArguments) -> bool:
+    """Return whether `--deepspeed`, or `accelerate launch` by an environment variable, turns DeepSpeed on."""
+    return bool(args.deepspeed) or bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
+
+
 def find_deepspeed_config(args: TrainingArguments) -> dict[str, Any] | None:
     """
     Return the config of `--deepspeed` or of `accelerate launch`, whose values may still be `"auto"`. Return `None`
     without DeepSpeed.
     """
+    if not turns_on_deepspeed(args):
+        return None
     if args.deepspeed:
         return args.deepspeed if isinstance(args.deepspeed, dict) else read_json(Path(args.deepspeed))
-    if not strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
-        return None
     from accelerate.utils import DeepSpeedPlugin
 
     # The plug-in reads the environment variables of `accelerate launch`.
@@ -132,4 +137,5 @@ __all__ = [
     "float32_weights",
     "refill_deepspeed_config",
     "repair_universal_checkpoint",
+    "turns_on_deepspeed",
 ]
