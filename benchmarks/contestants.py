@@ -32,6 +32,9 @@ from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 
 
+LOOP = "loop like MiniMind's"
+# The contestants that `ours` competes with.
+OTHERS = (LOOP, "stock Trainer", "TRL SFTTrainer")
 # Seconds of training and validation loss, from before the first step until after the last one.
 Curve = list[tuple[float, float]]
 
@@ -43,12 +46,14 @@ class RaceSetting(Setting):
 
     Args:
         recipe (`Path`): YAML file of `recipes/pretrain.py`, from which `ours` takes its settings.
+        flags (`dict[str, Any]`): flags of `ours` that differ from the YAML file.
         seconds (`float`): training time of each contestant.
         validation (`list[list[int]]`): token ids of the validation documents.
         upstream (`Path`, *optional*): checkout of MiniMind.
     """
 
     recipe: Path
+    flags: dict[str, Any]
     seconds: float
     validation: list[list[int]]
     upstream: Path | None = None
@@ -163,7 +168,7 @@ def ours(setting: RaceSetting, run: Run) -> None:
     """Train as `recipes/pretrain.py` does with the YAML file of the preset."""
     flags = {"config": setting.recipe, "seed": setting.seed, "bf16": setting.bf16, "max_steps": run.num_steps}
     flags |= {"output_dir": setting.output_dir, "eval_strategy": "no", "save_strategy": "no", "report_to": "none"}
-    argv = [f"--{name}={value}" for name, value in flags.items()] + ["--disable_tqdm=true"]
+    argv = [f"--{name}={value}" for name, value in (flags | setting.flags).items()] + ["--disable_tqdm=true"]
     model_args, data_args, args = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
     keep_optimizer(args, [model_args], checkpoint=None)
     set_seed(args.seed)
@@ -213,7 +218,7 @@ def schedule(run: Run) -> dict[str, Any]:
 
 CONTESTANTS: dict[str, Callable[[RaceSetting, Run], None]] = {
     "ours": ours,
-    "loop like MiniMind's": minimind,
+    LOOP: minimind,
     "MiniMind": minimind,
     "stock Trainer": lambda setting, run: train(programs.stock_trainer(setting, **schedule(run)).trainer, run),
     "TRL SFTTrainer": lambda setting, run: train(programs.trl_sft(setting, **schedule(run)).trainer, run),

@@ -7,7 +7,8 @@ Time to reach a validation loss, measured side by side: `make race`, or
 All contestants train a model of one shape on the same documents, with the same tokenizer, in the same precision and
 for about the same number of seconds: each measures its speed, and trains for the number of steps that fits. On a CPU
 they run at once, each in its own process on equally many cores. On a GPU they take turns. Start-up, preparation,
-validation and the first step do not count as training time.
+validation and the first step do not count as training time. `race_settings.py` searches the settings of the other
+contestants.
 
 The script prints the seconds in which `ours` reached the final loss of each other contestant. It draws all curves into
 `docs/race.png`, and writes them to `benchmarks/results/race-<preset>.json`.
@@ -33,7 +34,7 @@ import torch
 from datasets import disable_progress_bars
 
 from benchmarks.bench import ROOT, environment, fastest_precision, git_commit
-from benchmarks.contestants import CONTESTANTS, Curve, RaceSetting, Run
+from benchmarks.contestants import CONTESTANTS, LOOP, OTHERS, Curve, RaceSetting, Run
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.model.presets import PRESETS
@@ -43,21 +44,30 @@ from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import read_config
 
 
-# Settings of the other contestants; `ours` takes its settings from the YAML file of the preset. 4e-3 was AdamW's best
-# of three learning rates for our own `tiny` (`results/learning-tiny.json`), and the best for MiniMind's own loop. No
-# search has been made for `minimind2-small`.
-TUNED: dict[str, dict[str, Any]] = {
-    "tiny": {"learning_rate": 4e-3, "batch_size": 8, "max_length": 256},
-    "minimind2-small": {"learning_rate": 1e-3, "batch_size": 64, "max_length": 512},
-}
+# Flags of `ours` in addition to the YAML file of its preset, which is made for one GPU. A step of 64 rows would take
+# minutes on two cores.
+FLAGS: dict[str, dict[str, Any]] = {"tiny": {}, "minimind2-small": {"per_device_train_batch_size": 8}}
+# Tokens per row of all contestants.
+MAX_LENGTHS = {"tiny": 256, "minimind2-small": 512}
 NUM_VALIDATIONS = 12
 # Evenly spaced documents of the validation set. The mean over more of them would take long to compute on a CPU.
 NUM_VALIDATION_DOCUMENTS = 128
 # Share of the training time in which each contestant first measures its speed.
 MEASURED_SHARE = 0.1
 
+# Name of a contestant, and its settings.
+Entry = tuple[str, RaceSetting]
 # Number of steps and curve of each contestant, for one seed.
 Race = dict[str, dict[str, Any]]
+
+
+def best_settings(preset: str) -> dict[str, dict[str, Any]]:
+    """Return the learning rate and batch size of each other contestant that `race_settings.py` found best."""
+    record = json.loads((ROOT / f"benchmarks/results/race-settings-{preset}.json").read_text(encoding="utf-8"))
+    best: dict[str, dict[str, Any]] = {}
+    for run in sorted(record["runs"], key=lambda run: run["final_loss"]):
+        best.setdefault(run["contestant"], {name: run[name] for name in ("learning_rate", "batch_size")})
+    return {name: best[name] for name in OTHERS}
 
 
 def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]:
@@ -72,10 +82,9 @@ def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]
     return {"num_steps": num_steps, "curve": run.curve}
 
 
-def take_part(
-    name: str, setting: RaceSetting, cores: list[int], barrier: Barrier, results: Any, is_over: Event
-) -> None:
+def take_part(label: str, entry: Entry, cores: list[int], barrier: Barrier, results: Any, is_over: Event) -> None:
     """Compete in a process of its own."""
+    name, setting = entry
     if sys.platform == "linux":
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
@@ -85,7 +94,7 @@ def take_part(
     # Four contestants would draw their bars into one line.
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
-        results.put((name, compete(name, replace(setting, output_dir=Path(directory)), barrier)))
+        results.put((label, compete(name, replace(setting, output_dir=Path(directory)), barrier)))
     # Keep the core busy: a contestant that shares it must not become faster now.
     while not is_over.is_set() and multiprocessing.parent_process().is_alive():
         pass
@@ -98,25 +107,25 @@ def divide_cores(cores: list[int], num_processes: int) -> list[list[int]]:
     return [cores[number % num_sets * size :][:size] for number in range(num_processes)]
 
 
-def run_together(names: list[str], setting: RaceSetting) -> Race:
+def run_together(entries: dict[str, Entry]) -> Race:
     """Let contestants compete at the same time. Raise `RuntimeError` if one of them fails."""
     context = multiprocessing.get_context("spawn")
-    barrier, results, is_over = context.Barrier(len(names)), context.Queue(), context.Event()
+    barrier, results, is_over = context.Barrier(len(entries)), context.Queue(), context.Event()
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
     processes = {
-        name: context.Process(target=take_part, args=(name, setting, mine, barrier, results, is_over))
-        for name, mine in zip(names, divide_cores(cores, len(names)), strict=True)
+        label: context.Process(target=take_part, args=(label, entry, mine, barrier, results, is_over))
+        for (label, entry), mine in zip(entries.items(), divide_cores(cores, len(entries)), strict=True)
     }
     found: Race = {}
     try:
         for process in processes.values():
             process.start()
-        while len(found) < len(names):
+        while len(found) < len(entries):
             try:
-                name, result = results.get(timeout=1)
-                found[name] = result
+                label, result = results.get(timeout=1)
+                found[label] = result
             except queue.Empty:
-                failed = [name for name, process in processes.items() if process.exitcode is not None]
+                failed = [label for label, process in processes.items() if process.exitcode is not None]
                 if failed:
                     raise RuntimeError(f"{failed[0]} failed. Its error stands above.") from None
         is_over.set()
@@ -126,7 +135,7 @@ def run_together(names: list[str], setting: RaceSetting) -> Race:
             if not is_over.is_set():
                 process.terminate()
             process.join()
-    return {name: found[name] for name in names}
+    return {label: found[label] for label in entries}
 
 
 def seconds_to_reach(curve: Curve, loss: float) -> float:
@@ -189,9 +198,31 @@ def plot(races: list[Race], path: Path, *, title: str) -> None:
     figure.savefig(path)
 
 
+def make_setting(preset: str, *, seconds: float, seed: int = 0) -> RaceSetting:
+    """Return what all contestants share. The learning rate and the batch size are placeholders."""
+    documents, validation = load_documents(["embedded"], validation_fraction=0.01)
+    tokenizer = load_or_train_tokenizer(None, documents, vocab_size=6400)
+    places = np.linspace(0, len(validation) - 1, NUM_VALIDATION_DOCUMENTS).astype(int)
+    length = MAX_LENGTHS[preset]
+    return RaceSetting(
+        documents=documents,
+        tokenizer=tokenizer,
+        config=MiniMindConfig(**PRESETS[preset]),
+        max_length=length,
+        batch_size=1,
+        output_dir=Path(tempfile.gettempdir()),
+        bf16=fastest_precision() == "bf16",
+        seed=seed,
+        recipe=ROOT / f"recipes/{preset}/pretrain.yaml",
+        flags=FLAGS[preset],
+        seconds=seconds,
+        validation=[ids[:length] for ids in encode_documents(validation[places]["text"], tokenizer)],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_preset", default="tiny", choices=list(TUNED))
+    parser.add_argument("--model_preset", default="tiny", choices=list(MAX_LENGTHS))
     parser.add_argument("--minutes", type=float, default=15, help="Training time of all seeds together.")
     parser.add_argument("--seeds", type=int, default=3, help="Number of races. Each has its own seed.")
     parser.add_argument(
@@ -205,41 +236,39 @@ def main() -> None:
     # Ask git first: writing the plot changes the work tree, and the commit would become `-dirty`.
     record = environment()
 
-    documents, validation = load_documents(["embedded"], validation_fraction=0.01)
-    tokenizer = load_or_train_tokenizer(None, documents, vocab_size=6400)
-    places = np.linspace(0, len(validation) - 1, NUM_VALIDATION_DOCUMENTS).astype(int)
-    tuned, recipe = TUNED[args.model_preset], ROOT / f"recipes/{args.model_preset}/pretrain.yaml"
-    precision = fastest_precision()
-    loop = "loop like MiniMind's" if args.upstream is None else "MiniMind"
-    names = ["ours", loop, "stock Trainer", "TRL SFTTrainer"]
+    loop = LOOP if args.upstream is None else "MiniMind"
+    # A checkout of MiniMind takes the settings of the loop like it.
+    settings = {loop if name == LOOP else name: found for name, found in best_settings(args.model_preset).items()}
+    names = ["ours", *settings]
     # On a GPU they take turns.
     groups = [[name] for name in names] if torch.cuda.is_available() else [names]
-    setting = RaceSetting(
-        documents=documents,
-        tokenizer=tokenizer,
-        config=MiniMindConfig(**PRESETS[args.model_preset]),
-        output_dir=Path(tempfile.gettempdir()),
-        bf16=precision == "bf16",
-        **tuned,
-        recipe=recipe,
-        seconds=60 * args.minutes / args.seeds / len(groups),
-        validation=[ids[: tuned["max_length"]] for ids in encode_documents(validation[places]["text"], tokenizer)],
-        upstream=args.upstream,
-    )
+    seconds = 60 * args.minutes / args.seeds / len(groups)
+    setting = replace(make_setting(args.model_preset, seconds=seconds), upstream=args.upstream)
     races: list[Race] = []
     for seed in range(args.seeds):
         print(f"seed {seed + 1} of {args.seeds}: {setting.seconds:.0f} s of training each", file=sys.stderr)
         race: Race = {}
         for group in groups:
-            race |= run_together(group, replace(setting, seed=seed))
+            race |= run_together(
+                {name: (name, replace(setting, seed=seed, **settings.get(name, {}))) for name in group}
+            )
         races.append(race)
     print(report(races))
-    settings = {"minutes": args.minutes, "precision": precision, "ours": read_config(recipe), "others": tuned}
-    settings["upstream"] = git_commit(args.upstream) if args.upstream else None
-    record |= {"settings": settings, "seeds": races}
+    record["settings"] = {
+        "minutes": args.minutes,
+        "precision": "bf16" if setting.bf16 else "float32",
+        "ours": read_config(setting.recipe) | setting.flags,
+        "others": settings,
+        "upstream": git_commit(args.upstream) if args.upstream else None,
+    }
+    record["seeds"] = races
     path = ROOT / f"benchmarks/results/race-{args.model_preset}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    plot(races, ROOT / "docs/race.png", title=f"{args.model_preset} in {precision} on {record['machine']}")
+    plot(
+        races,
+        ROOT / "docs/race.png",
+        title=f"{args.model_preset} in {record['settings']['precision']} on {record['machine']}",
+    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def make_race_setting(tmp_path, **fields) -> contestants.RaceSetting:
         "per_device_train_batch_size: 2\n"
     )
     validation = encode_documents(setting.documents[:20]["text"], setting.tokenizer)
-    own = {"recipe": recipe, "seconds": 1.0, "validation": validation, "learning_rate": 1e-2}
+    own = {"recipe": recipe, "flags": {}, "seconds": 1.0, "validation": validation, "learning_rate": 1e-2}
     return contestants.RaceSetting(**vars(setting) | own | fields)
 
 
@@ -142,7 +142,8 @@ def test_each_contestant_learns_within_its_time(tmp_path, name):
 @pytest.mark.slow
 def test_contestants_compete_in_their_own_processes(tmp_path):
     names = ["ours", "loop like MiniMind's"]
-    found = race.run_together(names, make_race_setting(tmp_path))
+    setting = make_race_setting(tmp_path)
+    found = race.run_together({name: (name, setting) for name in names})
     assert list(found) == names
     assert all(result["curve"][-1][1] < result["curve"][0][1] - 1 for result in found.values())
     race.plot([found], tmp_path / "race.png", title="toy")
@@ -152,4 +153,4 @@ def test_contestants_compete_in_their_own_processes(tmp_path):
 @pytest.mark.slow
 def test_a_contestant_that_fails_ends_the_race(tmp_path):
     with pytest.raises(RuntimeError, match="ours failed"):
-        race.run_together(["ours"], make_race_setting(tmp_path, recipe=tmp_path / "no.yaml"))
+        race.run_together({"ours": ("ours", make_race_setting(tmp_path, recipe=tmp_path / "no.yaml"))})
