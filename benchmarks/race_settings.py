@@ -1,83 +1,71 @@
 """
 Search the learning rate and the batch size of each contestant of `race.py` but `ours`:
 
-    python -m benchmarks.race_settings --seconds 90
-    python -m benchmarks.race_settings --model_preset minimind2-small --seconds 180
+    python -m benchmarks.race_settings --num_rows 1280
+    python -m benchmarks.race_settings --model_preset minimind2-small --num_rows 384
 
-Each contestant first tries the learning rates with the middle batch size, and then the other batch sizes with its best
-learning rate. Each run trains for the same number of seconds on one core; as many runs as there are cores compete at a
-time. The script writes all runs to `benchmarks/results/race-settings-<preset>.json`, where `race.py` reads the best.
+Each contestant first tries the learning rates with 8 rows per step, and then the other batch sizes with its best
+learning rate. All runs train on the same number of rows, so the result does not depend on the speed of the machine.
+Choose about as many as a contestant trains on in the race. The script writes all runs to
+`benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best.
 """
 
 import argparse
 import json
-import os
-from collections.abc import Iterable
+import tempfile
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.bench import ROOT, environment
-from benchmarks.contestants import OTHERS, RaceSetting
-from benchmarks.race import MAX_LENGTHS, Entry, make_setting, run_together
+from benchmarks.contestants import CONTESTANTS, OTHERS, RaceSetting, Run
+from benchmarks.race import MAX_LENGTHS, make_setting
 
 
 LEARNING_RATES = {"tiny": (2e-3, 4e-3, 8e-3), "minimind2-small": (5e-4, 1e-3, 2e-3)}
-BATCH_SIZES = {"tiny": (4, 8, 16), "minimind2-small": (4, 8, 16)}
+BATCH_SIZE = 8
+OTHER_BATCH_SIZES = (4, 16)
 
 
-def entry_of(candidate: dict[str, Any], setting: RaceSetting) -> Entry:
-    own = {name: candidate[name] for name in ("learning_rate", "batch_size")}
-    return candidate["contestant"], replace(setting, **own)
+def final_loss(name: str, setting: RaceSetting, *, num_rows: int) -> float:
+    """Train a contestant on a number of rows, and return its validation loss."""
+    with tempfile.TemporaryDirectory() as directory:
+        # Nobody else waits at the barrier.
+        run = Run(setting, threading.Barrier(1), num_steps=num_rows // setting.batch_size, num_validations=1)
+        CONTESTANTS[name](replace(setting, output_dir=Path(directory)), run)
+    return run.curve[-1][1]
 
 
-def try_all(candidates: Iterable[dict[str, Any]], setting: RaceSetting) -> list[dict[str, Any]]:
-    """Train with each of the candidates, and return them with their steps and final losses."""
-    candidates = list(candidates)
-    num_at_a_time = 1 if torch.cuda.is_available() else os.cpu_count() or 1
+def search(name: str, setting: RaceSetting, rates: tuple[float, ...], *, num_rows: int) -> list[dict[str, Any]]:
+    """Return the settings and the final losses of all runs of a contestant."""
     runs: list[dict[str, Any]] = []
-    for start in range(0, len(candidates), num_at_a_time):
-        group = candidates[start : start + num_at_a_time]
-        # The last group may be too small. Its last candidate runs several times, so that each run has one core.
-        filled = group + group[-1:] * (num_at_a_time - len(group))
-        entries = {str(number): entry_of(candidate, setting) for number, candidate in enumerate(filled)}
-        for candidate, result in zip(group, run_together(entries).values(), strict=False):
-            runs.append(candidate | {"num_steps": result["num_steps"], "final_loss": result["curve"][-1][1]})
-            print(runs[-1], flush=True)
+
+    def try_out(rate: float, batch_size: int):
+        own = {"learning_rate": rate, "batch_size": batch_size}
+        loss = final_loss(name, replace(setting, **own), num_rows=num_rows)
+        runs.append({"contestant": name, **own, "final_loss": loss})
+        print(runs[-1], flush=True)
+
+    for rate in rates:
+        try_out(rate, BATCH_SIZE)
+    best = min(runs, key=lambda run: run["final_loss"])["learning_rate"]
+    for batch_size in OTHER_BATCH_SIZES:
+        try_out(best, batch_size)
     return runs
-
-
-def search(setting: RaceSetting, rates: tuple[float, ...], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return all runs of the search."""
-    middle = sizes[len(sizes) // 2]
-    runs = try_all(
-        [{"contestant": name, "learning_rate": rate, "batch_size": middle} for name in OTHERS for rate in rates],
-        setting,
-    )
-    best = {
-        name: min((run for run in runs if run["contestant"] == name), key=lambda run: run["final_loss"])
-        for name in OTHERS
-    }
-    others = [
-        {"contestant": name, "learning_rate": best[name]["learning_rate"], "batch_size": size}
-        for name in OTHERS
-        for size in sizes
-        if size != middle
-    ]
-    return runs + try_all(others, setting)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_preset", default="tiny", choices=list(MAX_LENGTHS))
-    parser.add_argument("--seconds", type=float, default=90, help="Training time of each run.")
+    parser.add_argument("--num_rows", type=int, default=1280, help="Rows of each run.")
     args = parser.parse_args()
     # Ask git first: writing the record changes the work tree, and the commit would become `-dirty`.
     record = environment()
-    setting = make_setting(args.model_preset, seconds=args.seconds)
-    record |= {"seconds": args.seconds, "precision": "bf16" if setting.bf16 else "float32"}
-    record["runs"] = search(setting, LEARNING_RATES[args.model_preset], BATCH_SIZES[args.model_preset])
+    setting = make_setting(args.model_preset, seconds=0)
+    record |= {"num_rows": args.num_rows, "precision": "bf16" if setting.bf16 else "float32"}
+    rates = LEARNING_RATES[args.model_preset]
+    record["runs"] = [run for name in OTHERS for run in search(name, setting, rates, num_rows=args.num_rows)]
     path = ROOT / f"benchmarks/results/race-settings-{args.model_preset}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
