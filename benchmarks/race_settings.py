@@ -42,7 +42,7 @@ def search(name: str, setting: RaceSetting, rates: tuple[float, ...], *, num_row
     runs: list[dict[str, Any]] = []
 
     def try_out(rate: float, batch_size: int):
-        own = {"learning_rate": rate, "batch_size": batch_size}
+        own: dict[str, Any] = {"learning_rate": rate, "batch_size": batch_size}
         loss = final_loss(name, replace(setting, **own), num_rows=num_rows)
         runs.append({"contestant": name, **own, "final_loss": loss})
         print(runs[-1], flush=True)
