@@ -4,6 +4,7 @@ The contestants of `race.py`. Each of them trains a model for a number of steps,
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Run:
     def __init__(
         self,
         setting: RaceSetting,
-        barrier: Barrier,
+        barrier: Barrier | threading.Barrier,
         *,
         num_steps: int,
         max_seconds: float = math.inf,
