@@ -1,10 +1,12 @@
 """
-Validation loss of a preset on the embedded corpora, for each combination of optimizer, schedule, steps, learning rate
-and seed.
+Validation loss of a preset on the embedded corpora, for each combination of optimizer, schedule, steps, batch size,
+learning rate and seed.
 
-    python -m benchmarks.learning --learning_rates 2e-3 4e-3 8e-3 --optim_presets adamw muon
-    python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_size 64 --max_length 512
-    python -m benchmarks.learning --optim_presets muon --learning_rates 8e-3 --leave_out all --seeds 0 1 2
+    python -m benchmarks.learning --rate_factors 0.5 1 2
+    python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_sizes 64 --max_length 512
+    python -m benchmarks.learning --optim_presets muon --leave_out all --seeds 0 1 2
+
+Learning rates are given as multiples of the one that pretraining would choose (`default_learning_rate`).
 
 The script prints the final validation loss of each run and appends it to `benchmarks/results/learning-<preset>.json`.
 `--leave_out all` also trains without each of the `INGREDIENTS`, one at a time.
@@ -32,6 +34,8 @@ from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import optimizers
 from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.optimizers import default_learning_rate
+from hf_pretrain.weights.model_arguments import parse_fields
 
 
 # What the default of pretraining adds to plain Muon, and the config field or constant without it.
@@ -46,12 +50,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_preset", default="tiny", choices=list(PRESETS))
     parser.add_argument("--optim_presets", nargs="+", default=["adamw", "muon"])
-    parser.add_argument("--learning_rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
+    parser.add_argument("--config_overrides", help="Fields of the config, as for the recipes.")
+    parser.add_argument("--rate_factors", nargs="+", type=float, default=[1.0])
     parser.add_argument("--lr_scheduler_types", nargs="+", default=["cosine_with_min_lr"])
     parser.add_argument("--max_steps", nargs="+", type=int, default=[550])
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--leave_out", nargs="*", default=[], choices=["all", *INGREDIENTS])
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--batch_sizes", nargs="+", type=int, default=[8])
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
     # Ask git first: writing the records changes the work tree, and the commit would become `-dirty`.
@@ -61,17 +66,30 @@ def main() -> None:
     tokenizer = train_tokenizer(train["text"][:])
     rows, eval_rows = (prepare_rows(part, tokenizer, max_length=args.max_length)[0] for part in (train, validation))
     path = ROOT / f"benchmarks/results/learning-{args.model_preset}.json"
-    names = ("optim_preset", "lr_scheduler_type", "max_steps", "learning_rate", "seed")
-    values = (args.optim_presets, args.lr_scheduler_types, args.max_steps, args.learning_rates, args.seeds)
+    fields = PRESETS[args.model_preset] | parse_fields(args.config_overrides or "", flag="--config_overrides")
+    names = ("optim_preset", "lr_scheduler_type", "max_steps", "per_device_train_batch_size", "rate_factor", "seed")
+    values = (
+        args.optim_presets,
+        args.lr_scheduler_types,
+        args.max_steps,
+        args.batch_sizes,
+        args.rate_factors,
+        args.seeds,
+    )
     left_out = [None, *(INGREDIENTS if "all" in args.leave_out else args.leave_out)]
     for combination in itertools.product(*values):
         for ingredient in left_out:
             if "adamw" in combination and "constants" in INGREDIENTS.get(ingredient, {}):
                 # The constants are Muon's.
                 continue
-            settings = dict(zip(names, combination, strict=True)) | {"per_device_train_batch_size": args.batch_size}
-            record = run(args.model_preset, rows, eval_rows, tokenizer, settings, **INGREDIENTS.get(ingredient, {}))
-            record |= {"left_out": ingredient, "max_length": args.max_length, **made_by}
+            settings = dict(zip(names, combination, strict=True))
+            rate = default_learning_rate(settings["optim_preset"], fields["hidden_size"])
+            settings["learning_rate"] = settings.pop("rate_factor") * rate
+            without = INGREDIENTS.get(ingredient, {})
+            config = MiniMindConfig(**fields | without.get("fields", {}))
+            record = run(config, rows, eval_rows, tokenizer, settings, constants=without.get("constants", {}))
+            record |= {"config_overrides": args.config_overrides, "left_out": ingredient}
+            record |= {"max_length": args.max_length, **made_by}
             # Write after each run, so that an interrupted search keeps its results.
             records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
             path.write_text(json.dumps([*records, record], indent=1) + "\n", encoding="utf-8")
@@ -79,29 +97,22 @@ def main() -> None:
 
 
 def run(
-    preset: str,
-    rows,
-    eval_rows,
-    tokenizer,
-    settings: dict[str, Any],
-    *,
-    fields: dict[str, Any] | None = None,
-    constants: dict[str, float] | None = None,
+    config: MiniMindConfig, rows, eval_rows, tokenizer, settings: dict[str, Any], *, constants: dict[str, float]
 ) -> dict[str, Any]:
     """
     Train once, and return the settings with the validation metrics, tokens and seconds.
 
     Args:
+        config ([`MiniMindConfig`]): shape of the model.
         settings (`dict`): training arguments.
-        fields (`dict`, *optional*): fields of the config that differ from the preset.
-        constants (`dict`, *optional*): constants of `training/optimizers.py` that differ.
+        constants (`dict`): constants of `training/optimizers.py` that differ.
     """
     # All settings start from the same random draws.
     torch.manual_seed(settings["seed"])
-    model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset] | (fields or {})))
+    model = MiniMindForCausalLM(config)
     model.set_attn_implementation("packed")
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        for name, value in (constants or {}).items():
+        for name, value in constants.items():
             stack.enter_context(mock.patch.object(optimizers, name, value))
         trainer = MaskedLossTrainer(
             model=model,
