@@ -1,7 +1,7 @@
 """
 Time to reach a validation loss, measured side by side: `make race`, or
 
-    python -m benchmarks.race --minutes 15 --seeds 3
+    python -m benchmarks.race --minutes 9 --seeds 3
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
 
 All contestants train a model of one shape on the same documents, with the same tokenizer, in the same precision and
@@ -223,7 +223,7 @@ def make_setting(preset: str, *, seconds: float, seed: int = 0) -> RaceSetting:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_preset", default="tiny", choices=list(MAX_LENGTHS))
-    parser.add_argument("--minutes", type=float, default=15, help="Training time of all seeds together.")
+    parser.add_argument("--minutes", type=float, default=9, help="Training time of all seeds together.")
     parser.add_argument("--seeds", type=int, default=3, help="Number of races. Each has its own seed.")
     parser.add_argument(
         "--upstream",

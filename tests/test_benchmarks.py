@@ -1,5 +1,6 @@
 """`make bench` runs all programs in one precision. `make race` compares curves of validation loss."""
 
+import json
 import math
 import threading
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch.nn.modules.module import register_module_forward_hook
 
-from benchmarks import bench, contestants, programs, race
+from benchmarks import bench, contestants, programs, race, race_settings
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -108,6 +109,37 @@ def make_race_setting(tmp_path, **fields) -> contestants.RaceSetting:
     validation = encode_documents(setting.documents[:20]["text"], setting.tokenizer)
     own = {"recipe": recipe, "flags": {}, "seconds": 1.0, "validation": validation, "learning_rate": 1e-2}
     return contestants.RaceSetting(**vars(setting) | own | fields)
+
+
+def test_a_search_first_tries_the_rates_and_then_the_batch_sizes(tmp_path, monkeypatch):
+    losses = {(1e-3, 8): 3.0, (2e-3, 8): 2.0, (4e-3, 8): 2.5, (2e-3, 4): 1.5, (2e-3, 16): 2.2}
+    monkeypatch.setattr(
+        race_settings,
+        "final_loss",
+        lambda name, setting, num_rows: losses[setting.learning_rate, setting.batch_size],
+    )
+    runs = race_settings.search("stock Trainer", make_race_setting(tmp_path), (1e-3, 2e-3, 4e-3), num_rows=8)
+    assert [run["final_loss"] for run in runs] == [3.0, 2.0, 2.5, 1.5, 2.2]
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    record = {"runs": [run | {"contestant": name} for name in contestants.OTHERS for run in runs]}
+    (tmp_path / "benchmarks/results/race-settings-toy.json").write_text(json.dumps(record))
+    monkeypatch.setattr(race, "ROOT", tmp_path)
+    best = {"learning_rate": 2e-3, "batch_size": 4}
+    assert race.best_settings("toy") == dict.fromkeys(contestants.OTHERS, best)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_runs_of_a_search_train_on_equally_many_rows(tmp_path, monkeypatch, batch_size):
+    num_steps = []
+    train = contestants.CONTESTANTS[contestants.LOOP]
+    monkeypatch.setitem(
+        contestants.CONTESTANTS,
+        contestants.LOOP,
+        lambda setting, run: (train(setting, run), num_steps.append(run.num_done)),
+    )
+    setting = make_race_setting(tmp_path, batch_size=batch_size)
+    loss = race_settings.final_loss(contestants.LOOP, setting, num_rows=100)
+    assert num_steps == [100 // batch_size] and loss < math.log(300) - 1
 
 
 def test_the_validation_loss_is_the_mean_over_documents_that_stand_alone(tmp_path):
