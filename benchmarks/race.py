@@ -3,6 +3,7 @@ Time to reach a validation loss, measured side by side: `make race`, or
 
     python -m benchmarks.race --minutes 9 --seeds 3
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
+    python -m benchmarks.race --minutes 4 --seeds 1 --leave_out
 
 All contestants train a model of one shape on the same documents, with the same tokenizer, in the same precision and
 for about the same number of seconds: each measures its speed, and trains for the number of steps that fits. On a CPU
@@ -10,8 +11,10 @@ they run at once, each in its own process on equally many cores. On a GPU they t
 validation and the first step do not count as training time. `race_settings.py` searches the settings of the other
 contestants.
 
-The script prints the seconds in which `ours` reached the final loss of each other contestant. It draws all curves into
-`docs/race.png`, and writes them to `benchmarks/results/race-<preset>.json`.
+The script prints the seconds in which `ours` reached the final loss of each other contestant. It writes all curves to
+`benchmarks/results/race-<preset>.json`, and draws them into `docs/race-<preset>.png`, or `docs/race.png` for `tiny`.
+With `--upstream`, the classes of a checkout of MiniMind replace those of the loop like it. With `--leave_out`, the
+other contestants are `ours` without one of its parts each. Both have records of their own.
 """
 
 import argparse
@@ -47,6 +50,14 @@ from hf_pretrain.training.parsing import read_config
 # Flags of `ours` in addition to the YAML file of its preset, which is made for one GPU. A step of 64 rows would take
 # minutes on two cores.
 FLAGS: dict[str, dict[str, Any]] = {"tiny": {}, "minimind2-small": {"per_device_train_batch_size": 8}}
+# Flags of `ours` without one of its parts, for `--leave_out`.
+PARTS: dict[str, dict[str, Any]] = {
+    "packing": {"packing_strategy": "none"},
+    "packed attention": {"attn_implementation": "sdpa"},
+    "Muon": {"optim_preset": "adamw"},
+    "cosine": {"lr_scheduler_type": "constant_with_warmup"},
+    "initialization": {"config_overrides": "initializer_range=0.02,zero_init_residual=False"},
+}
 # Tokens per row of all contestants.
 MAX_LENGTHS = {"tiny": 256, "minimind2-small": 512}
 NUM_VALIDATIONS = 12
@@ -68,6 +79,25 @@ def best_settings(preset: str) -> dict[str, dict[str, Any]]:
     for run in sorted(record["runs"], key=lambda run: run["final_loss"]):
         best.setdefault(run["contestant"], {name: run[name] for name in ("learning_rate", "batch_size")})
     return {name: best[name] for name in OTHERS}
+
+
+def entries_of(
+    setting: RaceSetting, best: dict[str, dict[str, Any]], *, upstream: Path | None = None
+) -> dict[str, Entry]:
+    """Return `ours` and the other contestants with their best settings."""
+    entries: dict[str, Entry] = {"ours": ("ours", setting)}
+    for name, own in best.items():
+        # A checkout of MiniMind takes the settings of the loop like it.
+        name = "MiniMind" if name == LOOP and upstream is not None else name
+        entries[name] = (name, replace(setting, **own, upstream=upstream))
+    return entries
+
+
+def without_parts(setting: RaceSetting) -> dict[str, Entry]:
+    """Return `ours`, and `ours` without each of the `PARTS`."""
+    return {"ours": ("ours", setting)} | {
+        f"without {part}": ("ours", replace(setting, flags=setting.flags | flags)) for part, flags in PARTS.items()
+    }
 
 
 def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]:
@@ -230,45 +260,42 @@ def main() -> None:
         type=Path,
         help="Checkout of MiniMind, whose model and data set replace the loop like MiniMind's.",
     )
+    parser.add_argument("--leave_out", action="store_true", help="Compare `ours` with itself without one part each.")
     args = parser.parse_args()
     if args.upstream is not None and not (args.upstream / "model").is_dir():
         parser.error(f"--upstream {args.upstream} has no folder `model`. Pass a checkout of MiniMind.")
     # Ask git first: writing the plot changes the work tree, and the commit would become `-dirty`.
     record = environment()
 
-    loop = LOOP if args.upstream is None else "MiniMind"
-    # A checkout of MiniMind takes the settings of the loop like it.
-    settings = {loop if name == LOOP else name: found for name, found in best_settings(args.model_preset).items()}
-    names = ["ours", *settings]
+    setting = make_setting(args.model_preset, seconds=60 * args.minutes / args.seeds)
+    if args.leave_out:
+        entries = without_parts(setting)
+    else:
+        entries = entries_of(setting, best_settings(args.model_preset), upstream=args.upstream)
     # On a GPU they take turns.
-    groups = [[name] for name in names] if torch.cuda.is_available() else [names]
-    seconds = 60 * args.minutes / args.seeds / len(groups)
-    setting = replace(make_setting(args.model_preset, seconds=seconds), upstream=args.upstream)
+    groups = [[name] for name in entries] if torch.cuda.is_available() else [list(entries)]
     races: list[Race] = []
     for seed in range(args.seeds):
-        print(f"seed {seed + 1} of {args.seeds}: {setting.seconds:.0f} s of training each", file=sys.stderr)
+        print(f"seed {seed + 1} of {args.seeds}: {setting.seconds / len(groups):.0f} s each", file=sys.stderr)
         race: Race = {}
         for group in groups:
-            race |= run_together(
-                {name: (name, replace(setting, seed=seed, **settings.get(name, {}))) for name in group}
-            )
+            own: dict[str, Any] = {"seed": seed, "seconds": setting.seconds / len(groups)}
+            race |= run_together({name: (entries[name][0], replace(entries[name][1], **own)) for name in group})
         races.append(race)
     print(report(races))
     record["settings"] = {
         "minutes": args.minutes,
         "precision": "bf16" if setting.bf16 else "float32",
         "ours": read_config(setting.recipe) | setting.flags,
-        "others": settings,
+        "others": {} if args.leave_out else best_settings(args.model_preset),
         "upstream": git_commit(args.upstream) if args.upstream else None,
     }
     record["seeds"] = races
-    path = ROOT / f"benchmarks/results/race-{args.model_preset}.json"
+    kind = "-left-out" if args.leave_out else "-upstream" if args.upstream else ""
+    path = ROOT / f"benchmarks/results/race{kind}-{args.model_preset}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    plot(
-        races,
-        ROOT / "docs/race.png",
-        title=f"{args.model_preset} in {record['settings']['precision']} on {record['machine']}",
-    )
+    title = f"{args.model_preset} in {record['settings']['precision']} on {record['machine']}"
+    plot(races, ROOT / "docs" / path.with_suffix(".png").name.replace("-tiny", ""), title=title)
 
 
 if __name__ == "__main__":

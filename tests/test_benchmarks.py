@@ -98,12 +98,14 @@ def test_all_contestants_get_equally_many_cores(num_cores, expected):
     assert race.divide_cores(list(range(num_cores)), 4) == expected
 
 
+TOY = "hidden_size=32, num_hidden_layers=1, num_attention_heads=4"
+
+
 def make_race_setting(tmp_path, **fields) -> contestants.RaceSetting:
     setting = make_setting(tmp_path)
     recipe = tmp_path / "pretrain.yaml"
-    overrides = "hidden_size=32, num_hidden_layers=1, num_attention_heads=4"
     recipe.write_text(
-        f"config_overrides: {overrides}\nvocab_size: 300\nmax_length: 32\nlearning_rate: 1e-2\n"
+        f"config_overrides: {TOY}\nvocab_size: 300\nmax_length: 32\nlearning_rate: 1e-2\n"
         "per_device_train_batch_size: 2\n"
     )
     validation = encode_documents(setting.documents[:20]["text"], setting.tokenizer)
@@ -169,6 +171,30 @@ def test_each_contestant_learns_within_its_time(tmp_path, name):
     assert losses[0] == pytest.approx(math.log(300), abs=0.3) and losses[-1] < losses[0] - 1
     # The number of steps comes from a measurement of a tenth of a second, and other processes may disturb it.
     assert 0.2 < seconds[-1] < 5
+
+
+def test_ours_competes_with_the_best_settings_of_others_or_with_itself(tmp_path):
+    setting = make_race_setting(tmp_path, flags={"max_steps": 3})
+    best = {
+        name: {"learning_rate": rate, "batch_size": 4}
+        for name, rate in zip(contestants.OTHERS, (1, 2, 3), strict=True)
+    }
+    entries = race.entries_of(setting, best, upstream=tmp_path)
+    assert list(entries) == ["ours", "MiniMind", "stock Trainer", "TRL SFTTrainer"]
+    assert [(own.learning_rate, own.batch_size) for _, own in entries.values()] == [(1e-2, 2), (1, 4), (2, 4), (3, 4)]
+    entries = race.without_parts(setting)
+    assert {name for name, _ in entries.values()} == {"ours"}
+    assert entries["without Muon"][1].flags == {"max_steps": 3, "optim_preset": "adamw"}
+
+
+@pytest.mark.parametrize("part", race.PARTS)
+def test_ours_trains_without_each_part(tmp_path, part):
+    setting = race.without_parts(make_race_setting(tmp_path, flags={"config_overrides": TOY}))[f"without {part}"][1]
+    if "config_overrides" in race.PARTS[part]:
+        setting.flags["config_overrides"] += f",{TOY}"
+    run = contestants.Run(setting, threading.Barrier(1), num_steps=10, num_validations=1)
+    contestants.ours(setting, run)
+    assert run.curve[-1][1] < run.curve[0][1] - 0.05
 
 
 @pytest.mark.slow
