@@ -49,6 +49,7 @@ class RaceSetting(Setting):
         recipe (`Path`): YAML file of `recipes/pretrain.py`, from which `ours` takes its settings.
         flags (`dict[str, Any]`): flags of `ours` that differ from the YAML file.
         seconds (`float`): training time of each contestant.
+        num_steps (`int`, *optional*): steps of the contestant; by default those that fit into the time.
         validation (`list[list[int]]`): token ids of the validation documents.
         upstream (`Path`, *optional*): checkout of MiniMind.
     """
@@ -57,6 +58,7 @@ class RaceSetting(Setting):
     flags: dict[str, Any]
     seconds: float
     validation: list[list[int]]
+    num_steps: int | None = None
     upstream: Path | None = None
 
 

@@ -79,6 +79,10 @@ def test_ratios_of_hand_made_curves():
     found = {"ours": mine, "slow": slow, "good": good}
     assert race.ratios([found], "slow") == [5 / 40]
     assert race.ratios([found, found | {"good": best}], "good") == [20 / 25, math.inf]
+    # A shorter schedule of ours reaches 4.5 sooner, and is no other contestant.
+    short = {"num_steps": 1, "curve": [(0.0, 6.0), (10.0, 4.5)]}
+    assert race.ratios([found | {"ours, 1/2": short}], "good") == [10 / 25]
+    assert "slowest contestant (slow)" in race.report([found | {"ours, 1/2": short}])
     lines = race.report([found]).splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["ours", "good", "slow"]
     assert "best other contestant (good) in 0.80" in lines[4] and "slowest contestant (slow) in 0.12" in lines[5]
@@ -158,6 +162,11 @@ def test_the_validation_loss_is_the_mean_over_documents_that_stand_alone(tmp_pat
     # Documents of different lengths, so that padding and the order of the batches matter.
     assert len({len(ids) for ids in setting.validation}) > 1
     assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+
+
+def test_a_contestant_may_have_a_number_of_steps(tmp_path):
+    setting = make_race_setting(tmp_path, num_steps=3)
+    assert race.compete(contestants.LOOP, setting, threading.Barrier(1))["num_steps"] == 3
 
 
 @pytest.mark.parametrize("name", ["ours", "loop like MiniMind's", "stock Trainer", "TRL SFTTrainer"])
