@@ -14,7 +14,6 @@ import argparse
 import json
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,20 @@ OTHER_BATCH_SIZES = (4, 16)
 
 def final_loss(name: str, setting: RaceSetting, *, num_rows: int) -> float:
     """Train a contestant on a number of rows, and return its validation loss."""
-    with tempfile.TemporaryDirectory() as directory:
-        # Nobody else waits at the barrier.
-        run = Run(setting, threading.Barrier(1), num_steps=num_rows // setting.batch_size, num_validations=1)
-        CONTESTANTS[name](replace(setting, output_dir=Path(directory)), run)
+    # Nobody else waits at the barrier.
+    run = Run(setting, threading.Barrier(1), num_steps=num_rows // setting.batch_size, num_validations=1)
+    CONTESTANTS[name](setting, run)
     return run.curve[-1][1]
 
 
 def search(name: str, setting: RaceSetting, rates: tuple[float, ...], *, num_rows: int) -> list[dict[str, Any]]:
-    """Return the settings and the final losses of all runs of a contestant."""
+    """Return the settings and the final losses of all runs of a contestant. `setting` keeps the prepared rows."""
     runs: list[dict[str, Any]] = []
 
     def try_out(rate: float, batch_size: int):
-        own: dict[str, Any] = {"learning_rate": rate, "batch_size": batch_size}
-        loss = final_loss(name, replace(setting, **own), num_rows=num_rows)
-        runs.append({"contestant": name, **own, "final_loss": loss})
+        setting.learning_rate, setting.batch_size = rate, batch_size
+        loss = final_loss(name, setting, num_rows=num_rows)
+        runs.append({"contestant": name, "learning_rate": rate, "batch_size": batch_size, "final_loss": loss})
         print(runs[-1], flush=True)
 
     for rate in rates:
@@ -65,7 +63,9 @@ def main() -> None:
     setting = make_setting(args.model_preset, seconds=0)
     record |= {"num_rows": args.num_rows, "precision": "bf16" if setting.bf16 else "float32"}
     rates = LEARNING_RATES[args.model_preset]
-    record["runs"] = [run for name in OTHERS for run in search(name, setting, rates, num_rows=args.num_rows)]
+    with tempfile.TemporaryDirectory() as directory:
+        setting.output_dir = Path(directory)
+        record["runs"] = [run for name in OTHERS for run in search(name, setting, rates, num_rows=args.num_rows)]
     path = ROOT / f"benchmarks/results/race-settings-{args.model_preset}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
