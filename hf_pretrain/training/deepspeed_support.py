@@ -1,10 +1,12 @@
 """Read the DeepSpeed config of a run. Check for changes that DeepSpeed makes without a message, and repair them."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import other
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging, strtobool
@@ -14,6 +16,10 @@ from .optimizers import optimizer_name
 
 
 logger = logging.get_logger(__name__)
+
+# NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine, which
+# takes a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
+other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
 
 
 def turns_on_deepspeed(args: TrainingArguments) -> bool:
