@@ -8,12 +8,12 @@ once; every other name is imported on its first use.
 from importlib import import_module
 
 from .runtime.help_cache import print_kept_help
-from .runtime.importing import collector_paused
+from .runtime.importing import collector_paused, scipy_deferred
 
 
 # The imports below take seconds.
 print_kept_help()
-with collector_paused():
+with collector_paused(), scipy_deferred():
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from .model import PRESETS, MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel

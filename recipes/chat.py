@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             break
-        if line == "/exit":
+        if line in ("/exit", "/quit"):
             break
         try:
             if line.startswith("/"):

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from accelerate.utils import other as accelerate_other
 from torch.distributed import distributed_c10d
 from transformers import Trainer
 
@@ -83,6 +84,11 @@ def test_trl_and_torch_have_the_names_that_we_use():
         for name in names:
             assert hasattr(trainer, name), f"{trainer.__name__}.{name} is gone; {row(name)}"
     assert hasattr(distributed_c10d, "_get_default_store"), row("_get_default_store")
+
+
+def test_accelerate_asks_for_deepspeed_only_to_recognize_its_engine():
+    calls = re.findall(r"if is_deepspeed_available\(\):\n +(.*)", inspect.getsource(accelerate_other))
+    assert calls == ["from deepspeed import DeepSpeedEngine"], row("is_deepspeed_available")
 
 
 def test_every_private_name_that_we_override_stands_in_the_table():

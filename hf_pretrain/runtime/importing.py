@@ -1,8 +1,11 @@
 """Faster imports of large libraries."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 
 @contextmanager
@@ -23,3 +26,30 @@ def collector_paused() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def scipy_deferred() -> Iterator[None]:
+    """
+    Let the modules that are imported within the block import `linear_sum_assignment` of scipy on its first call.
+
+    NOTE: where scipy is installed, transformers imports it with every model, for the losses of object detection. This
+    takes a quarter of a second.
+    """
+    name = "scipy.optimize"
+    if name in sys.modules:
+        yield
+        return
+    stand_in = ModuleType(name)
+    vars(stand_in)["linear_sum_assignment"] = _linear_sum_assignment
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(*args, **kwargs)

@@ -23,7 +23,7 @@ HELP = """\
 /reset          forget the conversation
 /save FILE      append the conversation to a JSONL file that SFT can read
 /help           show this help
-/exit           leave"""
+/exit, /quit    leave"""
 
 
 class Chat:

@@ -1,10 +1,12 @@
 """Read the DeepSpeed config of a run. Check for changes that DeepSpeed makes without a message, and repair them."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import other
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging, strtobool
@@ -14,6 +16,10 @@ from .optimizers import optimizer_name
 
 
 logger = logging.get_logger(__name__)
+
+# NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine, which
+# takes a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
+other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
 
 
 def turns_on_deepspeed(args: TrainingArguments) -> bool:
@@ -53,7 +59,8 @@ def refill_deepspeed_config(args: TrainingArguments) -> None:
 
 def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> None:
     """
-    Warn about blocks that override the arguments of the run, and refuse what DeepSpeed would do differently.
+    Warn about blocks that override the arguments of the run and about gradients that nothing clips, and refuse what
+    DeepSpeed would do differently.
 
     Raises:
         `ValueError`: for an offloaded optimizer other than AdamW and Adagrad, and for skipped steps.
@@ -65,6 +72,11 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
                 f"The DeepSpeed config has a `{block}` block: it overrides --optim, --learning_rate and "
                 "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
             )
+    if args.max_grad_norm and "gradient_clipping" not in config:
+        logger.warning(
+            f"--max_grad_norm {args.max_grad_norm:g} has no effect, because the DeepSpeed config lacks "
+            '`gradient_clipping`. To clip gradients, set it to "auto" in the config.'
+        )
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
     if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
         # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does

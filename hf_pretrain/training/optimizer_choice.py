@@ -124,7 +124,8 @@ def _find_obstacle(args: "LMTrainingArguments") -> tuple[str, str] | None:
         if name in config:
             # NOTE: DeepSpeed's schedulers give all groups one learning rate, and Muon's matrices need their own.
             return f"the `{name}` block of the DeepSpeed config overrides it", advice
-    clipping = config.get("gradient_clipping", "auto")
+    # Without the key, DeepSpeed does not clip, whatever --max_grad_norm says (`check_deepspeed_config` warns).
+    clipping = config.get("gradient_clipping", 0.0)
     limit = args.max_grad_norm if clipping == "auto" else clipping
     if limit:
         # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping would

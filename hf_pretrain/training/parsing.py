@@ -1,7 +1,8 @@
 """
 The parser of a recipe's flags: a command line and an optional YAML file become instances of dataclasses.
 
-`--config file.yaml` gives defaults, and the command line wins. A key or flag that no dataclass knows is an error.
+`--config file.yaml` gives defaults, and the command line wins. A key or flag that no dataclass knows is an error. A
+value `{bf16: A, float32: B}` depends on the precision of the run.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import yaml
 from transformers.utils import logging
 
 from ..runtime.command_line import RecipeParser
+from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..weights.model_arguments import default_preset
 
 
@@ -51,14 +53,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return content if parent is None else read_config(path.parent / str(parent)) | content
 
 
-def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[str]:
-    """Return a YAML file as command-line words, so that the parser checks its values like typed ones."""
+def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: Any) -> list[str]:
+    """
+    Return a YAML file as command-line words, so that the parser checks its values like typed ones. `typed` holds the
+    arguments of the real command line.
+    """
     argv = []
-    for key, value in read_config(Path(path)).items():
+    content = read_config(Path(path))
+    for key, value in content.items():
         if key not in known_keys and key not in aliases:
             # With a cutoff of 0, there is always a nearest key.
             nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
             raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
+        if isinstance(value, dict) and value.keys() == {"bf16", "float32"}:
+            value = value["bf16" if _trains_in_bf16(typed, content) else "float32"]
         # `--key=value` also works for values that begin with a dash, such as `max_steps: -1`. A key without a value
         # keeps the default.
         if isinstance(value, list):
@@ -66,6 +74,14 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str]) -> list[
         elif value is not None:
             argv.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
     return argv
+
+
+def _trains_in_bf16(typed: Any, content: dict[str, Any]) -> bool:
+    """Return whether a run trains in bf16, by the command line, the YAML file or the device, in this order."""
+    asked = content.get("bf16") if typed.bf16 is None else typed.bf16
+    if asked is not None:
+        return bool(asked)
+    return has_bfloat16_units(default_device_type(use_cpu=typed.use_cpu or content.get("use_cpu", False)))
 
 
 def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] | None = None) -> tuple[Any, ...]:
@@ -92,15 +108,15 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     parser = RecipeParser(dataclass_types, allow_abbrev=False, epilog="--debug shows the traceback of an error, too.")
     known_keys = _known_keys(dataclass_types)
 
-    config = None
+    defaults: list[str] = []
     if "config" in known_keys:
         # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
         # wins because it comes last.
         known, _ = parser.parse_known_args(argv)
         config = known.config or _default_config(known, stage)
-    defaults = (
-        _yaml_to_argv(config, known_keys, _known_aliases(dataclass_types)) + ["--config", config] if config else []
-    )
+        if config:
+            defaults = _yaml_to_argv(config, known_keys, _known_aliases(dataclass_types), known)
+            defaults += ["--config", config]
     namespace, rest = parser.parse_known_args(defaults + argv)
     unknown = [word for word in rest if word.startswith("--")]
     if rest:

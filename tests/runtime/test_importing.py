@@ -1,8 +1,33 @@
 import gc
+import sys
 
 import pytest
 
 from hf_pretrain.runtime.importing import collector_paused
+from tests.invariants.launching import start
+
+
+def test_a_trainer_needs_no_library_of_other_stages():
+    """`unwrap_model` runs in the constructor of every Trainer."""
+    code = """
+        import sys, torch
+        from accelerate import Accelerator
+        from hf_pretrain import MaskedLossTrainer
+        Accelerator(cpu=True).unwrap_model(torch.nn.Linear(1, 1))
+        print(*sys.modules)
+    """
+    modules = set(start([sys.executable, "-c", "if True:" + code], fresh=True).stdout.split())
+    assert "transformers.trainer" in modules
+    assert modules.isdisjoint({"deepspeed", "lm_eval", "matplotlib", "scipy.optimize", "trl"})
+
+
+def test_transformers_finds_scipy_when_it_calls_it():
+    pytest.importorskip("scipy")
+    from transformers.loss.loss_for_object_detection import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment([[4, 1, 3], [2, 0, 5], [3, 2, 2]])
+    assert rows.tolist() == [0, 1, 2] and columns.tolist() == [1, 0, 2]
+    assert hasattr(sys.modules["scipy.optimize"], "minimize")
 
 
 def test_objects_of_the_libraries_are_exempt_from_collection():

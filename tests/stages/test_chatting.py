@@ -161,6 +161,11 @@ def test_the_recipe_answers_once(talker, tmp_path, tools_file):
     assert result.stdout == '(calls) get_weather {"city": "Oslo"}\n', result.stderr[-3000:]
 
 
+def test_quit_ends_the_chat(talker, tmp_path):
+    result = run_recipe(talker, tmp_path, typed="/quit\nhello")
+    assert result.returncode == 0 and result.stdout.endswith("lists the commands.\n> "), result.stderr[-3000:]
+
+
 def test_the_recipe_talks(talker, tmp_path, tools_file):
     # Two bytes that are not UTF-8, as Python represents them.
     lines = [

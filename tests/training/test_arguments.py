@@ -9,6 +9,7 @@ from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.runtime.devices import describe_search, has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import arguments as training_args
+from hf_pretrain.training import parsing
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -39,6 +40,24 @@ def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path):
     assert training.lr_scheduler_kwargs == {"min_lr_rate": 0.2}
     assert training.bf16 is False
     assert training.max_steps == -1
+
+
+@pytest.mark.parametrize(
+    ("words", "extra", "has_units", "steps"),
+    [
+        ([], {}, True, 900),
+        ([], {}, False, 300),
+        (["--bf16", "false"], {}, True, 300),
+        (["--bf16"], {"bf16": False}, False, 900),
+        ([], {"bf16": False}, True, 300),
+        (["--max_steps", "7"], {}, False, 7),
+    ],
+)
+def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatch, words, extra, has_units, steps):
+    for module in (parsing, training_args):
+        monkeypatch.setattr(module, "has_bfloat16_units", lambda device_type: has_units)
+    config = {"max_steps": {"bf16": 900, "float32": 300}} | extra
+    assert parse(tmp_path, *words, config=config)[2].max_steps == steps
 
 
 def test_packing_is_an_older_name_of_packing_strategy(tmp_path):

@@ -73,7 +73,10 @@ def test_adamw_trains_where_muon_is_not_possible(name):
 
 def test_an_explicit_clipping_turns_muon_off_under_deepspeed_only():
     zero2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}, "gradient_clipping": "auto"}
-    for config, limit, preset in ((zero2, None, "muon"), (zero2, 0.0, "muon"), (zero2, 2.0, "adamw")):
+    # DeepSpeed clips only with `gradient_clipping` in its config.
+    without = {"zero_optimization": {"stage": 2}}
+    cases = ((zero2, None, "muon"), (zero2, 0.0, "muon"), (zero2, 2.0, "adamw"), (without, 2.0, "muon"))
+    for config, limit, preset in cases:
         args = launched(config, max_grad_norm=limit)
         choose_optimizer(args)
         assert (args.optim_preset, args.max_grad_norm) == (preset, limit or 0.0)

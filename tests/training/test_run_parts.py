@@ -243,6 +243,15 @@ def test_deepspeed_cannot_skip_steps(tmp_path):
         check_deepspeed_config({}, args)
 
 
+@pytest.mark.parametrize(
+    ("config", "limit", "warns"), [({}, 2.0, True), ({}, 0.0, False), ({"gradient_clipping": 2.0}, 2.0, False)]
+)
+def test_a_limit_that_deepspeed_ignores_gives_a_warning(tmp_path, caplog, config, limit, warns):
+    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True, max_grad_norm=limit)
+    check_deepspeed_config(config, args)
+    assert ("--max_grad_norm 2 has no effect" in caplog.text) == warns
+
+
 # Stopping
 
 
