@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -41,12 +42,22 @@ def scipy_deferred() -> Iterator[None]:
         yield
         return
     stand_in = ModuleType(name)
-    vars(stand_in)["linear_sum_assignment"] = _linear_sum_assignment
+
+    def import_real_module(attribute: str) -> Any:
+        # Python's import system asks for names such as `__path__`.
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        # Whoever needs another name imports the real module, which replaces the stand-in.
+        sys.modules.pop(name, None)
+        return getattr(import_module(name), attribute)
+
+    vars(stand_in).update(linear_sum_assignment=_linear_sum_assignment, __getattr__=import_real_module)
     sys.modules[name] = stand_in
     try:
         yield
     finally:
-        del sys.modules[name]
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
 
 
 def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:

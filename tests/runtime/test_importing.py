@@ -30,6 +30,21 @@ def test_transformers_finds_scipy_when_it_calls_it():
     assert hasattr(sys.modules["scipy.optimize"], "minimize")
 
 
+def test_other_names_of_scipy_come_from_the_real_module():
+    pytest.importorskip("scipy")
+    code = """
+        from hf_pretrain.runtime.importing import scipy_deferred
+        import sys
+        for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
+            del sys.modules[name]
+        with scipy_deferred():
+            from scipy.optimize import linear_sum_assignment
+            from scipy.optimize import minimize
+        print(minimize.__module__, hasattr(sys.modules["scipy.optimize"], "minimize"))
+    """
+    assert start([sys.executable, "-c", "if True:" + code]).stdout.split()[-2:] == ["scipy.optimize._minimize", "True"]
+
+
 def test_objects_of_the_libraries_are_exempt_from_collection():
     """Importing the package created these objects. Collections run again since then."""
     assert gc.isenabled()
