@@ -97,6 +97,7 @@ PROGRAMS: dict[str, Callable[[str, PreTrainedTokenizerFast, int], Dataset]] = {
 
 def peak_rss_bytes() -> int:
     """Return the peak memory of this process or of its largest worker process, whichever is larger."""
+    # Windows has no such module.
     import resource
 
     peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -217,16 +218,16 @@ def main() -> None:
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        *names, num_proc = args.measure
-        print(json.dumps(measure(*names, int(num_proc))))
+        name, path, tokenizer_path, num_proc = args.measure
+        print(json.dumps(measure(name, path, tokenizer_path, int(num_proc))))
         return
 
     made_by = environment()
     made_by["versions"] |= {name: version(name) for name in ("datasets", "tokenizers")}
     documents, _ = load_documents(["embedded"], validation_fraction=0)
     texts = documents.shuffle(seed=0)["text"][:]
-    path = args.output_dir / "preparation.json"
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    record = args.output_dir / "preparation.json"
+    results: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     with tempfile.TemporaryDirectory() as directory:
         tokenizer_path, file = Path(directory, "tokenizer"), Path(directory, "documents.jsonl")
         train_tokenizer(texts).save_pretrained(tokenizer_path)
@@ -238,8 +239,8 @@ def main() -> None:
             results["growth"] = measure_growth(texts, Path(directory), tokenizer_path, args.gigabytes)
             results["growth_made_by"] = made_by
     print_results(results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
