@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -100,9 +101,16 @@ def peak_rss_bytes() -> int:
     # Windows has no such module.
     import resource
 
-    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     # Linux counts KiB, macOS bytes.
-    return max(peaks) * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024
+    own, workers = (
+        resource.getrusage(who).ru_maxrss * unit for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # NOTE: on Linux, `ru_maxrss` also counts the parent's memory that the process had between fork and exec.
+        own = int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) * 1024
+    return max(own, workers)
 
 
 def measure(name: str, path: str, tokenizer_path: str, num_proc: int) -> dict[str, Any]:
