@@ -4,13 +4,14 @@ import json
 import math
 import threading
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from torch.nn.modules.module import register_module_forward_hook
 
-from benchmarks import bench, contestants, programs, race, race_settings
+from benchmarks import bench, contestants, preparation, programs, race, race_settings
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -221,3 +222,37 @@ def test_contestants_compete_in_their_own_processes(tmp_path):
 def test_a_contestant_that_fails_ends_the_race(tmp_path):
     with pytest.raises(RuntimeError, match="ours failed"):
         race.run_together({"ours": ("ours", make_race_setting(tmp_path, recipe=tmp_path / "no.yaml"))})
+        race.run_together(["ours"], make_race_setting(tmp_path, recipe=tmp_path / "no.yaml"))
+
+
+@pytest.mark.slow
+def test_all_programs_prepare_the_same_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    texts = [f"{number} is a number, {number + 1} the next." for number in range(2000)]
+    path = tmp_path / "documents.jsonl"
+    num_documents = preparation.write_documents(texts, path, 150_000)
+    tokenizer = train_tokenizer(texts, vocab_size=300)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    # The texts repeat up to the size of the file.
+    assert num_documents > 2000 and 150_000 <= path.stat().st_size < 150_100
+    written = (texts * 2)[:num_documents]
+    num_tokens = sum(len(ids) for ids in encode_documents(written, tokenizer))
+    runs = {name: prepare(str(path), tokenizer, 1) for name, prepare in preparation.PROGRAMS.items()}
+    found = {name: sum(map(len, rows["input_ids"])) for name, rows in runs.items()}
+    # TRL adds only eos, run_clm.py adds neither bos nor eos and drops the rest of each batch.
+    assert found["ours"] == num_tokens
+    assert found["TRL SFTTrainer"] == num_tokens - num_documents
+    num_batches = math.ceil(num_documents / 1000)
+    assert 0 <= num_tokens - 2 * num_documents - found["run_clm.py"] < num_batches * preparation.MAX_LENGTH
+
+
+def test_memory_is_extrapolated_along_a_line(tmp_path, monkeypatch):
+    def measure_apart(name, path, tokenizer_path, *, num_proc):
+        megabytes = path.stat().st_size / 1e6
+        return {"megabytes": megabytes, "peak_rss_bytes": 1000 + 10 * megabytes}
+
+    monkeypatch.setattr(preparation, "measure_apart", measure_apart)
+    found = preparation.measure_growth(["a text"], tmp_path, tmp_path, [0.0001, 0.0003])
+    assert found["extrapolated_bytes_at_10_gigabytes"] == pytest.approx(1000 + 10 * 10_000)
+    # One line of JSON has 19 bytes.
+    assert found["growth_bytes_per_document"] == pytest.approx(10 * 19e-6)
