@@ -28,6 +28,7 @@ import torch
 from datasets import Dataset
 
 from benchmarks import programs
+from benchmarks.profile_step import profile_step
 from benchmarks.programs import Setting, Steps
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.loading import load_documents
@@ -237,6 +238,10 @@ def print_table(results: dict[str, Any]) -> None:
             f"{result['loader_share']:.2%}"
         )
         print(f"  step time with 8 documents per row instead of 1: {result['growth_with_documents']:+.1%}")
+    for precision, shares in results.get("profile", {}).items():
+        print(f"\nWhere a step of {next(iter(results['sizes']))} spends its time in {precision}")
+        for part, share in shares.items():
+            print(f"  {part:34}{share:6.1%}")
     print(f"\nStep time with experts over a dense model of equal active parameters: {results['cost_of_experts']:.2f}x")
     if "seconds_to_first_step" in results:
         print(f"Start of the recipe to its first step (tiny, cached data): {results['seconds_to_first_step']:.1f} s")
@@ -291,7 +296,15 @@ def main() -> None:
                 result["growth_with_documents"] = growth_with_documents(setting, rounds=args.rounds, steps=args.steps)
                 results["sizes"][f"{size}, rows of {max_length}"] = result
         batch_size = args.tokens_a_step // lengths[0]
+        config = MiniMindConfig(**PRESETS[SIZES[sizes[0]]])
         setting = Setting(documents, tokenizer, config, lengths[0], batch_size, Path(directory), bf16)
+        # The profile counts the time of the CPU, which on a GPU only launches kernels.
+        if not torch.cuda.is_available():
+            # A CPU without bf16 units has one precision.
+            results["profile"] = {
+                precision: profile_step(replace(setting, bf16=precision == "bf16"), steps=args.steps)
+                for precision in dict.fromkeys((fastest_precision(), "float32"))
+            }
         results["cost_of_experts"] = cost_of_experts(setting, rounds=args.rounds, steps=args.steps)
     # On a GPU, the recipe's first step includes compilation.
     if not torch.cuda.is_available():

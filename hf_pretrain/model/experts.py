@@ -135,11 +135,15 @@ class MiniMindExperts(nn.Module):
             `torch.Tensor` of shape `(num_tokens, hidden_size)`.
         """
         output = torch.zeros_like(hidden_states)
+        # `unbind` writes the gradients of all experts in one pass. Indexing would write a gradient of the whole
+        # parameter for each expert, zero outside of its slice.
+        dtype = compute_dtype(hidden_states)
+        gate_up_projs, down_projs = self.gate_up_proj.to(dtype).unbind(), self.down_proj.to(dtype).unbind()
         for expert in range(self.num_experts):
             # Every expert runs, possibly on no tokens: under ZeRO-3 a rank that skips one makes the others hang.
             tokens, slots = torch.where(top_k_index == expert)
-            gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, dim=-1)
-            expert_output = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            gate, up = F.linear(hidden_states[tokens], gate_up_projs[expert]).chunk(2, dim=-1)
+            expert_output = F.linear(self.act_fn(gate) * up, down_projs[expert])
             output = output.index_add(0, tokens, (expert_output * top_k_weights[tokens, slots, None]).type_as(output))
         return output
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from ..model.experts import MiniMindExperts
 from ..model.loss import MAX_LOGITS
@@ -35,6 +36,7 @@ except ImportError:
     # Windows has no such module.
     resource = None  # type: ignore[assignment]
 
+logger = logging.get_logger(__name__)
 
 # FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first match wins, so "H100 PCIe" must stand
 # before "H100".
@@ -123,14 +125,18 @@ class PeakRate:
         Return the peak in FLOP/s. The first ten calls measure it once more on a CPU.
 
         Args:
-            reached (`float`): FLOP/s that the run has reached. A measured peak is never lower.
+            reached (`float`): FLOP/s that the run has reached. The peak is never lower.
         """
-        if self._known is None:
-            self.flops_per_second = max(self.flops_per_second, reached)
-            if self._num_measurements_left > 0:
-                self._num_measurements_left -= 1
-                rate = measure_gemm_rate(self.device, self.dtype, num_products=2)
-                self.flops_per_second = max(self.flops_per_second, rate)
+        if self._num_measurements_left > 0:
+            self._num_measurements_left -= 1
+            rate = measure_gemm_rate(self.device, self.dtype, num_products=2)
+            self.flops_per_second = max(self.flops_per_second, rate)
+        if self._known is not None and reached > self._known:
+            logger.warning_once(
+                f"The run reaches {reached:.3g} FLOP/s, more than the {self._known:.3g} in the table "
+                "PEAK_FLOPS_PER_SECOND for this GPU. mfu is therefore 100 % at most. Please report the GPU's name."
+            )
+        self.flops_per_second = max(self.flops_per_second, reached)
         return self.flops_per_second
 
 
