@@ -26,9 +26,9 @@ from hf_pretrain.model.modeling_minimind import (
     MiniMindExperts,
     MiniMindLMHead,
     MiniMindMLP,
+    MiniMindRMSNorm,
     MiniMindTopKRouter,
 )
-from hf_pretrain.model.norm import MiniMindRMSNorm
 
 
 MATRIX_PRODUCTS, CASTS = "matrix products of the layers", "casts of weights"

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import initialization as init
@@ -35,9 +36,27 @@ from .configuration_minimind import MiniMindConfig
 # `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
 from .experts import MiniMindExperts, MiniMindMLP, MiniMindSparseMoeBlock, MiniMindTopKRouter
 from .loss import find_documents, linear_masked_cross_entropy, masked_cross_entropy, prediction_weights, router_loss
-from .norm import MiniMindRMSNorm
 from .packed_attention import compute_dtype, eager_attention_forward, find_visible
 from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_pos_cis
+
+
+class MiniMindRMSNorm(nn.Module):
+    """RMSNorm: `weight * x / sqrt(mean(x ** 2) + eps)`, in float32 (https://huggingface.co/papers/1910.07467)."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; the result has the dtype that the next matrix product uses."""
+        # Compute in the weight's dtype, which under autocast is float32.
+        normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        # Cast once here. Autocast would cast again for each projection that reads the result.
+        return normed.to(compute_dtype(normed))
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
 class MiniMindAttention(nn.Module):
