@@ -119,6 +119,8 @@ class Run:
         self.setting, self.barrier, self.num_steps, self.max_seconds = setting, barrier, num_steps, max_seconds
         self.due = {round(num_steps * (i + 1) / num_validations) for i in range(num_validations)}
         self.curve: Curve = []
+        # The number of steps before each point of the curve.
+        self.steps: list[int] = []
         self.seconds, self.num_done, self.resumed = 0.0, 0, 0.0
 
     def begin(self, model: nn.Module) -> None:
@@ -145,6 +147,7 @@ class Run:
         loss = validation_loss(partial(logits_of, model), setting.validation, device=setting.device, bf16=setting.bf16)
         model.train()
         self.curve.append((self.seconds, loss))
+        self.steps.append(self.num_done)
 
 
 class RunCallback(TrainerCallback):

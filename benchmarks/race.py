@@ -1,7 +1,7 @@
 """
 Time to reach a validation loss, measured side by side: `make race`, or
 
-    python -m benchmarks.race --minutes 7 --seeds 3
+    python -m benchmarks.race --minutes 6 --seeds 3
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
     python -m benchmarks.race --minutes 4 --seeds 1 --leave_out
 
@@ -49,22 +49,21 @@ from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import read_config
 
 
-# Flags of `ours` in addition to the YAML file of its preset, which is made for one GPU. A step of 64 rows would take
-# minutes on two cores.
+# Flags of `ours` on a CPU in addition to the YAML file of its preset, which is made for one GPU: a step of 64 rows would
+# take minutes on two cores.
 FLAGS: dict[str, dict[str, Any]] = {"tiny": {}, "minimind2-small": {"per_device_train_batch_size": 8}}
 # Flags of `ours` without one of its parts, for `--leave_out`.
 PARTS: dict[str, dict[str, Any]] = {
     "packing": {"packing_strategy": "none"},
-    "packed attention": {"attn_implementation": "sdpa"},
+    "our attention": {"attn_implementation": "sdpa"},
     "Muon": {"optim_preset": "adamw"},
-    "cosine": {"lr_scheduler_type": "constant_with_warmup"},
-    "initialization": {"config_overrides": "initializer_range=0.02,zero_init_residual=False"},
+    "decay": {"lr_scheduler_type": "constant_with_warmup"},
+    "our first weights": {"config_overrides": "initializer_range=0.02,zero_init_residual=False"},
 }
 # Tokens per row of all contestants.
 MAX_LENGTHS = {"tiny": 256, "minimind2-small": 512}
-# Shares of the steps of `ours`. It also trains with schedules that end so early: who wants only the loss of another
-# contestant would choose a short run, and the loss in the middle of a long run is higher. There are as many as
-# contestants, so that they share the cores equally.
+# Shares of the steps of `ours`. It also trains with schedules that end so early, because a user would choose a short
+# run to reach only the loss of another contestant. In the middle of a long run, the learning rate has not decayed yet.
 SHORTER = {"ours, 1/2": 1 / 2, "ours, 1/4": 1 / 4, "ours, 1/8": 1 / 8, "ours, 1/16": 1 / 16}
 NUM_VALIDATIONS = 12
 # Evenly spaced documents of the validation set. The mean over more of them would take long to compute on a CPU.
@@ -79,8 +78,14 @@ Race = dict[str, dict[str, Any]]
 
 
 def best_settings(preset: str) -> dict[str, dict[str, Any]]:
-    """Return the learning rate and batch size of each other contestant that `race_settings.py` found best."""
-    record = json.loads((ROOT / f"benchmarks/results/race-settings-{preset}.json").read_text(encoding="utf-8"))
+    """
+    Return the learning rate and batch size of each other contestant that `race_settings.py` found best. Raise
+    `ValueError` if it has not run yet.
+    """
+    path = ROOT / f"benchmarks/results/race-settings-{preset}.json"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing. Run python -m benchmarks.race_settings --model_preset {preset} first.")
+    record = json.loads(path.read_text(encoding="utf-8"))
     best: dict[str, dict[str, Any]] = {}
     for run in sorted(record["runs"], key=lambda run: run["final_loss"]):
         best.setdefault(run["contestant"], {name: run[name] for name in ("learning_rate", "batch_size")})
@@ -117,7 +122,7 @@ def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]
         num_steps = max(2, round(setting.seconds / step_seconds))
     run = Run(setting, barrier, num_steps=num_steps, num_validations=NUM_VALIDATIONS)
     CONTESTANTS[name](setting, run)
-    return {"num_steps": num_steps, "curve": run.curve}
+    return {"num_steps": num_steps, "steps": run.steps, "curve": run.curve}
 
 
 def take_part(label: str, entry: Entry, cores: list[int], barrier: Barrier, results: Any, is_over: Event) -> None:
@@ -184,6 +189,29 @@ def run_race(entries: dict[str, Entry]) -> Race:
     for label, (name, setting) in entries.items():
         race |= run_together({label: (name, replace(setting, seconds=setting.seconds / len(entries)))})
     return race
+
+
+def run_shorter(setting: RaceSetting, ours: dict[str, Any]) -> Race:
+    """
+    Train `ours` with shorter schedules. A step counts as many seconds as in the race, because the machine may be
+    faster or slower by now.
+
+    Args:
+        setting ([`RaceSetting`]): setting of `ours`.
+        ours (`dict`): result of `ours` in the race.
+    """
+    found = run_race(
+        {
+            name: ("ours", replace(setting, num_steps=max(1, round(share * ours["num_steps"]))))
+            for name, share in SHORTER.items()
+        }
+    )
+    # The clock of the race starts after the first step.
+    step_seconds = ours["curve"][-1][0] / (ours["num_steps"] - 1)
+    for result in found.values():
+        losses = [loss for _, loss in result["curve"]]
+        result["curve"] = [(step * step_seconds, loss) for step, loss in zip(result["steps"], losses, strict=True)]
+    return found
 
 
 def seconds_to_reach(curve: Curve, loss: float) -> float:
@@ -258,7 +286,7 @@ def plot(races: list[Race], path: Path, *, title: str) -> None:
     figure.savefig(path)
 
 
-def make_setting(preset: str, *, seconds: float, seed: int = 0) -> RaceSetting:
+def make_setting(preset: str, *, seconds: float) -> RaceSetting:
     """Return what all contestants share. The learning rate and the batch size are placeholders."""
     documents, validation = load_documents(["embedded"], validation_fraction=0.01)
     tokenizer = load_or_train_tokenizer(None, documents, vocab_size=6400)
@@ -272,9 +300,8 @@ def make_setting(preset: str, *, seconds: float, seed: int = 0) -> RaceSetting:
         batch_size=1,
         output_dir=Path(tempfile.gettempdir()),
         bf16=fastest_precision() == "bf16",
-        seed=seed,
         recipe=ROOT / f"recipes/{preset}/pretrain.yaml",
-        flags=FLAGS[preset],
+        flags={} if torch.cuda.is_available() else FLAGS[preset],
         seconds=seconds,
         validation=[ids[:length] for ids in encode_documents(validation[places]["text"], tokenizer)],
     )
@@ -290,42 +317,35 @@ def main() -> None:
         help="Training time of all seeds together. The shorter runs add half of it.",
     )
     parser.add_argument("--seeds", type=int, default=3, help="Number of races. Each has its own seed.")
-    parser.add_argument(
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
         "--upstream",
         type=Path,
         help="Checkout of MiniMind, whose model and data set replace the loop like MiniMind's.",
     )
-    parser.add_argument("--leave_out", action="store_true", help="Compare `ours` with itself without one part each.")
+    others.add_argument("--leave_out", action="store_true", help="Compare `ours` with itself without one part each.")
     args = parser.parse_args()
     if args.upstream is not None and not (args.upstream / "model").is_dir():
         parser.error(f"--upstream {args.upstream} has no folder `model`. Pass a checkout of MiniMind.")
     # Ask git first: writing the plot changes the work tree, and the commit would become `-dirty`.
     record = environment()
 
+    best = {} if args.leave_out else best_settings(args.model_preset)
     setting = make_setting(args.model_preset, seconds=60 * args.minutes / args.seeds)
-    if args.leave_out:
-        entries = without_parts(setting)
-    else:
-        entries = entries_of(setting, best_settings(args.model_preset), upstream=args.upstream)
+    entries = without_parts(setting) if args.leave_out else entries_of(setting, best, upstream=args.upstream)
     races: list[Race] = []
     for seed in range(args.seeds):
         print(f"seed {seed + 1} of {args.seeds}", file=sys.stderr)
         race = run_race({name: (kind, replace(own, seed=seed)) for name, (kind, own) in entries.items()})
         if not args.leave_out:
-            num_steps = race["ours"]["num_steps"]
-            race |= run_race(
-                {
-                    name: ("ours", replace(setting, seed=seed, num_steps=max(2, round(share * num_steps))))
-                    for name, share in SHORTER.items()
-                }
-            )
+            race |= run_shorter(replace(setting, seed=seed), race["ours"])
         races.append(race)
     print(report(races))
     record["settings"] = {
         "minutes": args.minutes,
         "precision": "bf16" if setting.bf16 else "float32",
         "ours": read_config(setting.recipe) | setting.flags,
-        "others": {} if args.leave_out else best_settings(args.model_preset),
+        "others": best,
         "upstream": git_commit(args.upstream) if args.upstream else None,
     }
     record["seeds"] = races

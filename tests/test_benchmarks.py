@@ -235,14 +235,53 @@ def test_ours_competes_with_the_best_settings_of_others_or_with_itself(tmp_path)
     assert entries["without Muon"][1].flags == {"max_steps": 3, "optim_preset": "adamw"}
 
 
-@pytest.mark.parametrize("part", race.PARTS)
-def test_ours_trains_without_each_part(tmp_path, part):
-    setting = race.without_parts(make_race_setting(tmp_path, flags={"config_overrides": TOY}))[f"without {part}"][1]
-    if "config_overrides" in race.PARTS[part]:
-        setting.flags["config_overrides"] += f",{TOY}"
-    run = contestants.Run(setting, threading.Barrier(1), num_steps=10, num_validations=1)
-    contestants.ours(setting, run)
-    assert run.curve[-1][1] < run.curve[0][1] - 0.05
+def test_shorter_runs_count_the_seconds_of_the_race(tmp_path, monkeypatch):
+    # 15 of 16 steps are timed, at 2 s a step.
+    ours = {"num_steps": 16, "curve": [(0.0, 6.0), (30.0, 4.0)]}
+
+    def fake(entries):
+        return {
+            name: {"num_steps": own.num_steps, "steps": [0, own.num_steps], "curve": [(0.0, 6.0), (1.0, 5.0)]}
+            for name, (_, own) in entries.items()
+        }
+
+    monkeypatch.setattr(race, "run_together", fake)
+    found = race.run_shorter(make_race_setting(tmp_path), ours)
+    assert {name: result["num_steps"] for name, result in found.items()} == dict(
+        zip(race.SHORTER, (8, 4, 2, 1), strict=True)
+    )
+    assert [result["curve"][-1] for result in found.values()] == [(16.0, 5.0), (8.0, 5.0), (4.0, 5.0), (2.0, 5.0)]
+
+
+@pytest.mark.parametrize("preset", ["tiny"])
+def test_the_searched_settings_are_recorded(preset):
+    assert list(race.best_settings(preset)) == list(contestants.OTHERS)
+
+
+def test_a_race_without_searched_settings_says_what_to_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(race, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="Run python -m benchmarks.race_settings --model_preset tiny first"):
+        race.best_settings("tiny")
+
+
+def test_without_a_part_exactly_that_part_is_missing(tmp_path, monkeypatch):
+    trainers = []
+    monkeypatch.setattr(contestants, "train", lambda trainer, run: trainers.append(trainer))
+    found = {}
+    for label, (_, setting) in race.without_parts(make_race_setting(tmp_path)).items():
+        # The recipe of the test has overrides of its own.
+        setting.flags["config_overrides"] = ",".join([TOY, *filter(None, [setting.flags.get("config_overrides")])])
+        contestants.ours(setting, contestants.Run(setting, threading.Barrier(1), num_steps=2))
+        trainer = trainers[-1]
+        has = {
+            "packing": any(len(lengths) > 1 for lengths in trainer.train_dataset["seq_lengths"]),
+            "our attention": trainer.model.config._attn_implementation == "packed",
+            "Muon": trainer.args.optim_preset == "muon",
+            "decay": trainer.args.lr_scheduler_type == "cosine_with_min_lr",
+            "our first weights": not trainer.model.model.layers[0].self_attn.o_proj.weight.any(),
+        }
+        found[label] = {part for part, is_there in has.items() if not is_there}
+    assert found == {"ours": set()} | {f"without {part}": {part} for part in race.PARTS}
 
 
 @pytest.mark.slow
@@ -260,7 +299,6 @@ def test_contestants_compete_in_their_own_processes(tmp_path):
 def test_a_contestant_that_fails_ends_the_race(tmp_path):
     with pytest.raises(RuntimeError, match="ours failed"):
         race.run_together({"ours": ("ours", make_race_setting(tmp_path, recipe=tmp_path / "no.yaml"))})
-        race.run_together(["ours"], make_race_setting(tmp_path, recipe=tmp_path / "no.yaml"))
 
 
 @pytest.mark.slow

@@ -135,9 +135,9 @@ class MiniMindExperts(nn.Module):
             `torch.Tensor` of shape `(num_tokens, hidden_size)`.
         """
         output = torch.zeros_like(hidden_states)
+        dtype = compute_dtype(hidden_states)
         # `unbind` writes the gradients of all experts in one pass. Indexing would write a gradient of the whole
         # parameter for each expert, zero outside of its slice.
-        dtype = compute_dtype(hidden_states)
         gate_up_projs, down_projs = self.gate_up_proj.to(dtype).unbind(), self.down_proj.to(dtype).unbind()
         for expert in range(self.num_experts):
             # Every expert runs, possibly on no tokens: under ZeRO-3 a rank that skips one makes the others hang.

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -38,26 +39,32 @@ def scipy_deferred() -> Iterator[None]:
     takes a quarter of a second.
     """
     name = "scipy.optimize"
-    if name in sys.modules:
+    spec = None if name in sys.modules or find_spec("scipy") is None else find_spec(name)
+    if spec is None:
         yield
         return
     stand_in = ModuleType(name)
 
+    def remove() -> None:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
     def import_real_module(attribute: str) -> Any:
-        # Python's import system asks for names such as `__path__`.
+        # Python's import system asks for names such as `__file__`.
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        # Whoever needs another name imports the real module, which replaces the stand-in.
-        sys.modules.pop(name, None)
+        # Any other name comes from the real module, which replaces the stand-in.
+        remove()
         return getattr(import_module(name), attribute)
 
-    vars(stand_in).update(linear_sum_assignment=_linear_sum_assignment, __getattr__=import_real_module)
+    # With a path, submodules can be imported.
+    own = {"__path__": spec.submodule_search_locations, "__getattr__": import_real_module}
+    vars(stand_in).update(own, linear_sum_assignment=_linear_sum_assignment)
     sys.modules[name] = stand_in
     try:
         yield
     finally:
-        if sys.modules.get(name) is stand_in:
-            del sys.modules[name]
+        remove()
 
 
 def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,8 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
                 f"The DeepSpeed config has a `{block}` block: it overrides --optim, --learning_rate and "
                 "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
             )
-    if args.max_grad_norm and "gradient_clipping" not in config:
+    is_default = "max_grad_norm" in getattr(args, "left_out", ())
+    if args.max_grad_norm and not is_default and "gradient_clipping" not in config:
         logger.warning(
             f"--max_grad_norm {args.max_grad_norm:g} has no effect, because the DeepSpeed config lacks "
             '`gradient_clipping`. To clip gradients, set it to "auto" in the config.'

@@ -125,17 +125,19 @@ class PeakRate:
         Return the peak in FLOP/s. The first ten calls measure it once more on a CPU.
 
         Args:
-            reached (`float`): FLOP/s that the run has reached. The peak is never lower.
+            reached (`float`): FLOP/s that the run has reached. The result is never lower.
         """
+        if self._known is not None:
+            if reached > self._known:
+                logger.warning_once(
+                    f"The run reaches {reached:.3g} FLOP/s, and the data sheet of this GPU says {self._known:.3g}. "
+                    "mfu shows 100 % instead."
+                )
+            return max(self._known, reached)
         if self._num_measurements_left > 0:
             self._num_measurements_left -= 1
             rate = measure_gemm_rate(self.device, self.dtype, num_products=2)
             self.flops_per_second = max(self.flops_per_second, rate)
-        if self._known is not None and reached > self._known:
-            logger.warning_once(
-                f"The run reaches {reached:.3g} FLOP/s, more than the {self._known:.3g} in the table "
-                "PEAK_FLOPS_PER_SECOND for this GPU. mfu is therefore 100 % at most. Please report the GPU's name."
-            )
         self.flops_per_second = max(self.flops_per_second, reached)
         return self.flops_per_second
 

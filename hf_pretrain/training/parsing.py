@@ -65,7 +65,9 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: A
             # With a cutoff of 0, there is always a nearest key.
             nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
             raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
-        if isinstance(value, dict) and value.keys() == {"bf16", "float32"}:
+        if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
+            if value.keys() != {"bf16", "float32"}:
+                raise ValueError(f"{path}: `{key}` depends on the precision and must have the keys bf16 and float32.")
             value = value["bf16" if _trains_in_bf16(typed, content) else "float32"]
         # `--key=value` also works for values that begin with a dash, such as `max_steps: -1`. A key without a value
         # keeps the default.
@@ -78,6 +80,8 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: A
 
 def _trains_in_bf16(typed: Any, content: dict[str, Any]) -> bool:
     """Return whether a run trains in bf16, by the command line, the YAML file or the device, in this order."""
+    if typed.fp16 or content.get("fp16"):
+        return False
     asked = content.get("bf16") if typed.bf16 is None else typed.bf16
     if asked is not None:
         return bool(asked)
