@@ -111,9 +111,8 @@ def _find_parts(events: list[FunctionEvent]) -> dict[str, float]:
         return ""
 
     for event in events:
-        # An operator without a backward pass has the number of the next one that has it, so the last one counts.
-        if event.scope != 1 and event.sequence_nr >= 0:
-            part_of[event.sequence_nr] = find(event)
+        if event.scope != 1 and event.sequence_nr >= 0 and (part := find(event)):
+            part_of.setdefault(event.sequence_nr, part)
     seconds: dict[str, float] = defaultdict(float)
     for event in events:
         part = find(event)

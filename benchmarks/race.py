@@ -49,8 +49,8 @@ from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import read_config
 
 
-# Flags of `ours` on a CPU in addition to the YAML file of its preset, which is made for one GPU: a step of 64 rows would
-# take minutes on two cores.
+# Flags of `ours` on a CPU, in addition to the YAML file of its preset. The file is made for a GPU: a step of 64 rows
+# would take minutes on two cores.
 FLAGS: dict[str, dict[str, Any]] = {"tiny": {}, "minimind2-small": {"per_device_train_batch_size": 8}}
 # Flags of `ours` without one of its parts, for `--leave_out`.
 PARTS: dict[str, dict[str, Any]] = {

@@ -269,6 +269,7 @@ def test_without_a_part_exactly_that_part_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(contestants, "train", lambda trainer, run: trainers.append(trainer))
     found = {}
     for label, (_, setting) in race.without_parts(make_race_setting(tmp_path)).items():
+        setting.flags["max_length"] = 128
         # The recipe of the test has overrides of its own.
         setting.flags["config_overrides"] = ",".join([TOY, *filter(None, [setting.flags.get("config_overrides")])])
         contestants.ours(setting, contestants.Run(setting, threading.Barrier(1), num_steps=2))
