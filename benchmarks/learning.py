@@ -38,11 +38,11 @@ from hf_pretrain.training.optimizers import default_learning_rate
 from hf_pretrain.weights.model_arguments import parse_fields
 
 
-# What the default of pretraining adds to plain Muon, and the config field or constant without it.
+# What the default of pretraining adds to plain Muon, and the config field or the name of `optimizers.py` without it.
 INGREDIENTS: dict[str, dict[str, Any]] = {
     "zero init": {"fields": {"zero_init_residual": False}},
-    "lower momentum": {"constants": {"MOMENTUM": 0.95}},
-    "embedding rate": {"constants": {"EMBEDDING_RATE": 1.0}},
+    "lower momentum": {"replacements": {"MOMENTUM": 0.95}},
+    "embedding rate": {"replacements": {"embedding_factor": lambda hidden_size: 1.0}},
 }
 
 
@@ -79,15 +79,15 @@ def main() -> None:
     left_out = [None, *(INGREDIENTS if "all" in args.leave_out else args.leave_out)]
     for combination in itertools.product(*values):
         for ingredient in left_out:
-            if "adamw" in combination and "constants" in INGREDIENTS.get(ingredient, {}):
-                # The constants are Muon's.
+            if "adamw" in combination and "replacements" in INGREDIENTS.get(ingredient, {}):
+                # They are Muon's.
                 continue
             settings = dict(zip(names, combination, strict=True))
             rate = default_learning_rate(settings["optim_preset"], fields["hidden_size"])
             settings["learning_rate"] = settings.pop("rate_factor") * rate
             without = INGREDIENTS.get(ingredient, {})
             config = MiniMindConfig(**fields | without.get("fields", {}))
-            record = run(config, rows, eval_rows, tokenizer, settings, constants=without.get("constants", {}))
+            record = run(config, rows, eval_rows, tokenizer, settings, replacements=without.get("replacements", {}))
             record |= {"config_overrides": args.config_overrides, "left_out": ingredient}
             record |= {"max_length": args.max_length, **made_by}
             # Write after each run, so that an interrupted search keeps its results.
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def run(
-    config: MiniMindConfig, rows, eval_rows, tokenizer, settings: dict[str, Any], *, constants: dict[str, float]
+    config: MiniMindConfig, rows, eval_rows, tokenizer, settings: dict[str, Any], *, replacements: dict[str, Any]
 ) -> dict[str, Any]:
     """
     Train once, and return the settings with the validation metrics, tokens and seconds.
@@ -105,14 +105,14 @@ def run(
     Args:
         config ([`MiniMindConfig`]): shape of the model.
         settings (`dict`): training arguments.
-        constants (`dict`): constants of `training/optimizers.py` that differ.
+        replacements (`dict`): names in `training/optimizers.py` and what they stand for instead.
     """
     # All settings start from the same random draws.
     torch.manual_seed(settings["seed"])
     model = MiniMindForCausalLM(config)
     model.set_attn_implementation("packed")
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        for name, value in constants.items():
+        for name, value in replacements.items():
             stack.enter_context(mock.patch.object(optimizers, name, value))
         trainer = MaskedLossTrainer(
             model=model,

@@ -24,10 +24,8 @@ OPTIM_PRESETS = ("adamw", "muon")
 # fast. In return, the iteration ends near 1 instead of exactly at 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
-# Momentum of Muon's matrices, and AdamW's learning rate of the embedding as a multiple of the learning rate. Both won
-# the comparison of `benchmarks/learning.py --leave_out all`.
+# Momentum of Muon's matrices. It won the comparison of `benchmarks/learning.py --leave_out all`.
 MOMENTUM = 0.85
-EMBEDDING_RATE = 2.5
 # Number of elements to orthogonalize at a time. This bounds the memory for gathered copies of sharded matrices.
 MAX_ELEMENTS = 2**24
 
@@ -54,6 +52,16 @@ def default_learning_rate(optimizer: str, hidden_size: int) -> float:
     return 8e-3 * scale**0.5 if optimizer == "muon" else 4e-3 * scale**1.5
 
 
+def embedding_factor(hidden_size: int) -> float:
+    """
+    Return the learning rate of the embedding beside Muon, as a multiple of Muon's: 2.5 at width 192.
+
+    It is five times AdamW's default, and falls with the width as that does. At width 512, the factor of 2.5 ended higher
+    than a factor of 1 (`benchmarks/results/learning-minimind2-small.json`).
+    """
+    return 5 * default_learning_rate("adamw", hidden_size) / default_learning_rate("muon", hidden_size)
+
+
 def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
     """
     Return whether Muon trains a parameter. It trains the matrices of the layers, including stacked experts.
@@ -76,7 +84,7 @@ def muon_parameter_groups(model: nn.Module, *, learning_rate: float, weight_deca
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            rate = learning_rate * (EMBEDDING_RATE if "embed_tokens" in name else 1.0)
+            rate = learning_rate * (embedding_factor(parameter.shape[-1]) if "embed_tokens" in name else 1.0)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
             groups[is_matrix_of_muon(name, parameter), rate, decay, mesh].append(parameter)
     return [
