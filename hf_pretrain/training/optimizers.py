@@ -56,7 +56,7 @@ def embedding_factor(hidden_size: int) -> float:
     """
     Return the learning rate of the embedding beside Muon, as a multiple of Muon's: 2.5 at width 192.
 
-    It is five times AdamW's default, and falls with the width as that does. At width 512, the factor of 2.5 ended higher
+    It is five times AdamW's default, and falls with the width as that does. At width 512, a factor of 2.5 ended higher
     than a factor of 1 (`benchmarks/results/learning-minimind2-small.json`).
     """
     return 5 * default_learning_rate("adamw", hidden_size) / default_learning_rate("muon", hidden_size)
@@ -80,17 +80,25 @@ def muon_parameter_groups(model: nn.Module, *, learning_rate: float, weight_deca
         learning_rate (`float`): learning rate of all groups but the embedding.
         weight_decay (`float`): weight decay of matrices.
     """
-    groups: dict[tuple[bool, float, float, Any], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, bool, float, Any], list[nn.Parameter]] = defaultdict(list)
+    embedding_rate = learning_rate
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            rate = learning_rate * (embedding_factor(parameter.shape[-1]) if "embed_tokens" in name else 1.0)
+            is_embedding = "embed_tokens" in name
+            if is_embedding:
+                embedding_rate = learning_rate * embedding_factor(parameter.shape[-1])
             decay = weight_decay if parameter.ndim >= 2 else 0.0
-            groups[is_matrix_of_muon(name, parameter), rate, decay, mesh].append(parameter)
+            groups[is_matrix_of_muon(name, parameter), is_embedding, decay, mesh].append(parameter)
     return [
-        {"params": parameters, "use_muon": use_muon, "lr": rate, "weight_decay": decay}
+        {
+            "params": parameters,
+            "use_muon": use_muon,
+            "lr": embedding_rate if is_embedding else learning_rate,
+            "weight_decay": decay,
+        }
         # Trainer logs the learning rate of the first group, which must not be the embedding's.
-        for (use_muon, rate, decay, _), parameters in sorted(groups.items(), key=lambda item: item[0][:3])
+        for (use_muon, is_embedding, decay, _), parameters in sorted(groups.items(), key=lambda item: item[0][:3])
     ]
 
 
