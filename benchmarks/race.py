@@ -1,7 +1,7 @@
 """
 Time to reach a validation loss, measured side by side: `make race`, or
 
-    python -m benchmarks.race --minutes 6 --seeds 3
+    python -m benchmarks.race --minutes 5 --seeds 3
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
     python -m benchmarks.race --minutes 4 --seeds 1 --leave_out
 
