@@ -54,12 +54,12 @@ def default_learning_rate(optimizer: str, hidden_size: int) -> float:
 
 def embedding_factor(hidden_size: int) -> float:
     """
-    Return the learning rate of the embedding beside Muon, as a multiple of Muon's: 2.5 at width 192.
+    Return the learning rate of the embedding beside Muon, as a multiple of Muon's: 2.5 up to width 192.
 
-    It is five times AdamW's default, and falls with the width as that does. At width 512, a factor of 2.5 ended higher
-    than a factor of 1 (`benchmarks/results/learning-minimind2-small.json`).
+    AdamW trains the embedding, so for larger widths its rate falls as AdamW's default does. At width 512, a factor of
+    2.5 ended higher than a factor of 1 (`benchmarks/results/learning-minimind2-small.json`).
     """
-    return 5 * default_learning_rate("adamw", hidden_size) / default_learning_rate("muon", hidden_size)
+    return 2.5 * min(1.0, 192 / hidden_size)
 
 
 def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
