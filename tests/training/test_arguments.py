@@ -1,5 +1,7 @@
 """The command line: defaults, YAML files and refused values."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
@@ -58,6 +60,20 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
         monkeypatch.setattr(module, "has_bfloat16_units", lambda device_type: has_units)
     config = {"max_steps": {"bf16": 900, "float32": 300}} | extra
     assert parse(tmp_path, *words, config=config)[2].max_steps == steps
+
+
+def test_fp16_is_not_bf16(monkeypatch):
+    """A CPU refuses --fp16, so no whole command line is parsed here."""
+    monkeypatch.setattr(parsing, "has_bfloat16_units", lambda device_type: True)
+    typed = SimpleNamespace(fp16=False, bf16=None, use_cpu=False)
+    assert parsing._trains_in_bf16(typed, {})
+    assert not parsing._trains_in_bf16(typed, {"fp16": True})
+    assert not parsing._trains_in_bf16(SimpleNamespace(**vars(typed) | {"fp16": True}), {})
+
+
+def test_a_value_for_one_precision_alone_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`max_steps` depends on the precision and must have the keys"):
+        parse(tmp_path, config={"max_steps": {"bf16": 900}})
 
 
 def test_packing_is_an_older_name_of_packing_strategy(tmp_path):
