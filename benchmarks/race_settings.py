@@ -4,23 +4,28 @@ Search the learning rate and the batch size of each contestant of `race.py` but 
     python -m benchmarks.race_settings --num_rows 1280
     python -m benchmarks.race_settings --model_preset minimind2-small --num_rows 384
 
-Each contestant first tries the learning rates with 8 rows per step, and then the other batch sizes with its best
-learning rate. All runs train on the same number of rows, so the result does not depend on the speed of the machine.
-Choose about as many as a contestant trains on in the race. The script writes all runs to
-`benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best.
+Each contestant first tries learning rates with 8 rows per step, and then batch sizes with its best learning rate.
+While the smallest or the largest value of a search is the best, the search goes on beyond it. All runs train on the
+same number of rows, so the result does not depend on the speed of the machine. Choose about as many as a contestant
+trains on in the race. The script writes all runs to `benchmarks/results/race-settings-<preset>.json`, where `race.py`
+finds the best.
 """
 
 import argparse
 import json
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.bench import ROOT, environment
 from benchmarks.contestants import CONTESTANTS, OTHERS, RaceSetting, Run
 from benchmarks.race import MAX_LENGTHS, make_setting
 
+
+# A learning rate or a batch size.
+Value = TypeVar("Value", int, float)
 
 LEARNING_RATES = {"tiny": (2e-3, 4e-3, 8e-3), "minimind2-small": (5e-4, 1e-3, 2e-3)}
 BATCH_SIZE = 8
@@ -35,21 +40,41 @@ def final_loss(name: str, setting: RaceSetting, *, num_rows: int) -> float:
     return run.curve[-1][1]
 
 
+def search_beyond_edges(losses: dict[Value, float], try_out: Callable[[Value], float]) -> Value:
+    """
+    Return the value with the lowest loss. While it is the smallest or the largest, try its half or its double. A batch
+    size stays at least 1.
+
+    Args:
+        losses (`dict`): losses of the first values. The others are added to it.
+        try_out (`Callable`): returns the loss of a value.
+    """
+    while True:
+        best = min(losses, key=lambda value: losses[value])
+        if best == max(losses):
+            further = 2 * best
+        elif best == min(losses) and best != 1:
+            further = best // 2 if isinstance(best, int) else best / 2
+        else:
+            return best
+        losses[further] = try_out(further)
+
+
 def search(name: str, setting: RaceSetting, rates: tuple[float, ...], *, num_rows: int) -> list[dict[str, Any]]:
     """Return the settings and the final losses of all runs of a contestant. `setting` keeps the prepared rows."""
     runs: list[dict[str, Any]] = []
 
-    def try_out(rate: float, batch_size: int):
+    def try_out(rate: float, batch_size: int) -> float:
         setting.learning_rate, setting.batch_size = rate, batch_size
         loss = final_loss(name, setting, num_rows=num_rows)
         runs.append({"contestant": name, "learning_rate": rate, "batch_size": batch_size, "final_loss": loss})
         print(runs[-1], flush=True)
+        return loss
 
-    for rate in rates:
-        try_out(rate, BATCH_SIZE)
-    best = min(runs, key=lambda run: run["final_loss"])["learning_rate"]
-    for batch_size in OTHER_BATCH_SIZES:
-        try_out(best, batch_size)
+    of_rates = {rate: try_out(rate, BATCH_SIZE) for rate in rates}
+    rate = search_beyond_edges(of_rates, lambda rate: try_out(rate, BATCH_SIZE))
+    of_sizes = {BATCH_SIZE: of_rates[rate]} | {size: try_out(rate, size) for size in OTHER_BATCH_SIZES}
+    search_beyond_edges(of_sizes, lambda size: try_out(rate, size))
     return runs
 
 

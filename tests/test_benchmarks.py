@@ -156,21 +156,28 @@ def make_race_setting(tmp_path, **fields) -> contestants.RaceSetting:
     return contestants.RaceSetting(**vars(setting) | own | fields)
 
 
-def test_a_search_first_tries_the_rates_and_then_the_batch_sizes(tmp_path, monkeypatch):
-    losses = {(1e-3, 8): 3.0, (2e-3, 8): 2.0, (4e-3, 8): 2.5, (2e-3, 4): 1.5, (2e-3, 16): 2.2}
+def test_a_search_goes_on_beyond_the_edges_first_of_the_rates_and_then_of_the_batch_sizes(tmp_path, monkeypatch):
+    rates = {(1e-3, 8): 2.0, (2e-3, 8): 2.5, (4e-3, 8): 3.0, (5e-4, 8): 2.2}
+    sizes = {(1e-3, 4): 1.8, (1e-3, 16): 2.1, (1e-3, 2): 1.7, (1e-3, 1): 1.5}
+    losses = rates | sizes
     monkeypatch.setattr(
         race_settings,
         "final_loss",
         lambda name, setting, num_rows: losses[setting.learning_rate, setting.batch_size],
     )
     runs = race_settings.search("stock Trainer", make_race_setting(tmp_path), (1e-3, 2e-3, 4e-3), num_rows=8)
-    assert [run["final_loss"] for run in runs] == [3.0, 2.0, 2.5, 1.5, 2.2]
+    assert [(run["learning_rate"], run["batch_size"]) for run in runs] == list(losses)
     (tmp_path / "benchmarks/results").mkdir(parents=True)
     record = {"runs": [run | {"contestant": name} for name in contestants.OTHERS for run in runs]}
     (tmp_path / "benchmarks/results/race-settings-toy.json").write_text(json.dumps(record))
     monkeypatch.setattr(race, "ROOT", tmp_path)
-    best = {"learning_rate": 2e-3, "batch_size": 4}
+    best = {"learning_rate": 1e-3, "batch_size": 1}
     assert race.best_settings("toy") == dict.fromkeys(contestants.OTHERS, best)
+
+
+def test_a_search_doubles_the_largest_value_until_a_smaller_one_is_better():
+    losses = {4: 3.0, 8: 2.0}
+    assert race_settings.search_beyond_edges(losses, {16: 1.0, 32: 1.5}.__getitem__) == 16
 
 
 @pytest.mark.parametrize("batch_size", [2, 4])

@@ -18,7 +18,7 @@ from ..runtime.command_line import shows_bars
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.waiting import first_process_first
-from .deepspeed_support import turns_on_deepspeed
+from .deepspeed_support import remove_stale_build_locks, turns_on_deepspeed
 from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
 from .optimizer_choice import choose_optimizer
 from .optimizers import OPTIM_PRESETS
@@ -212,6 +212,8 @@ class LMTrainingArguments(TrainingArguments):
         self.left_out: set[str] = set()
         self.why_adamw: str | None = None
         choose_optimizer(self)
+        if turns_on_deepspeed(self):
+            remove_stale_build_locks()
         start_cpu_ranks(self)
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate.utils import other
 from torch import nn
@@ -94,6 +96,37 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
         )
 
 
+def remove_stale_build_locks() -> None:
+    """
+    Remove the locks that killed runs of this user left in torch's build directories. The first process of a run on one
+    machine does this, before the other processes can get to a build.
+
+    NOTE: torch builds DeepSpeed's kernels under a lock file and waits for ever until it is gone. The process that
+    builds keeps the file open. A build on another machine that shares the directory cannot be seen, so runs on several
+    machines leave all locks alone.
+    """
+    # An import of half a second, which only runs under DeepSpeed need.
+    from torch.utils.cpp_extension import get_default_build_root
+
+    sizes = {os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    if sys.platform != "linux" or os.environ.get("LOCAL_RANK", "0") != "0" or len(sizes) > 1:
+        return
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    # A kernel's directory lies in one of the Python and CUDA version, or directly in TORCH_EXTENSIONS_DIR.
+    locks = [path for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern)]
+    mine = [path for path in locks if path.stat().st_uid == os.getuid()]
+    if not mine:
+        return
+    held: set[Path] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            held |= {Path(file.path) for file in process.open_files()}
+    for path in mine:
+        if path.resolve() not in held:
+            path.unlink(missing_ok=True)
+            logger.warning(f"Removed {path}, which a killed run left while it built a kernel of DeepSpeed.")
+
+
 def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float | None]) -> None:
     """
     Restore the weight decays and step counters that DeepSpeed breaks when it loads a universal checkpoint.
@@ -149,6 +182,7 @@ __all__ = [
     "find_deepspeed_config",
     "float32_weights",
     "refill_deepspeed_config",
+    "remove_stale_build_locks",
     "repair_universal_checkpoint",
     "turns_on_deepspeed",
 ]

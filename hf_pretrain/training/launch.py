@@ -106,6 +106,12 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
             "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other. "
             "Leave one of them out."
         )
+    if args.distributed_config is not None and args.save_on_each_node:
+        raise ValueError(
+            "--save_on_each_node is not possible with --fsdp_size, --tp_size and --ep_size: only the first process "
+            "gathers the optimizer's state, and the other machines would save an empty one. Let all machines share "
+            "--output_dir, and leave the flag out."
+        )
 
 
 def check_device(args: "LMTrainingArguments") -> None:
