@@ -30,7 +30,7 @@ _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
 # Recipes that run in one process.
-TOOLS = ("chat", "serve", "evaluate", "convert", "tokenizer", "doctor")
+TOOLS = ("chat", "serve", "evaluate", "convert", "tokenizer", "doctor", "compare")
 STAGES = ("pretrain", "sft", "dpo", "distill", "grpo")
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
 PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yaml") if path.parent.name != "base"))
@@ -74,7 +74,11 @@ def make_parser() -> _Parser:
     parser.add_argument("--ds", type=choose("--ds", DS_CONFIGS), default="zero2", help="DeepSpeed config.")
     parser.add_argument("--accelerate", type=choose("--accelerate", ACCELERATE_CONFIGS), default="ddp")
     parser.add_argument("--master_port", type=int, default=29500, help="Port of deepspeed and accelerate.")
-    parser.add_argument("--preset", type=choose("--preset", PRESETS), help="Shape and settings.")
+    parser.add_argument(
+        "--preset",
+        type=choose("--preset", ("auto", *PRESETS)),
+        help="Shape and settings; auto is minimind2-small on NVIDIA GPUs and tiny elsewhere.",
+    )
     return parser
 
 
@@ -83,6 +87,7 @@ def find_gpus() -> list[str]:
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
+        # No driver. The recipe finds accelerators of other makers by itself.
         return []
     present = [line.split(":")[0].removeprefix("GPU ") for line in listed.splitlines() if line.startswith("GPU ")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -97,16 +102,17 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         stage (`str`): name of the recipe.
         words (`list[str]`): flags of this command and of the recipe, in any order.
     """
-    recipe = str(RECIPES / f"{stage}.py")
+    recipe, python = _shorten(RECIPES / f"{stage}.py"), _shorten(Path(sys.executable))
     if stage in TOOLS:
-        return {}, [sys.executable, recipe, *words]
+        return {}, [python, recipe, *words]
     args, rest = make_parser().parse_known_args(words)
+    flags = {word.split("=")[0] for word in rest}
+    gpus = [] if "--use_cpu" in flags else find_gpus()
     if args.preset is not None:
-        if any(word.split("=")[0] == "--config" for word in rest):
+        if "--config" in flags:
             fail("--preset and --config exclude each other: both name a YAML file. Leave one of them out.")
-        rest = ["--config", str(RECIPES / args.preset / f"{stage}.yaml"), *rest]
-    uses_cpu = any(word.split("=")[0] == "--use_cpu" for word in rest)
-    gpus = [] if uses_cpu else find_gpus()
+        preset = ("minimind2-small" if gpus else "tiny") if args.preset == "auto" else args.preset
+        rest = ["--config", _shorten(RECIPES / preset / f"{stage}.yaml"), *rest]
     nproc = args.nproc if args.nproc is not None else len(gpus) or 1
     if nproc < 1 or (gpus and nproc > len(gpus)):
         fail(f"--nproc {nproc} is not possible: this machine has {len(gpus) or 'no'} GPU(s) to offer.")
@@ -120,12 +126,18 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
     return environment, [*_launch(args, nproc, gpus), recipe, *rest, *_launch_flags(args)]
 
 
+def _shorten(path: Path) -> str:
+    """Return a path relative to the working directory, if it is below it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
 def _launch(args: argparse.Namespace, nproc: int, gpus: list[str]) -> list[str]:
     """Return the words before the recipe."""
-    programs = Path(sys.executable).parent
+    python = Path(sys.executable)
+    program = _shorten(python.with_name(args.launcher))
     if args.launcher == "torchrun":
-        torchrun = [str(programs / "torchrun"), "--standalone", "--nproc_per_node", str(nproc)]
-        return [sys.executable] if nproc == 1 else torchrun
+        torchrun = [program, "--standalone", "--nproc_per_node", str(nproc)]
+        return [_shorten(python)] if nproc == 1 else torchrun
     # torchrun --standalone finds a free port by itself. The other launchers would fail late.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,15 +148,15 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str]) -> list[str]:
     if args.launcher == "deepspeed":
         # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
         devices = ",".join(gpus[:nproc] if gpus else map(str, range(nproc)))
-        return [str(programs / "deepspeed"), "--include", f"localhost:{devices}", "--master_port", str(args.master_port)]
-    config = str(RECIPES / f"accelerate_configs/{args.accelerate}.yaml")
+        return [program, "--include", f"localhost:{devices}", "--master_port", str(args.master_port)]
+    config = _shorten(RECIPES / f"accelerate_configs/{args.accelerate}.yaml")
     ports = ["--num_processes", str(nproc), "--main_process_port", str(args.master_port)]
-    return [str(programs / "accelerate"), "launch", "--config_file", config, *ports]
+    return [program, "launch", "--config_file", config, *ports]
 
 
 def _launch_flags(args: argparse.Namespace) -> list[str]:
     is_deepspeed = args.launcher == "deepspeed"
-    return ["--deepspeed", str(FILES / f"ds_configs/{args.ds}.json")] if is_deepspeed else []
+    return ["--deepspeed", _shorten(FILES / f"ds_configs/{args.ds}.json")] if is_deepspeed else []
 
 
 def print_list() -> None:

@@ -187,48 +187,6 @@ def test_the_slurm_script_is_bash():
 # Launchers
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("GPUS=1 DEVICE=cuda", ["bin/python recipes/pretrain.py --config recipes/minimind2-small/pretrain.yaml"]),
-        ("GPUS=1 DEVICE=cpu", ["bin/python recipes/pretrain.py --config recipes/tiny/pretrain.yaml --use_cpu"]),
-        ("GPUS=4 DEVICE=cuda", ["bin/torchrun --standalone --nproc_per_node 4 recipes/pretrain.py"]),
-        ("GPUS=2 LAUNCHER=deepspeed DS=zero3", ["--include localhost:0,1", "--deepspeed ds_configs/zero3.json"]),
-        ("GPUS=2 LAUNCHER=deepspeed DEVICE=cpu", ["LOCAL_SIZE=2", "--master_port 29500"]),
-        ("GPUS=2 DEVICE=cuda LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3,5", ["--include localhost:2,3 "]),
-        ("GPUS=2 DEVICE=cpu LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3", ["--include localhost:0,1 "]),
-        (
-            "DEVICE=cuda CUDA_VISIBLE_DEVICES=2,3",
-            ["CUDA_VISIBLE_DEVICES=2,3", "torchrun --standalone --nproc_per_node 2"],
-        ),
-        ("GPUS=1 DEVICE=cuda CUDA_VISIBLE_DEVICES=2,3", ["CUDA_VISIBLE_DEVICES=2 ", "bin/python recipes/pretrain.py"]),
-        ("GPUS=2 LAUNCHER=deepspeed MASTER_PORT=29511", ["--master_port 29511"]),
-        (
-            "GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2",
-            ["accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml", "--num_processes 2"],
-        ),
-    ],
-)
-def test_make_builds_the_command(words, expected):
-    command = ["make", "-n", "pretrain", f"VENV={sys.prefix}", *words.split()]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for part in expected:
-        assert part in " ".join(output.split()), output
-
-
-def test_make_without_nvidia_lets_the_recipe_choose_the_device():
-    """Simulate a Mac, whose GPU nvidia-smi does not know."""
-    command = ["make", "-n", "pretrain", f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES="]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "recipes/pretrain.py --config recipes/tiny/pretrain.yaml" in output and "--use_cpu" not in output
-
-
-def test_make_refuses_more_gpus_than_the_machine_has():
-    command = ["make", "-n", "pretrain", "DEVICE=cuda", "GPUS=3", "CUDA_VISIBLE_DEVICES=0,1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode != 0 and "GPUS=3, but this machine has 2 to offer: 0 1" in result.stderr
-
-
 def test_bare_make_prints_help():
     # Under `make test`, a make within a make would also print the directories that it enters.
     output = subprocess.run(

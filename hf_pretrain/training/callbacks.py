@@ -1,12 +1,16 @@
-"""Callbacks of a run: progress bar, plain log lines, evaluation interval and profiler."""
+"""Callbacks of a run: progress bar, plain log lines, samples, evaluation interval and profiler."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
+from tqdm import tqdm
+from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..runtime.metrics import HEADLINES
+from ..reports.history import History
 
 
 def _validation_figures(logs: dict[str, float]) -> str:
@@ -48,6 +52,27 @@ class TrainingLinesCallback(PrinterCallback):
         if figures:
             # Python buffers redirected output. Flush, so that `tail -f` shows each step.
             print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)
+
+
+class SampleCallback(TrainerCallback):
+    """
+    Generate texts for the same prompts at each evaluation, and print the first one.
+
+    Args:
+        sample (`Callable`): returns pairs of prompt and text of a model. All ranks call it.
+        history ([`~training.history.History`]): where the texts are kept.
+    """
+
+    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History):
+        self.sample, self.history = sample, history
+        self.latest: list[tuple[str, str]] = []
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        self.latest = self.sample(model)
+        self.history.add("samples", state.global_step, samples=self.latest)
+        if state.is_world_process_zero and self.latest:
+            prompt, text = self.latest[0]
+            tqdm.write(f"step {state.global_step}: {prompt!r} -> {text!r}")
 
 
 class EvaluationIntervalCallback(TrainerCallback):
@@ -111,6 +136,7 @@ class ProfilerCallback(TrainerCallback):
 __all__ = [
     "EvaluationIntervalCallback",
     "ProfilerCallback",
+    "SampleCallback",
     "TrainingLinesCallback",
     "TrainingProgressCallback",
 ]

@@ -4,7 +4,6 @@ model card shows the same figures on the Hub.
 """
 
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
@@ -154,9 +153,11 @@ def _generate(
     """Return token ids sampled after a prompt. The seed makes them reproducible."""
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
-    # Seed each text, so that it does not depend on the texts before it.
-    set_seed(seed)
-    with torch.no_grad():
+    # Seed each text, so that it does not depend on the texts before it. Trainer restores torch's random state after an
+    # evaluation, and the other random numbers are not needed.
+    torch.manual_seed(seed)
+    # Compiled layers would be compiled again for the lengths of a growing text.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -178,7 +179,7 @@ def plot_loss_curve(
     loss_unit: str = "nats per token",
 ):
     """
-    Write a PNG of training and validation loss (or reward) over tokens, if matplotlib is installed.
+    Write a PNG of training and validation loss (or reward) over tokens.
 
     Args:
         log_history (`list[dict]`): the log history of [`~transformers.TrainerState`].
@@ -186,10 +187,7 @@ def plot_loss_curve(
         unigram (`float`, *optional*): the result of [`unigram_loss`], drawn as a line.
         loss_unit (`str`): unit on the axis of the loss.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("The loss curve needs matplotlib: pip install 'hf_pretrain[plots]'.")
-        return
-    # Without pyplot there is no global state and no search for a display.
+    # A slow import, which no run needs before its end. Without pyplot there is no global state and no search for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
