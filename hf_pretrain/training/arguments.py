@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,10 @@ class LMTrainingArguments(TrainingArguments):
     optim: str = field(
         default=cast(str, None),
         metadata={"help": f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}."},
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Print the plan of the run with its time, memory and disk, train four steps, and stop."},
     )
     profile: bool = field(
         default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
@@ -209,6 +213,8 @@ class LMTrainingArguments(TrainingArguments):
         self._check_amounts()
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
+        # What `--dry_run` turns off (`plan.py`).
+        self.planned: dict[str, Any] = {}
         self.left_out: set[str] = set()
         self.why_adamw: str | None = None
         choose_optimizer(self)

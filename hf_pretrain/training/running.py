@@ -26,6 +26,7 @@ from .callbacks import (
     TrainingProgressCallback,
 )
 from .optimizer_choice import keep_optimizer
+from .plan import begin_dry_run, format_plan
 from .reporting import format_report, plot_loss_curve, sample_answers
 from .resume_from_hub import pull_checkpoint
 from .resuming import checkpoint_to_resume, occupy_output_dir
@@ -71,6 +72,16 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )
+    if training_args.dry_run:
+        if not training_args.resume_from_checkpoint:
+            # Refuses a directory in use, as the run would.
+            checkpoint_to_resume(training_args)
+        begin_dry_run(training_args)
+        keep_optimizer(training_args, others, checkpoint=None)
+        set_seed(training_args.seed)
+        if training_args.process_index == 0:
+            print(f"Dry run: {training_args.launch_description}")
+        return None
     # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
     on_main_process(training_args, partial(occupy_output_dir, training_args))
@@ -111,6 +122,11 @@ def train_and_evaluate(
     Returns:
         [`RunResults`]: the metrics of the saved model, and the samples of the last evaluation.
     """
+    if trainer.args.dry_run:
+        plan = format_plan(trainer)
+        if trainer.args.process_index == 0:
+            print(plan)
+        raise SystemExit
     # Trainer adds one of these two callbacks, depending on `disable_tqdm`. Replace it by ours.
     for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
         if trainer.pop_callback(theirs) is not None:
