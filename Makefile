@@ -47,10 +47,10 @@ serve: $(VENV)/.installed-serve
 evaluate: $(VENV)/.installed-eval
 
 pretrain sft dpo distill grpo: $(VENV)/.installed
-	$(BIN)/hf-pretrain $@ $(LAUNCH) $(ARGS)
+	$(BIN)/python hf_pretrain_cli.py $@ $(LAUNCH) $(ARGS)
 
 chat serve evaluate tokenizer: $(VENV)/.installed
-	$(BIN)/hf-pretrain $@ $(ARGS)
+	$(BIN)/python hf_pretrain_cli.py $@ $(ARGS)
 
 # Two workers on every machine: most of the time, tests wait for processes that start, die or hang.
 test: $(VENV)/.installed-test

@@ -28,7 +28,9 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
-    parser.add_argument("--output", type=Path, help="file to write; by default report.html of the run, or comparison.html")
+    parser.add_argument(
+        "--output", type=Path, help="file to write; by default report.html of the run, or comparison.html"
+    )
     add_debug_flag(parser)
     with one_line_errors():
         main(parser.parse_args())

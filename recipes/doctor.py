@@ -6,7 +6,7 @@ Check this machine, or estimate the memory of a run.
     python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
 Without flags, the recipe checks versions, devices, memory, disk, compiler, port and Hub login, and runs two processes
-on each kind of device that is present. Its exit status is 1 if something is broken, and each such line says what to do.
+on each kind of device that is present. If something is broken, its exit status is 1 and the line says what to do.
 
 With the flags of a run, it prints the memory that a process needs, and the largest batch that fits into the memory of
 this machine or into `--memory_gib`. It computes nothing on a device, so one machine can estimate for another.

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,10 @@ def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
 def made(*variables: str) -> tuple[dict[str, str], str]:
     """Return what `make pretrain` starts: the environment variables, and the command without directories."""
     words = ["make", "-n", "--no-print-directory", "pretrain", f"VENV={sys.prefix}", *variables]
-    (line,) = run(words, cwd=ROOT, check=True).stdout.replace("\\\n", " ").splitlines()
-    program, *rest = shlex.split(line)
-    assert program == f"{sys.prefix}/bin/hf-pretrain"
+    lines = run(words, cwd=ROOT, check=True).stdout.replace("\\\n", " ").splitlines()
+    # The lines before it may install the package.
+    python, program, *rest = shlex.split(lines[-1])
+    assert (python, program) == (f"{sys.prefix}/bin/python", "hf_pretrain_cli.py")
     return command_of(*rest)
 
 
@@ -170,6 +172,9 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     packages = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).stdout.strip())
     (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
     (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    templates = {"reports/page.html.jinja", "tokenizer/templates/chatml.jinja"}
+    assert {f"hf_pretrain/{name}" for name in ("py.typed", "ds_configs/zero2.json", *templates)} <= names
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
     installed = run(install)
     assert installed.returncode == 0, installed.stderr

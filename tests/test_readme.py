@@ -36,7 +36,18 @@ PAGES = (
     "SECURITY.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 )
-PROGRAMS = ("make", "hf-pretrain", "python", "torchrun", "deepspeed", "accelerate", "sbatch", "pip", "hf", "pre-commit")
+PROGRAMS = (
+    "make",
+    "hf-pretrain",
+    "python",
+    "torchrun",
+    "deepspeed",
+    "accelerate",
+    "sbatch",
+    "pip",
+    "hf",
+    "pre-commit",
+)
 # Programs that every system has.
 SYSTEM = ("cp", "mkdir", "cd", "echo", "rm", "export", "source", "python3", "git")
 REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")

@@ -17,7 +17,7 @@ Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 
 
 def line_chart(
-    lines: list[Line], *, x_label: str, y_label: str, marks: Sequence[tuple[float, str]] = (), log: bool = False
+    lines: list[Line], *, x_label: str, y_label: str, marks: Sequence[tuple[float, str]] = (), from_zero: bool = False
 ) -> str:
     """
     Return an SVG of lines.
@@ -26,7 +26,7 @@ def line_chart(
         lines (`list`): label, x values, y values and arguments of `Axes.plot` of each line.
         x_label, y_label (`str`): titles of the axes, with the unit.
         marks (`Sequence`): x positions and names of events, drawn as vertical lines.
-        log (`bool`): logarithmic y axis.
+        from_zero (`bool`): let the y axis begin at 0, for figures whose ratio counts.
     """
     figure, axes = _make_axes(height=3.2)
     for label, x, y, style in lines:
@@ -36,8 +36,8 @@ def line_chart(
         axes.axvline(position, color="#9ca3af", linewidth=0.8, linestyle=":")
         axes.annotate(name, (position, 1), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, va="top")
     axes.set(xlabel=x_label, ylabel=y_label)
-    if log:
-        axes.set_yscale("log")
+    if from_zero:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     if len(lines) > 1:
         axes.legend(fontsize=8, frameon=False)

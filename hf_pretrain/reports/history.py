@@ -1,9 +1,9 @@
 """
 The history of a run: `history.jsonl` in its `output_dir` holds one JSON object per line for all that happened.
 
-Each line has the wall-clock `time` in seconds since 1970, the `step`, and a `kind`: `start`, `resume`, `log`, `samples`,
-`router_load`, `checkpoint`, `skipped_step`, `stop` or `end`. Each line is written at once, so a killed run loses none.
-[`~reports.runs.read_run`] reads the file.
+Each line has the wall-clock `time` in seconds since 1970, the `step`, and a `kind`: `start`, `resume`, `log`,
+`samples`, `router_load`, `checkpoint`, `skipped_step`, `stop` or `end`. Each line is written at once, so a killed run
+loses none. [`~reports.runs.read_run`] reads the file.
 """
 
 import json

@@ -26,6 +26,7 @@ _CHARTS = (
     ("Share of the peak speed", "mfu", "MFU"),
     ("Memory", "peak_memory_gib", "GiB per process"),
 )
+_FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
 # Arguments that differ between any two runs.
 _INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id")
 _EVENTS = {
@@ -101,7 +102,7 @@ def _draw_charts(runs: list[Run]):
             yield f"Loss over {over}", line_chart(lines, x_label=x_label, y_label="loss", marks=marks)
     for title, key, y_label in _CHARTS:
         if lines := of(key):
-            yield title, line_chart(lines, x_label="tokens (millions)", y_label=y_label)
+            yield title, line_chart(lines, x_label="tokens (millions)", y_label=y_label, from_zero=key in _FROM_ZERO)
 
 
 def _lines(

@@ -79,7 +79,9 @@ def check_devices() -> Iterator[Finding]:
     else:
         # A driver without a GPU in torch is the common mistake: a CPU build of torch.
         has_driver = shutil.which("nvidia-smi") is not None
-        advice = "torch sees no GPU although a driver is installed: install a CUDA build of torch." if has_driver else ""
+        advice = (
+            "torch sees no GPU although a driver is installed: install a CUDA build of torch." if has_driver else ""
+        )
         yield Finding("GPU", BAD if has_driver else NOTE, f"none ({describe_search()})", advice)
     capability = torch.backends.cpu.get_cpu_capability()
     units = "with" if has_bfloat16_units("cpu") else "without"
@@ -178,7 +180,7 @@ def check_hub() -> Iterator[Finding]:
     """Look whether the Hub can be reached and knows the token. The token itself is never shown."""
     token, endpoint = get_token(), HfApi().endpoint
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
-        yield Finding("Hub", NOTE, "HF_HUB_OFFLINE is set: nothing is downloaded or pushed", "Unset it to use the Hub.")
+        yield Finding("Hub", NOTE, "HF_HUB_OFFLINE is set: no downloads, no pushes", "Unset it to use the Hub.")
         return
     if token is None:
         yield Finding("Hub", NOTE, f"not logged in at {endpoint}", "To push models: hf auth login")

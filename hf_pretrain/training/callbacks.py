@@ -9,8 +9,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
-from ..runtime.metrics import HEADLINES
 from ..reports.history import History
+from ..runtime.metrics import HEADLINES
 
 
 def _validation_figures(logs: dict[str, float]) -> str:
@@ -72,7 +72,8 @@ class SampleCallback(TrainerCallback):
         self.history.add("samples", state.global_step, samples=self.latest)
         if state.is_world_process_zero and self.latest:
             prompt, text = self.latest[0]
-            tqdm.write(f"step {state.global_step}: {prompt!r} -> {text!r}")
+            # Above a progress bar, which would overwrite the line.
+            tqdm.write(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
 
 
 class EvaluationIntervalCallback(TrainerCallback):

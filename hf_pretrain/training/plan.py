@@ -17,7 +17,7 @@ import datasets
 import psutil
 import torch
 from datasets.config import HF_DATASETS_CACHE
-from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
@@ -67,6 +67,9 @@ def format_plan(trainer: Any) -> str:
         trainer ([`~training.run_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
     """
     clock = _Clock()
+    # The losses of these steps are of no use to anybody.
+    for printer in (PrinterCallback, ProgressCallback):
+        trainer.pop_callback(printer)
     trainer.add_callback(clock)
     trainer.train()
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
@@ -96,7 +99,10 @@ def format_plan(trainer: Any) -> str:
         ("Memory", _describe_memory(trainer, whole)),
         ("Time", _describe_time(trainer, clock, num_steps)),
         ("Disk", _describe_disk(trainer, num_steps)),
-        ("Files", f"{args.planned['output_dir']}: model, checkpoints, run.json, history.jsonl, report.html, train.log"),
+        (
+            "Files",
+            f"{args.planned['output_dir']}: model, checkpoints, run.json, history.jsonl, report.html, train.log",
+        ),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
         ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "nothing is pushed"),
         ("Random", f"first weights, order of the rows and dropout, all from --seed {args.seed}"),
@@ -153,7 +159,7 @@ def _draw_schedule(trainer: Any, num_steps: int) -> str:
     steps = [round(i * (num_steps - 1) / (_CURVE_WIDTH - 1)) for i in range(_CURVE_WIDTH)]
     factors = [schedule.lr_lambdas[0](step) for step in steps]
     bars = "".join(_BARS[min(len(_BARS) - 1, int(factor * len(_BARS)))] for factor in factors)
-    return f"{bars} ends at {factors[-1] * trainer.args.learning_rate:g}"
+    return f"{bars} ends at {factors[-1] * trainer.args.learning_rate:.3g}"
 
 
 def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:

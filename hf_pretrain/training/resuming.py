@@ -11,11 +11,11 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
+from ..reports.history import HISTORY_NAME
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.locking import LOCK_NAME, hold_output_dir, release_output_dir
 from ..runtime.processes import on_main_process
 from .arguments import LMTrainingArguments
-from ..reports.history import HISTORY_NAME
 from .run_log import LOG_NAME
 from .run_record import RECORD_NAME
 

@@ -21,6 +21,7 @@ from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_c
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
+from ..reports.history import History
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.locking import hold_output_dir, watch_launcher
 from ..runtime.processes import on_main_process, on_saving_processes
@@ -30,7 +31,6 @@ from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
 from .data_position import DataPosition
 from .deepspeed_support import check_deepspeed_config, repair_universal_checkpoint
-from ..reports.history import History
 from .launch import complete_fsdp_args, launcher
 from .nonfinite import EXIT_NOT_FINITE, NonfiniteGuard, find_suspects
 from .optimizer_choice import use_adamw_for_adapter

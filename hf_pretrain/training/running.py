@@ -187,12 +187,15 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
             metrics=results.metrics,
             unigram=facts.unigram_loss,
             samples=results.samples,
+            recipe=facts.recipe,
             start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
             loss_unit=facts.loss_unit,
             push_report=trainer.pusher.report,
         )
         print(report)
-        end_record(training_args, steps=trainer.state.global_step, metrics=results.metrics, report=report.strip().splitlines())
+        end_record(
+            training_args, steps=trainer.state.global_step, metrics=results.metrics, report=report.strip().splitlines()
+        )
         # Draws charts, which no run needs before its end.
         from ..reports.page import REPORT_NAME, write_page
         from ..reports.runs import read_run

@@ -1,8 +1,6 @@
 """`history.jsonl`: what a run writes, and what is read back after resumes and kills."""
 
-import json
 import math
-import signal
 
 import pytest
 import torch

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 from playwright.sync_api import Page
 
@@ -84,7 +83,11 @@ def test_the_page_of_a_run(page, tmp_path):
     # No part of the page is wider than the screen.
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     text = page.inner_text("body")
-    for expected in ("the run was stopped: SIGTERM", "the run resumed: checkpoint-20", "checkpoint saved: checkpoint-40"):
+    for expected in (
+        "the run was stopped: SIGTERM",
+        "the run resumed: checkpoint-20",
+        "checkpoint saved: checkpoint-40",
+    ):
         assert expected in text
     # The newest sample is open, and what a model writes is text.
     assert "<script>alert(40)</script>" in text and "alert(10)" not in text
