@@ -12,14 +12,20 @@ from collections.abc import Iterable, Iterator
 # Flags of transformers' `TrainingArguments` that most users meet sooner or later.
 _COMMON = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "seed", "use_cpu", "fp16"),
-    *("deepspeed", "gradient_checkpointing", "dataloader_num_workers", "per_device_eval_batch_size", "eval_on_start"),
+    *(
+        "deepspeed",
+        "activation_checkpointing",
+        "dataloader_num_workers",
+        "per_device_eval_batch_size",
+        "eval_on_start",
+    ),
     *("load_best_model_at_end", "metric_for_best_model", "resume_from_checkpoint", "report_to", "run_name"),
     *("push_to_hub", "hub_model_id", "hub_strategy", "log_level"),
 )
 _PACKAGE = __package__.partition(".")[0]
 
 
-class FlagFormatter(argparse.HelpFormatter):
+class FlagFormatter(argparse.RawDescriptionHelpFormatter):
     """Show each flag once, and its default unless the text names it."""
 
     def __init__(self, prog: str):
@@ -33,11 +39,13 @@ class FlagFormatter(argparse.HelpFormatter):
         # A switch needs no value.
         if action.nargs in (0, "?"):
             return name
-        return f"{name} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+        value = {int: "N", float: "X"}.get(action.type, "VALUE")
+        return f"{name} {value}{' ...' if action.nargs in ('+', '*') else ''}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        is_known = action.default in (None, argparse.SUPPRESS) or "default" in text
+        # Switches are off by default.
+        is_known = action.default in (None, False, argparse.SUPPRESS) or "default" in text
         return text if is_known or not action.option_strings else f"{text} (default: %(default)s)"
 
 
@@ -74,7 +82,8 @@ def _groups(dataclass_types: list[type], *, shows_all: bool) -> Iterator[tuple[s
     theirs: list[str] = []
     for cls in dataclass_types:
         mine = [name for base in reversed(cls.__mro__) if base.__module__.startswith(_PACKAGE) for name in _own(base)]
-        yield (inspect.getdoc(cls) or cls.__name__).split("\n\n")[0].replace("\n", " "), list(dict.fromkeys(mine))
+        sentence = (inspect.getdoc(cls) or cls.__name__).split("\n\n")[0].replace("\n", " ").rstrip(".")
+        yield getattr(cls, "help_title", sentence), list(dict.fromkeys(mine))
         theirs += [field.name for field in dataclasses.fields(cls) if field.init and field.name not in mine]
     yield "Flags of transformers' Trainer that are often used", [name for name in _COMMON if name in theirs]
     if shows_all:

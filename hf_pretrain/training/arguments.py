@@ -42,6 +42,7 @@ class LMTrainingArguments(TrainingArguments):
         `ValueError`: for values that do not fit together or do not fit the machine and the launch command.
     """
 
+    help_title: ClassVar[str] = "Training, saving and sharding"
     config: str | None = field(
         default=None,
         metadata={

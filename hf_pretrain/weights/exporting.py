@@ -298,8 +298,8 @@ def export(
         format (`str`): one of `EXPORT_FORMATS`.
         tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside the weights, or into a GGUF file. The
             written config gets its special tokens.
-        dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0`, `q5_1` and `q4_0` for GGUF; by default
-            the model's.
+        dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0`, `q5_1` and `q4_0` for GGUF; by
+            default the model's.
         generation (`str`, *optional*): `v1`, `v2` or `v3`, for `upstream`; by default the generation that the weights
             came from, or the newest that fits.
         model_name (`str`, *optional*): the name of the model in a GGUF file.
