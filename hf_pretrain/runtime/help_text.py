@@ -11,14 +11,8 @@ from collections.abc import Iterable, Iterator
 
 # Flags of transformers' `TrainingArguments` that most users meet sooner or later.
 _COMMON = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "seed", "use_cpu", "fp16"),
-    *(
-        "deepspeed",
-        "activation_checkpointing",
-        "dataloader_num_workers",
-        "per_device_eval_batch_size",
-        "eval_on_start",
-    ),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps", "seed"),
+    *("use_cpu", "fp16", "deepspeed", "activation_checkpointing", "dataloader_num_workers", "eval_on_start"),
     *("load_best_model_at_end", "metric_for_best_model", "resume_from_checkpoint", "report_to", "run_name"),
     *("push_to_hub", "hub_model_id", "hub_strategy", "log_level"),
 )
@@ -62,7 +56,11 @@ def format_groups(parser: argparse.ArgumentParser, dataclass_types: Iterable[typ
     formatter.add_text(parser.description)
     formatter.add_text(f"usage: {parser.prog} [--flag value ...]. `--flag false` turns a switch off.")
     # `--no_x` is another spelling of `--x false`.
-    actions = {action.dest: action for action in parser._actions if not action.option_strings[0].startswith("--no_")}
+    actions = {
+        action.dest: action
+        for action in parser._actions
+        if not action.option_strings[0].startswith("--no_") and action.dest not in ("help", "help_all")
+    }
     shown: set[str] = set()
     for title, names in _groups(list(dataclass_types), shows_all=shows_all):
         found = [actions[name] for name in names if name in actions and name not in shown]

@@ -29,7 +29,8 @@ def test_each_flag_stands_once_under_the_title_of_its_group(parser, monkeypatch)
     ):
         assert f"--{name}" in flags(group)
     # The default stands beside a flag, unless the text names it.
-    assert "--save_total_limit N" in text and "(default: 2)" in text and "(default: None)" not in text
+    assert re.search(r"--save_total_limit N\s+Number of checkpoints to keep. \(default: 2\)", text)
+    assert "(default: None)" not in text
 
 
 def test_help_all_adds_the_other_flags(parser, monkeypatch):
