@@ -2,6 +2,7 @@
 The command `hf-pretrain`: start every recipe from any directory.
 
     hf-pretrain list
+    hf-pretrain completion bash > ~/.local/share/bash-completion/completions/hf-pretrain
     hf-pretrain pretrain --preset tiny --max_steps 100
     hf-pretrain sft --nproc 4
     hf-pretrain pretrain --nproc 2 --launcher deepspeed --ds zero3
@@ -13,13 +14,14 @@ seconds, and the recipe imports it again.
 
 import argparse
 import ast
+import contextlib
 import difflib
 import os
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +39,13 @@ PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yam
 DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
 ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
 EXIT_MISTAKE = 2
+# The words that flags of this command accept.
+KNOWN_WORDS = {
+    "launcher": LAUNCHERS,
+    "ds": DS_CONFIGS,
+    "accelerate": ACCELERATE_CONFIGS,
+    "preset": ("auto", *PRESETS),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,12 +64,13 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return difflib.get_close_matches(word, known, n=1, cutoff=0)[0]
 
 
-def choose(flag: str, known: Sequence[str]):
+def choose(flag: str) -> Callable[[str], str]:
     """Return a type for argparse that accepts known words, and names the nearest one for any other word."""
+    known = KNOWN_WORDS[flag]
 
     def check(word: str) -> str:
         if word not in known:
-            fail(f"{flag} {word} is unknown; the nearest one is {nearest(word, known)}. All: {', '.join(known)}.")
+            fail(f"--{flag} {word} is unknown; the nearest one is {nearest(word, known)}. All: {', '.join(known)}.")
         return word
 
     return check
@@ -70,13 +80,13 @@ def make_parser() -> _Parser:
     """Return the parser of the flags that this command understands itself."""
     parser = _Parser(prog="hf-pretrain STAGE", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int, help="Processes on this machine; by default one for each GPU, or one.")
-    parser.add_argument("--launcher", type=choose("--launcher", LAUNCHERS), default="torchrun")
-    parser.add_argument("--ds", type=choose("--ds", DS_CONFIGS), default="zero2", help="DeepSpeed config.")
-    parser.add_argument("--accelerate", type=choose("--accelerate", ACCELERATE_CONFIGS), default="ddp")
+    parser.add_argument("--launcher", type=choose("launcher"), default="torchrun", help=", ".join(LAUNCHERS))
+    parser.add_argument("--ds", type=choose("ds"), default="zero2", help="DeepSpeed config.")
+    parser.add_argument("--accelerate", type=choose("accelerate"), default="ddp", help="accelerate config.")
     parser.add_argument("--master_port", type=int, default=29500, help="Port of deepspeed and accelerate.")
     parser.add_argument(
         "--preset",
-        type=choose("--preset", ("auto", *PRESETS)),
+        type=choose("preset"),
         help="Shape and settings; auto is minimind2-small on NVIDIA GPUs and tiny elsewhere.",
     )
     return parser
@@ -175,6 +185,34 @@ def print_list() -> None:
     print("Data (--dataset_name): embedded, a file, a pattern, a directory, or an id on the Hub")
 
 
+def print_completion(shell: str) -> None:
+    """Print a script with which a shell completes commands and flags."""
+    import shtab
+
+    from hf_pretrain.runtime.recipe_parsers import recipe_parser
+
+    shells = sorted(shtab.SUPPORTED_SHELLS)
+    if shell not in shells:
+        fail(f"completion {shell} is unknown; use {', '.join(shells)}.")
+    parser = argparse.ArgumentParser(prog="hf-pretrain")
+    commands = parser.add_subparsers()
+    for name in (*STAGES, *TOOLS):
+        command = commands.add_parser(name, add_help=False, help=name)
+        if name in STAGES:
+            for action in make_parser()._actions:
+                command.add_argument(*action.option_strings, choices=KNOWN_WORDS.get(action.dest))
+        # Without its extra, a recipe has no flags.
+        with contextlib.suppress(SystemExit):
+            for action in recipe_parser(RECIPES / f"{name}.py")._actions:
+                flags = [flag for flag in action.option_strings if flag not in command._option_string_actions]
+                if flags:
+                    # The first spelling, and not the one with dashes.
+                    command.add_argument(flags[0]).complete = shtab.FILE
+    for name in ("list", "completion"):
+        commands.add_parser(name, add_help=False, help=name)
+    print(shtab.complete(parser, shell))
+
+
 def main() -> None:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
@@ -186,6 +224,8 @@ def main() -> None:
         print(version("hf_pretrain"))
     elif stage == "list":
         print_list()
+    elif stage == "completion":
+        print_completion(rest[0] if rest else "bash")
     elif stage in STAGES + TOOLS:
         environment, command = make_command(stage, rest)
         assignments = [f"{name}={value}" for name, value in environment.items()]
@@ -194,7 +234,7 @@ def main() -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         os.execve(command[0], command, os.environ | environment | {"PATH": path})
     else:
-        known = (*STAGES, *TOOLS, "list")
+        known = (*STAGES, *TOOLS, "list", "completion")
         fail(f"{stage} is unknown; the nearest command is {nearest(stage, known)}. `hf-pretrain list` shows all.")
 
 

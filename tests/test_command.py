@@ -156,6 +156,24 @@ def test_the_list_names_every_recipe_and_preset():
     assert [name for name in names if not re.search(rf"^  {name} ", result.stdout, re.MULTILINE)] == []
 
 
+@pytest.mark.slow
+def test_bash_completes_commands_flags_and_their_words(tmp_path):
+    script = tmp_path / "completion.bash"
+    script.write_text(run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "completion", "bash"]).stdout)
+    bash = (
+        'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
+        '$(complete -p hf-pretrain | grep -oP -- "-F \\K\\S+"); echo "${COMPREPLY[@]}"'
+    )
+    for words, expected in (
+        (["hf-pretrain", "pre"], {"pretrain"}),
+        (["hf-pretrain", "pretrain", "--laun"], {"--launcher"}),
+        (["hf-pretrain", "pretrain", "--launcher", "deep"], {"deepspeed"}),
+        (["hf-pretrain", "sft", "--learning_ra"], {"--learning_rate"}),
+    ):
+        result = run(["bash", "-c", bash, str(script), *words])
+        assert expected <= set(result.stdout.split()), (words, result)
+
+
 def run(command: list[str], **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, **options)
 
@@ -173,7 +191,7 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    templates = {"reports/page.html.jinja", "tokenizer/templates/chatml.jinja"}
+    templates = {"reports/page.html.jinja", "tokenizer/templates/minimind.jinja"}
     assert {f"hf_pretrain/{name}" for name in ("py.typed", "ds_configs/zero2.json", *templates)} <= names
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
     installed = run(install)

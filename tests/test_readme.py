@@ -18,8 +18,8 @@ from deepspeed.launcher.runner import parse_args as parse_deepspeed_args
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import hf_pretrain_cli
-from docs.recipe_parsers import recipe_parser
 from hf_pretrain.runtime.metrics import HEADLINES
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.reporting import format_report
@@ -76,7 +76,7 @@ def commands(page: str) -> tuple[str, ...]:
 def parse_recipe(words: list[str]) -> None:
     path, *flags = words
     try:
-        _, unknown = recipe_parser(Path(path).stem).parse_known_args(flags)
+        _, unknown = recipe_parser(ROOT / path).parse_known_args(flags)
     except SystemExit as end:  # --help
         assert end.code == 0
         return

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from docs.recipe_parsers import recipe_parser
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
+from tests.invariants.launching import ROOT
 
 
 def flags(text: str) -> list[str]:
@@ -14,7 +15,7 @@ def flags(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def parser():
-    return recipe_parser("pretrain")
+    return recipe_parser(ROOT / "recipes/pretrain.py")
 
 
 def test_each_flag_stands_once_under_the_title_of_its_group(parser, monkeypatch):
@@ -29,7 +30,7 @@ def test_each_flag_stands_once_under_the_title_of_its_group(parser, monkeypatch)
     ):
         assert f"--{name}" in flags(group)
     # The default stands beside a flag, unless the text names it.
-    assert re.search(r"--save_total_limit N\s+Number of checkpoints to keep. \(default: 2\)", text)
+    assert re.search(r"--save_total_limit N\s+Number of checkpoints to keep. \(default:\s+2\)", text)
     assert "(default: None)" not in text
 
 
@@ -45,4 +46,4 @@ def test_help_all_adds_the_other_flags(parser, monkeypatch):
 
 def test_the_nearest_choice_is_named():
     with pytest.raises(ValueError, match="'q8' is unknown; the nearest one is 'q8_0', of float32"):
-        recipe_parser("convert").parse_args(["--from", "a", "--to", "b", "--dtype", "q8"])
+        recipe_parser(ROOT / "recipes/convert.py").parse_args(["--from", "a", "--to", "b", "--dtype", "q8"])
