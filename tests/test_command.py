@@ -1,5 +1,6 @@
 """The command `hf-pretrain`: what it starts, and that a wheel holds everything that it needs."""
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_pretrain
 import hf_pretrain_cli
 from tests.invariants.launching import ROOT, cpu_environment
 
@@ -141,6 +143,11 @@ def test_make_uses_the_gpus(four_gpus, monkeypatch):
 def test_mistakes_end_with_one_line(words, message):
     result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), *words.split()])
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_the_version_is_that_of_the_package():
+    result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "--version"])
+    assert result.stdout.strip() == hf_pretrain.__version__ == importlib.metadata.version("hf_pretrain")
 
 
 def test_more_processes_than_gpus_are_refused(four_gpus, capsys):
