@@ -32,7 +32,7 @@ _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
 # Recipes that run in one process.
-TOOLS = ("chat", "serve", "evaluate", "convert", "tokenizer", "doctor", "compare")
+TOOLS = ("chat", "serve", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
 STAGES = ("pretrain", "sft", "dpo", "distill", "grpo")
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
 PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yaml") if path.parent.name != "base"))
