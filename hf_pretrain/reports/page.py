@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader
 
 from ..runtime.metrics import HEADLINES
 from .charts import COLOURS, Line, heat_map, line_chart
+from .expected import find_expected
 from .runs import Run
 
 
@@ -99,6 +100,8 @@ def _draw_charts(runs: list[Run]):
         lines += of("eval_loss", over=over, label="validation", style={"marker": "o", "markersize": 3})
         if lines and not has_reward:
             marks = _marks(runs[0]) if len(runs) == 1 and over == "tokens" else ()
+            if len(runs) == 1 and over == "tokens":
+                lines = _expected_lines(runs[0]) + lines
             yield f"Loss over {over}", line_chart(lines, x_label=x_label, y_label="loss", marks=marks)
     for title, key, y_label in _CHARTS:
         if lines := of(key):
@@ -116,6 +119,17 @@ def _lines(
             name = f"{run.name} {label}".strip() if len(runs) > 1 else label or run.name
             lines.append((name, x, y, {"color": COLOURS[number % len(COLOURS)]} | (style or {})))
     return lines
+
+
+def _expected_lines(run: Run) -> list[Line]:
+    """Return the validation loss of the preset's default run, to stand behind that of a run."""
+    expected = find_expected(run)
+    points = expected["curves"].get("eval_loss", []) if expected else []
+    if not points:
+        return []
+    x, y = zip(*points, strict=True)
+    style = {"color": "#6b7280", "linestyle": "--", "marker": "s", "markersize": 3}
+    return [("validation, default run", [tokens / 1e6 for tokens in x], y, style)]
 
 
 def _marks(run: Run) -> list[tuple[float, str]]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..reports.history import History
+from ..runtime.activity import activity
 from ..runtime.metrics import HEADLINES
 
 
@@ -38,6 +39,13 @@ class TrainingProgressCallback(ProgressCallback):
 
 class TrainingLinesCallback(PrinterCallback):
     """One plain line per log with the figures of the progress bar, for output that is not a terminal."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        activity.begin(f"step {state.global_step + 1}/{state.max_steps}")
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if not activity.text.startswith("evaluating"):
+            activity.begin("evaluating")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:

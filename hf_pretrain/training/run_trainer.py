@@ -22,6 +22,7 @@ from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
 from ..reports.history import History
+from ..runtime.activity import activity
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.locking import hold_output_dir, watch_launcher
 from ..runtime.processes import on_main_process, on_saving_processes
@@ -347,6 +348,7 @@ class RunTrainer(Trainer):
         # Create and lock the directory again: a user may have renamed or deleted it during the run.
         on_main_process(self.args, lambda: hold_output_dir(target.parent))
         run = self.description.after(self.state)
+        activity.begin(f"saving {target.name}")
         with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:
             super()._save_checkpoint(model, trial)
             # Trainer recorded the path in `.saving/` as the best checkpoint.
@@ -467,6 +469,7 @@ class RunTrainer(Trainer):
         if not self.is_world_process_zero():
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        activity.begin("pushing")
         self.create_model_card(**kwargs)
         # Pushes of checkpoints come first, so that the final model is the last commit.
         self.pusher.finish()
