@@ -123,8 +123,10 @@ def test_the_recipe_trains_saves_and_reports(workspace):
     progress = output[: output.index("Checkpoint ")].splitlines()
     for pattern in PROGRESS:
         assert any(re.fullmatch(pattern, line) for line in progress), pattern
+    # On a busy machine, silent phases are named.
+    silent = r"(step [12]/2|evaluating|preparing the data|starting|saving \S+), \d+ s"
     for line in progress:
-        assert any(re.fullmatch(pattern, line) for pattern in PROGRESS), line
+        assert any(re.fullmatch(pattern, line) for pattern in (*PROGRESS, silent)), line
     run = workspace / "plain"
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "trainer_state.json"):
         assert (run / name).is_file(), output[-3000:]
