@@ -254,7 +254,7 @@ def test_the_python_commands_of_the_readme_run(home):
     # The glob of the text must not match the conversations.
     steps = [([word.replace("my/chats.jsonl", "chats.jsonl") for word in words], code) for words, code in steps]
     steps += [([], code) for code in code_blocks("README.md", "python")]
-    assert len(steps) == 6
+    assert len(steps) == 5
     (home / "steps.json").write_text(json.dumps(steps))
     environment = cpu_environment(PYTHONPATH=str(ROOT))
     command = [sys.executable, "-c", RUNNER, str(home / "steps.json")]
