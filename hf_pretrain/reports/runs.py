@@ -91,6 +91,15 @@ def read_run(directory: str | Path) -> Run:
     return Run(directory.resolve().name, launches, _read_history(directory / HISTORY_NAME))
 
 
+def read_launches(directory: str | Path) -> list[dict[str, Any]]:
+    """Return the launches that `run.json` holds; an empty list if there is no such file or it is damaged."""
+    try:
+        launches = json.loads(Path(directory, RECORD_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [launch for launch in launches if isinstance(launch, dict)] if isinstance(launches, list) else []
+
+
 def _read_history(path: Path) -> list[dict[str, Any]]:
     """
     Return the lines of a history. A new run replaces an earlier one. A resumed run replaces the figures of the steps
@@ -112,4 +121,4 @@ def _read_history(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-__all__ = ["Run", "read_run"]
+__all__ = ["RECORD_NAME", "Run", "read_launches", "read_run"]

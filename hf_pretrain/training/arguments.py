@@ -1,5 +1,6 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,13 @@ class LMTrainingArguments(TrainingArguments):
     dry_run: bool = field(
         default=False,
         metadata={"help": "Print the plan of the run with its time, memory and disk, train four steps, and stop."},
+    )
+    report_to: Any = field(
+        default=None,
+        metadata={
+            "help": "Trackers of the run: trackio, tensorboard, wandb, swanlab, mlflow, or none. By default trackio, if "
+            "it is installed: a local dashboard without an account."
+        },
     )
     profile: bool = field(
         default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
@@ -214,6 +222,8 @@ class LMTrainingArguments(TrainingArguments):
         self._check_amounts()
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
+        if self.report_to is None:
+            self.report_to = "trackio" if importlib.util.find_spec("trackio") else "none"
         # What `--dry_run` turns off (`plan.py`).
         self.planned: dict[str, Any] = {}
         self.left_out: set[str] = set()

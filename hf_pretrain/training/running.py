@@ -34,6 +34,7 @@ from .run_description import describe_data
 from .run_log import LOG_NAME, begin_log, end_log
 from .run_record import add_to_record, begin_record, end_record
 from .run_trainer import RunTrainer
+from .tracking import continue_tracking
 
 
 @dataclass
@@ -97,7 +98,9 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         # An earlier run may have been killed in the middle of a save or a push.
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
+        tracking_id = continue_tracking(training_args, checkpoint=checkpoint)
         begin_record(training_args, others, checkpoint=checkpoint)
+        add_to_record(training_args, tracking_id=tracking_id)
         print(f"{training_args.launch_description}; {describe_search()}")
 
     on_main_process(training_args, clear)
