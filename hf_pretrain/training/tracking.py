@@ -15,6 +15,8 @@ from .arguments import LMTrainingArguments
 
 # SwanLab's ids have this length.
 _ID_LENGTH = 21
+# The environment variables that the last run of this process has set.
+_passed: dict[str, str] = {}
 
 
 def continue_tracking(args: LMTrainingArguments, *, checkpoint: str | None) -> str:
@@ -33,11 +35,13 @@ def continue_tracking(args: LMTrainingArguments, *, checkpoint: str | None) -> s
     directory = Path(args.output_dir)
     if args.run_name is None:
         args.run_name = f"{directory.absolute().name}-{tracking_id[:6]}"
-    # A user's own values come first.
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(directory / "runs" / args.run_name))
+    variables = {"TENSORBOARD_LOGGING_DIR": str(directory / "runs" / args.run_name)}
     for tracker in ("WANDB", "SWANLAB"):
-        os.environ.setdefault(f"{tracker}_RUN_ID", tracking_id)
-        os.environ.setdefault(f"{tracker}_RESUME", "allow")
+        variables |= {f"{tracker}_RUN_ID": tracking_id, f"{tracker}_RESUME": "allow"}
+    for name, value in variables.items():
+        # A user's own value stays; the value of an earlier run in this process does not.
+        if os.environ.get(name) in (None, _passed.get(name)):
+            os.environ[name] = _passed[name] = value
     return tracking_id
 
 

@@ -43,6 +43,15 @@ def test_a_new_run_has_a_new_id_and_the_users_name_stays(launch):
     assert launch(None, run_name="mine")["name"] == "mine"
 
 
+def test_two_runs_in_one_process_are_two_runs(tmp_path, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("a", "b"):
+        args = LMTrainingArguments(output_dir=str(tmp_path / name), use_cpu=True, report_to="none")
+        assert continue_tracking(args, checkpoint=None) == os.environ["WANDB_RUN_ID"]
+        assert f"/{name}/runs/" in os.environ["TENSORBOARD_LOGGING_DIR"]
+
+
 def test_the_users_variables_stay(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     args = LMTrainingArguments(output_dir=str(tmp_path / "other"), use_cpu=True, report_to="none")
