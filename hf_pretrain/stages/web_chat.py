@@ -142,9 +142,7 @@ def show(history: list[Message]) -> list[Any]:
         if message.get("reasoning_content"):
             status = "done" if message["content"] else "pending"
             metadata = {"title": "Thinking", "status": status}
-            shown.append(
-                gr.ChatMessage(role="assistant", content=message["reasoning_content"], metadata=metadata)
-            )
+            shown.append(gr.ChatMessage(role="assistant", content=message["reasoning_content"], metadata=metadata))
         if message["content"]:
             shown.append(gr.ChatMessage(role="assistant", content=message["content"]))
         for call in message.get("tool_calls") or []:

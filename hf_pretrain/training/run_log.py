@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-
 from ..runtime.activity import activity
 
 

@@ -43,13 +43,26 @@ def test_the_plan_has_the_figures_of_the_run(tmp_path):
 
 
 def test_a_dry_run_writes_nothing_into_the_output_directory(tmp_path):
-    data = write_jsonl(tmp_path / "a.jsonl", [f"{number} is a number, {number + 1} the next." for number in range(300)])
+    data = write_jsonl(
+        tmp_path / "a.jsonl", [f"{number} is a number, {number + 1} the next." for number in range(300)]
+    )
     words = ["--dataset_name", data, "--output_dir", str(tmp_path / "out"), "--max_length", "32", "--use_cpu"]
     words += ["--bf16", "false", "--vocab_size", "300", "--max_steps", "200", "--dry_run", "--report_to", "none"]
     words += ["--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4"]
     result = start([*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *words])
     assert result.returncode == 0, result.stdout
-    for label in ("Model", "Data", "Steps", "Tokens", "Optimizer", "Learning rate", "Memory", "Time", "Disk", "Random"):
+    for label in (
+        "Model",
+        "Data",
+        "Steps",
+        "Tokens",
+        "Optimizer",
+        "Learning rate",
+        "Memory",
+        "Time",
+        "Disk",
+        "Random",
+    ):
         assert field(result.stdout, label)
     assert "200 of 8 rows each" in result.stdout and "rows of 32 tokens fit" in result.stdout
     assert not (tmp_path / "out").exists()
