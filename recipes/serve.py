@@ -7,7 +7,8 @@ Serve a model with transformers' OpenAI-compatible server, by default only for t
     python recipes/serve.py --web
     python recipes/serve.py --web --model_name_or_path out/sft-tiny --compare out/dpo-tiny
 
-`--web` also opens a chat page in the browser, and `--compare` shows a second model beside the first. Without them, use any OpenAI client:
+`--web` also opens a chat page in the browser, and `--compare` shows a second model beside the first. Any OpenAI client
+can use the server:
 
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]

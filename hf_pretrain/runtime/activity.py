@@ -1,8 +1,8 @@
 """
 Tell what a run is doing when its output is silent.
 
-Without a terminal there are no progress bars, and a long step, evaluation or save would look like a hang. A thread then
-prints a line whenever nothing has been printed for some seconds.
+Without a terminal there are no progress bars, and a long step, evaluation or save would look like a hang. A thread
+then prints a line whenever nothing has been printed for some seconds.
 """
 
 import threading

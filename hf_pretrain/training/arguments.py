@@ -101,8 +101,8 @@ class LMTrainingArguments(TrainingArguments):
     report_to: Any = field(
         default=None,
         metadata={
-            "help": "Trackers of the run: trackio, tensorboard, wandb, swanlab, mlflow, or none. By default trackio, if "
-            "it is installed: a local dashboard without an account."
+            "help": "Trackers of the run: trackio, tensorboard, wandb, swanlab, mlflow, or none. By default trackio "
+            "(a local dashboard without an account), if it is installed."
         },
     )
     profile: bool = field(

@@ -1,8 +1,8 @@
 """
 Let a resumed run continue in the same run of its tracker (`--report_to`).
 
-A tracker knows a run by an id. `run.json` keeps it, and each launch passes it on: to Trackio as the name of the run, to
-the others in the environment variables that they read.
+A tracker knows a run by an id. `run.json` keeps it, and each launch passes it on: to Trackio as the name of the run,
+to the others in the environment variables that they read.
 """
 
 import os

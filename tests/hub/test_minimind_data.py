@@ -45,7 +45,9 @@ def files() -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_the_stages_of_the_page_follow_each_other(tmp_path):
+def test_the_stages_of_the_page_follow_each_other(tmp_path, monkeypatch):
+    # Paths in a command are relative to the working directory.
+    monkeypatch.chdir(tmp_path)
     (block, *_) = code_blocks("docs/minimind-data.md", "bash")
     commands = [shlex.split(line)[1:] for line in block.splitlines()]
     stages = [words for words in commands if words[0] in TOY]
