@@ -63,13 +63,13 @@ class Run:
         points = [
             (entry["num_input_tokens_seen"] / 1e6 if over == "tokens" else seconds[entry["step"]] / 60, entry[key])
             for entry in self.logs
-            if entry.get(key) is not None and "num_input_tokens_seen" in entry
+            if isinstance(entry.get(key), (int, float)) and "num_input_tokens_seen" in entry
         ]
         return [x for x, _ in points], [y for _, y in points]
 
     def last(self, key: str) -> float | None:
         """Return the last value of a logged figure; `None` if it was never logged."""
-        values = [entry[key] for entry in self.logs if entry.get(key) is not None]
+        values = [entry[key] for entry in self.logs if isinstance(entry.get(key), (int, float))]
         return values[-1] if values else None
 
 
