@@ -188,8 +188,8 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
 
 
 def _num_times(interval: float, num_steps: int) -> int:
-    """Return how often something happens every `interval` steps, or every such share of all steps."""
-    return math.floor(num_steps / (interval if interval >= 1 else max(1.0, math.ceil(interval * num_steps))))
+    """Return how often something happens every `interval` steps, or every such share of all steps, and at the end."""
+    return math.ceil(num_steps / (interval if interval >= 1 else max(1.0, math.ceil(interval * num_steps))))
 
 
 def _describe_time(trainer: Any, clock: _Clock, num_steps: int) -> str:

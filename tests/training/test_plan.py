@@ -16,10 +16,10 @@ def field(plan: str, label: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("interval", "num_steps", "expected"), [(10, 95, 9), (0.1, 100, 10), (0.34, 900, 2), (0.5, 7, 1), (200, 100, 0)]
+    ("interval", "num_steps", "expected"), [(10, 95, 10), (0.1, 100, 10), (0.34, 900, 3), (0.5, 7, 2), (200, 100, 1)]
 )
 def test_the_number_of_saves_is_that_of_trainer(interval, num_steps, expected):
-    # Trainer rounds a share of all steps up to whole steps, and saves at its multiples.
+    # Trainer rounds a share of all steps up to whole steps, and saves at its multiples and after the last step.
     assert _num_times(interval, num_steps) == expected
 
 
