@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..weights.adapters import base_model_of
+from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
 from .efficiency import (
     available_memory_bytes,
@@ -171,7 +171,8 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
         free = (free + psutil.Process().memory_info().rss) / max(1, args.world_size)
     text = f"{peak / 2**30:.2f} GiB per process at the peak of the measured steps, of {free / 2**30:.1f} GiB"
     row_length = getattr(trainer.data_collator, "max_length", None)
-    if row_length is None or hasattr(args, "num_generations"):
+    # The estimate is for training all weights of one model on rows of equal length.
+    if row_length is None or hasattr(args, "num_generations") or is_adapted(trainer.model):
         return text
     layout = trainer._layout
     estimate = estimate_memory(
