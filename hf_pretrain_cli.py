@@ -207,7 +207,7 @@ def print_completion(shell: str) -> None:
                 flags = [flag for flag in action.option_strings if flag not in command._option_string_actions]
                 if flags:
                     # The first spelling, and not the one with dashes.
-                    command.add_argument(flags[0]).complete = shtab.FILE
+                    command.add_argument(flags[0]).complete = shtab.FILE  # type: ignore[attr-defined]
     for name in ("list", "completion"):
         commands.add_parser(name, add_help=False, help=name)
     print(shtab.complete(parser, shell))

@@ -14,6 +14,7 @@ reproduces the figures on the validation set from the end of that run. All resul
 """
 
 import importlib.metadata
+from typing import Any
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
@@ -56,7 +57,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     metrics = trainer.evaluate(rows.eval) if rows.eval is not None else {}
     report = rows.report[-1].removeprefix("Validation: ")
     facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)
-    results = {
+    results: dict[str, Any] = {
         # This key keeps its older name for programs that read the file.
         "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
         "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {report}",

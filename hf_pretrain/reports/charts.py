@@ -31,7 +31,8 @@ def line_chart(
     figure, axes = _make_axes(height=3.2)
     for label, x, y, style in lines:
         # One point is no line: show it as a dot.
-        axes.plot(x, y, label=label, **{"linewidth": 1.4, "marker": "o" if len(x) == 1 else None} | style)
+        default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
+        axes.plot(x, y, label=label, **default | style)
     for position, name in marks:
         axes.axvline(position, color="#9ca3af", linewidth=0.8, linestyle=":")
         axes.annotate(name, (position, 1), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, va="top")

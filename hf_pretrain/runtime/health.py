@@ -218,8 +218,12 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 def examine() -> Iterator[Finding]:
     """Yield the findings of all checks. The slow ones run at the same time as the others."""
     with ThreadPoolExecutor() as pool:
-        for findings in [pool.submit(lambda check=check: list(check())) for check in CHECKS]:
-            yield from findings.result()
+        for findings in pool.map(_collect, CHECKS):
+            yield from findings
+
+
+def _collect(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    return list(check())
 
 
 __all__ = ["BAD", "NOTE", "OK", "Finding", "examine"]

@@ -65,7 +65,8 @@ def stream_answer(endpoint: Endpoint, messages: list[Message], sampling: Samplin
     system = [{"role": "system", "content": sampling.system}] if sampling.system else []
     try:
         tools = {"tools": json.loads(sampling.tools)} if sampling.tools.strip() else {}
-        client = OpenAI(base_url=endpoint.base_url, api_key="none", max_retries=0)
+        # The typed variants of the method do not know that messages and tools come from a page.
+        client: Any = OpenAI(base_url=endpoint.base_url, api_key="none", max_retries=0)
         with client.chat.completions.create(
             model=endpoint.model,
             messages=[*system, *messages],
@@ -141,7 +142,7 @@ def show(history: list[Message]) -> list[Any]:
             continue
         if message.get("reasoning_content"):
             status = "done" if message["content"] else "pending"
-            metadata = {"title": "Thinking", "status": status}
+            metadata: Any = {"title": "Thinking", "status": status}
             shown.append(gr.ChatMessage(role="assistant", content=message["reasoning_content"], metadata=metadata))
         if message["content"]:
             shown.append(gr.ChatMessage(role="assistant", content=message["content"]))
@@ -219,7 +220,7 @@ def make_page(endpoints: list[Endpoint]) -> gr.Blocks:
                 gr.Textbox(default.tools, label="Tools (JSON list of schemas)", lines=3),
             ]
         outputs = [question, *chats, histories]
-        events = [
+        events: Any = [
             question.submit(answer, [question, histories, *settings], outputs),
             send.click(answer, [question, histories, *settings], outputs),
             again.click(answer_again, [histories, *settings], outputs),

@@ -98,7 +98,7 @@ class LMTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Print the plan of the run with its time, memory and disk, train four steps, and stop."},
     )
-    report_to: Any = field(
+    report_to: None | str | list[str] = field(
         default=None,
         metadata={
             "help": "Trackers of the run: trackio, tensorboard, wandb, swanlab, mlflow, or none. By default trackio "

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from hf_pretrain.runtime import health, probe
 from hf_pretrain.runtime.health import BAD, NOTE, OK
 from tests.hub_server import HubServer
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
 def findings(check) -> dict[str, health.Finding]:
@@ -67,6 +67,7 @@ def test_the_hub_login_is_checked_and_the_token_never_shown(monkeypatch):
             found = findings(health.check_hub)["Hub"]
             assert found.status == status and token not in found.message + found.advice
         assert "401" in found.message
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     found = findings(health.check_hub)["Hub"]
     assert found.status == NOTE and "cannot be reached" in found.message
 

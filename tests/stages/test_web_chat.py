@@ -60,12 +60,17 @@ def test_two_models_answer_beside_each_other(page, address, models):
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(address)
-    assert [page.locator(f"#chat-{number}").count() for number in (0, 1)] == [1, 1]
+    for number in (0, 1):
+        page.locator(f"#chat-{number}").wait_for(timeout=30_000)
     ask(page, "What is the next number?")
     # The question stands in both columns at once, and both answers grow.
     for number in (0, 1):
         page.locator(f"#chat-{number} .user.message").wait_for(timeout=20_000)
-        page.locator(f"#chat-{number} .bot.message").first.wait_for(timeout=60_000)
+        page.wait_for_function(
+            "n => (document.querySelector(`#chat-${n} .bot.message`)?.innerText ?? '').trim().length > 10",
+            arg=number,
+            timeout=60_000,
+        )
     first = answers(page, 0)
     page.locator("#stop").click()
     page.wait_for_timeout(1000)
