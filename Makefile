@@ -15,23 +15,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The numbers of the GPUs to use: CUDA_VISIBLE_DEVICES, or all GPUs of the machine.
-comma := ,
-PRESENT := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p')
-VISIBLE := $(or $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)),$(PRESENT))
-# Without an NVIDIA GPU the recipe chooses: another accelerator that torch finds, or the CPU.
-DEVICE ?= $(if $(PRESENT),cuda,auto)
-ifeq ($(filter $(DEVICE),cuda cpu auto),)
-  $(error DEVICE=$(DEVICE) is unknown: use cuda, cpu or auto)
-endif
-GPUS ?= $(if $(filter cuda,$(DEVICE)),$(words $(VISIBLE)),1)
+GPUS ?=
+DEVICE ?= auto
 LAUNCHER ?= torchrun
 DS ?= zero2
 ACCELERATE ?= ddp
 MASTER_PORT ?= 29500
-PRESET ?= $(if $(filter cuda,$(DEVICE)),minimind2-small,tiny)
-CONFIG ?= recipes/$(PRESET)/$@.yaml
+PRESET ?= auto
+CONFIG ?=
 ARGS ?=
+ifeq ($(filter $(DEVICE),cuda cpu auto),)
+  $(error DEVICE=$(DEVICE) is unknown: use cuda, cpu or auto)
+endif
+ifeq ($(filter $(LAUNCHER),torchrun deepspeed accelerate),)
+  $(error LAUNCHER=$(LAUNCHER) is unknown: use torchrun, accelerate or deepspeed)
+endif
 
 .PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick faults quality docs clean help
 .DEFAULT_GOAL := help
@@ -39,50 +37,9 @@ ARGS ?=
 help:
 	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
-# The environment and the launch command. On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE, and
-# OMP_NUM_THREADS divides the cores among the processes.
-ENV :=
-ifneq ($(DEVICE),cuda)
-  CPU_ARGS := $(if $(filter cpu,$(DEVICE)),--use_cpu)
-  ifneq ($(GPUS),1)
-    ENV := LOCAL_SIZE=$(GPUS) OMP_NUM_THREADS=$(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) / $(GPUS) )); echo $$(( n > 0 ? n : 1 )))
-  endif
-endif
-DEVICES := $(shell seq -s, 0 $$(( $(GPUS) - 1 )))
-ifeq ($(DEVICE),cuda)
-  ifneq ($(VISIBLE),)
-    ifneq ($(words $(wordlist 1,$(GPUS),$(VISIBLE))),$(GPUS))
-      $(error GPUS=$(GPUS), but this machine has $(words $(VISIBLE)) to offer: $(VISIBLE))
-    endif
-    # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
-    DEVICES := $(shell echo $(wordlist 1,$(GPUS),$(VISIBLE)) | tr ' ' ,)
-  endif
-  ifneq ($(LAUNCHER),deepspeed)
-    ENV := CUDA_VISIBLE_DEVICES=$(DEVICES)
-  endif
-endif
-ifeq ($(LAUNCHER),deepspeed)
-  LAUNCH := $(BIN)/deepspeed --include localhost:$(DEVICES) --master_port $(MASTER_PORT)
-  LAUNCH_ARGS := --deepspeed ds_configs/$(DS).json
-else ifeq ($(LAUNCHER),accelerate)
-  LAUNCH := $(BIN)/accelerate launch --config_file recipes/accelerate_configs/$(ACCELERATE).yaml \
-    --num_processes $(GPUS) --main_process_port $(MASTER_PORT)
-else ifeq ($(LAUNCHER),torchrun)
-  ifeq ($(GPUS),1)
-    LAUNCH := $(BIN)/python
-  else
-    LAUNCH := $(BIN)/torchrun --standalone --nproc_per_node $(GPUS)
-  endif
-else
-  $(error LAUNCHER=$(LAUNCHER) is unknown: use torchrun, accelerate or deepspeed)
-endif
-
-# torchrun --standalone finds a free port by itself. The other launchers use MASTER_PORT.
-FREE_PORT := import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(("", $(MASTER_PORT)))
-ifneq ($(LAUNCHER),torchrun)
-  CHECK_PORT := @$(BIN)/python -c '$(FREE_PORT)' 2>/dev/null || \
-    { echo "Port $(MASTER_PORT) is in use; choose another: make ... MASTER_PORT=$$(( $(MASTER_PORT) + 1 ))" >&2; exit 1; }
-endif
+# The command `hf-pretrain` does the rest, and prints the command that it starts.
+LAUNCH := $(if $(GPUS),--nproc $(GPUS)) --launcher $(LAUNCHER) --ds $(DS) --accelerate $(ACCELERATE) \
+  --master_port $(MASTER_PORT) $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
 
 # Extras of pyproject.toml that single stages need.
 dpo grpo: $(VENV)/.installed-trl
@@ -90,14 +47,10 @@ serve: $(VENV)/.installed-serve
 evaluate: $(VENV)/.installed-eval
 
 pretrain sft dpo distill grpo: $(VENV)/.installed
-	$(CHECK_PORT)
-	$(ENV) PATH="$(abspath $(BIN)):$$PATH" $(LAUNCH) recipes/$@.py --config $(CONFIG) $(CPU_ARGS) $(LAUNCH_ARGS) $(ARGS)
+	$(BIN)/python hf_pretrain_cli.py $@ $(LAUNCH) $(ARGS)
 
-chat serve evaluate: $(VENV)/.installed
-	$(BIN)/python recipes/$@.py $(ARGS)
-
-tokenizer: $(VENV)/.installed
-	$(BIN)/python recipes/tokenizer.py $(ARGS)
+chat serve evaluate tokenizer: $(VENV)/.installed
+	$(BIN)/python hf_pretrain_cli.py $@ $(ARGS)
 
 # Two workers on every machine: most of the time, tests wait for processes that start, die or hang.
 test: $(VENV)/.installed-test
@@ -140,11 +93,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora,plots]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora]"
 	touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora,plots,$*]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora,$*]"
 	touch $@ $(VENV)/.installed
 
 # This removes .venv and not $(VENV), which may be the user's own environment.

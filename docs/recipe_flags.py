@@ -9,14 +9,17 @@ import argparse
 import dataclasses
 import os
 import re
+from pathlib import Path
 
 from docutils import nodes
-from recipe_parsers import RECIPES, recipe_parser
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from transformers import TrainingArguments
 
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
 
+
+RECIPES = Path(__file__).parents[1] / "recipes"
 TRAINING = ("pretrain", "sft", "dpo", "distill", "grpo")
 UNSET: tuple[object, ...] = (None, "", [])
 # A heading in the order in which a project needs them.
@@ -68,7 +71,7 @@ def recipe_flags(recipe: str) -> dict[str, str]:
     """Return the names and the help of a recipe's flags, without those that transformers or TRL define as they are."""
     inherited = _inherited(recipe) if recipe in (*TRAINING, "evaluate") else {}
     flags = {}
-    for action in recipe_parser(recipe)._actions:
+    for action in recipe_parser(RECIPES / f"{recipe}.py")._actions:
         before, texts = inherited.get(action.dest, (action, set()))
         # None, an empty list and an empty text all mean that nothing is set.
         is_same_default = before == action.default or (before in UNSET and action.default in UNSET)

@@ -6,6 +6,7 @@ once; every other name is imported on its first use.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 
 from .runtime.help_cache import print_kept_help
 from .runtime.importing import collector_paused, scipy_deferred
@@ -35,6 +36,8 @@ _LAZY = {
 
 
 def __getattr__(name: str):
+    if name == "__version__":
+        return version("hf_pretrain")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

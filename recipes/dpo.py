@@ -76,8 +76,7 @@ def main(
             loss_unit=training_args.algorithm.upper(),
         ),
     )
-    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
-    end_run(trainer, metrics)
+    end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint))
 
 
 if __name__ == "__main__":

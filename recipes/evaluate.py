@@ -14,6 +14,7 @@ reproduces the figures on the validation set from the end of that run. All resul
 """
 
 import importlib.metadata
+from typing import Any
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
@@ -23,6 +24,7 @@ from hf_pretrain.hub.repository import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.metrics import METRICS
 from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments, format_results, write_results
+from hf_pretrain.stages.task_groups import compare_with_published, expand_tasks
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -55,7 +57,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     metrics = trainer.evaluate(rows.eval) if rows.eval is not None else {}
     report = rows.report[-1].removeprefix("Validation: ")
     facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)
-    results = {
+    results: dict[str, Any] = {
         # This key keeps its older name for programs that read the file.
         "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
         "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {report}",
@@ -67,19 +69,27 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         # Only tasks need lm-eval, an optional package.
         from hf_pretrain.stages.harness import evaluate_tasks
 
+        # Training on conversations turns sampling on, for chat clients.
+        is_chat = training_args.apply_chat_template
+        if is_chat is None:
+            is_chat = bool(tokenizer.chat_template and trainer.model.generation_config.do_sample)
+        results["apply_chat_template"] = is_chat
         results["tasks"] = evaluate_tasks(
             trainer.model.eval(),
             tokenizer,
-            training_args.tasks.split(","),
+            expand_tasks(training_args.tasks),
             include_path=training_args.include_path,
             num_fewshot=training_args.num_fewshot,
             limit=training_args.limit,
             batch_size=training_args.per_device_eval_batch_size,
+            is_chat=is_chat,
         )
     # All ranks hold the same figures; one writes them.
     if is_main:
         path = write_results(results, facts, directory=training_args.output_dir)
         print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")
+        if comparison := compare_with_published(results["tasks"]):
+            print(f"\n{comparison}")
         if training_args.push_to_hub:
             print(f"Pushed to {push_folder(name, trainer.hub_model_id, message='Evaluation')}")
 

@@ -90,8 +90,9 @@ def main(
             base_model=model_args.model_name_or_path,
         ),
     )
-    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
-    end_run(trainer, metrics, samples=trainer.last_answers())
+    results = train_and_evaluate(trainer, checkpoint=checkpoint)
+    results.samples = trainer.last_answers()
+    end_run(trainer, results)
 
 
 if __name__ == "__main__":

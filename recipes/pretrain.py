@@ -60,15 +60,12 @@ def main(
             base_model=model_args.model_name_or_path,
         ),
     )
-    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
-    samples = []
-    if rows.eval is not None:
-        # Every rank of a sharded model has to take part in generating.
-        samples = sample_continuations(trainer.model, tokenizer, rows.eval)
-        if not data_args.streaming:
-            # A stream has no counts over the whole training set.
-            trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
-    end_run(trainer, metrics, samples=samples)
+    sample = None if rows.eval is None else partial(sample_continuations, tokenizer=tokenizer, eval_rows=rows.eval)
+    results = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample)
+    # A stream has no counts over the whole training set.
+    if rows.eval is not None and not data_args.streaming:
+        trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
+    end_run(trainer, results)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ Serve a model with transformers' OpenAI-compatible server, by default only for t
     python recipes/serve.py
     python recipes/serve.py --model_name_or_path out/sft-tiny --port 8001 --reasoning off
     python recipes/serve.py --continuous_batching
+    python recipes/serve.py --web
+    python recipes/serve.py --web --model_name_or_path out/sft-tiny --compare out/dpo-tiny
 
-Then use any OpenAI client:
+`--web` also opens a chat page in the browser, and `--compare` shows a second model beside the first. Any OpenAI client
+can use the server:
 
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]
@@ -18,6 +21,11 @@ from web pages of other origins, and for more tokens than the model has position
 """
 
 import argparse
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
@@ -29,7 +37,47 @@ with one_line_errors():
     from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server
 
 
+def start_server(args: argparse.Namespace, name: str, port: int) -> subprocess.Popen:
+    """Start this recipe once more, as the server of a model, and wait until it answers."""
+    flags = {"host": args.host, "device": args.device, "dtype": args.dtype, "reasoning": args.reasoning}
+    flags |= {"model_name_or_path": name, "port": port, "log_level": args.log_level}
+    given = [f"--{flag}={value}" for flag, value in flags.items()]
+    server = subprocess.Popen([sys.executable, __file__, *given])
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models"):
+                return server
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+    # The server has printed the reason.
+    raise SystemExit(server.returncode)
+
+
+def open_page(args: argparse.Namespace) -> None:
+    """Serve one or two models and the chat page until the user stops it."""
+    from hf_pretrain.stages.web_chat import Endpoint, make_page
+
+    names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
+    servers = []
+    try:
+        for number, name in enumerate(names):
+            servers.append(start_server(args, name, args.port + number))
+        page = make_page([Endpoint(name, f"http://127.0.0.1:{args.port + i}/v1") for i, name in enumerate(names)])
+        print(f"The chat page is at http://{args.host}:{args.web_port}", flush=True)
+        page.launch(server_name=args.host, server_port=args.web_port, quiet=True, inbrowser=sys.stdout.isatty())
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.wait()
+
+
 def main(args: argparse.Namespace) -> None:
+    if args.compare and not args.web:
+        raise ValueError("--compare needs the chat page. Add --web.")
+    if args.web:
+        open_page(args)
+        return
     name = args.model_name_or_path or find_newest_run()
     # Load the tokenizer first, to report a wrong name in one line. The server would print a traceback.
     load_tokenizer(name)
@@ -55,6 +103,9 @@ if __name__ == "__main__":
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
     parser.add_argument("--port", type=int, default=8000, help="TCP port")
+    parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
+    parser.add_argument("--web_port", type=int, default=7860, help="TCP port of the chat page")
+    parser.add_argument("--compare", help="a second model, shown beside the first; it gets the next port")
     parser.add_argument("--device", default="auto", help="auto, or a device such as cpu or cuda:0")
     parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")
     parser.add_argument(

@@ -1,6 +1,7 @@
 """Toy models for all tests: two layers, width 32, a fixed seed."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -62,3 +63,24 @@ def talker(tmp_path_factory):
     path = tmp_path_factory.mktemp("talker")
     train_talker(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Return a headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    # The browser of the system; `playwright install` would download another one.
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    """Return an empty page of the browser."""
+    page = browser.new_page()
+    yield page
+    page.close()

@@ -279,7 +279,10 @@ class HubServer:
                 raise HubError(status, "Told to fail", **{"Retry-After": "0"})
             if request.headers.get("authorization") not in (None, f"Bearer {self.token}"):
                 raise HubError(401, "Invalid credentials in Authorization header")
-            target = f"{request.method} {unquote(urlsplit(request.path).path)}"
+            path = unquote(urlsplit(request.path).path)
+            # Datasets and models share one namespace here.
+            path = path.replace("/api/datasets/", "/api/models/", 1).removeprefix("/datasets")
+            target = f"{request.method} {path}"
             for pattern, function in ROUTES:
                 if match := pattern.fullmatch(target):
                     with self._lock:

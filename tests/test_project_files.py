@@ -83,5 +83,5 @@ def test_the_citation_names_this_version_and_licence():
 
 
 def test_the_package_says_that_it_is_typed():
+    # `test_command.py` finds the file in the wheel.
     assert (ROOT / "hf_pretrain/py.typed").is_file()
-    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["hf_pretrain"]

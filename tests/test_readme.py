@@ -17,8 +17,9 @@ from accelerate.commands.launch import launch_command_parser
 from deepspeed.launcher.runner import parse_args as parse_deepspeed_args
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from docs.recipe_parsers import recipe_parser
+import hf_pretrain_cli
 from hf_pretrain.runtime.metrics import HEADLINES
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.reporting import format_report
@@ -35,7 +36,18 @@ PAGES = (
     "SECURITY.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 )
-PROGRAMS = ("make", "python", "torchrun", "deepspeed", "accelerate", "sbatch", "pip", "hf", "pre-commit")
+PROGRAMS = (
+    "make",
+    "hf-pretrain",
+    "python",
+    "torchrun",
+    "deepspeed",
+    "accelerate",
+    "sbatch",
+    "pip",
+    "hf",
+    "pre-commit",
+)
 # Programs that every system has.
 SYSTEM = ("cp", "mkdir", "cd", "echo", "rm", "export", "source", "python3", "git")
 REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")
@@ -64,7 +76,7 @@ def commands(page: str) -> tuple[str, ...]:
 def parse_recipe(words: list[str]) -> None:
     path, *flags = words
     try:
-        _, unknown = recipe_parser(Path(path).stem).parse_known_args(flags)
+        _, unknown = recipe_parser(ROOT / path).parse_known_args(flags)
     except SystemExit as end:  # --help
         assert end.code == 0
         return
@@ -82,9 +94,17 @@ def check_make(words: list[str]) -> None:
     # make accepts a target that is .PHONY and has no rule.
     assert result.returncode == 0 and "Nothing to be done" not in result.stdout, result.stdout + result.stderr
     for line in result.stdout.replace("\\\n", " ").splitlines():
-        if "recipes/" in line:
-            line = re.sub(r"^([A-Z_]+=(\"[^\"]*\"\S*|\S*) )*", "", line)
-            check(shlex.join([word.removeprefix(f"{sys.prefix}/bin/") for word in shlex.split(line)]))
+        started = shlex.split(line)
+        if started[0] == f"{sys.prefix}/bin/hf-pretrain":
+            check_command(started[1:])
+
+
+def check_command(words: list[str]) -> None:
+    """Check what `hf-pretrain` would start."""
+    if words[0] not in ("list", "--version", "completion"):
+        _, command = hf_pretrain_cli.make_command(words[0], words[1:])
+        short = [word.removeprefix(f"{sys.prefix}/bin/").removeprefix(f"{ROOT}/") for word in command]
+        check(shlex.join(["python" if re.fullmatch(r"(\S*/)?python[\d.]*", word) else word for word in short]))
 
 
 def check(command: str) -> None:
@@ -98,6 +118,8 @@ def check(command: str) -> None:
     recipe = next((i for i, word in enumerate(words) if re.fullmatch(r"recipes/\w+\.py", word)), None)
     if program == "make":
         check_make(rest)
+    elif program == "hf-pretrain":
+        check_command(rest)
     elif program in ("python", "torchrun", "deepspeed", "accelerate") and recipe is not None:
         if program == "torchrun":
             torchrun_parser().parse_args(rest)
@@ -232,7 +254,7 @@ def test_the_python_commands_of_the_readme_run(home):
     # The glob of the text must not match the conversations.
     steps = [([word.replace("my/chats.jsonl", "chats.jsonl") for word in words], code) for words, code in steps]
     steps += [([], code) for code in code_blocks("README.md", "python")]
-    assert len(steps) == 6
+    assert len(steps) == 5
     (home / "steps.json").write_text(json.dumps(steps))
     environment = cpu_environment(PYTHONPATH=str(ROOT))
     command = [sys.executable, "-c", RUNNER, str(home / "steps.json")]

@@ -111,6 +111,7 @@ PROGRESS = [
     r"(Training|Validation): \d+ documents, [\d,]+ tokens in \d+ rows, [\d.]+% filled, 0 tokens cut at .* 32",
     r"step [12]/2: loss \d\.\d{4}, [\d,]+ tokens/s, mfu \d+%",
     r"step [12]/2: validation loss \d\.\d{4}, bits per byte \d\.\d{4}",
+    r"step [12]/2: '.*' -> '.*'",
     "",
 ]
 
@@ -122,8 +123,10 @@ def test_the_recipe_trains_saves_and_reports(workspace):
     progress = output[: output.index("Checkpoint ")].splitlines()
     for pattern in PROGRESS:
         assert any(re.fullmatch(pattern, line) for line in progress), pattern
+    # On a busy machine, silent phases are named.
+    silent = r"(step [12]/2|evaluating|preparing the data|starting|saving \S+), \d+ s"
     for line in progress:
-        assert any(re.fullmatch(pattern, line) for pattern in PROGRESS), line
+        assert any(re.fullmatch(pattern, line) for pattern in (*PROGRESS, silent)), line
     run = workspace / "plain"
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "trainer_state.json"):
         assert (run / name).is_file(), output[-3000:]
@@ -137,7 +140,7 @@ def test_the_recipe_trains_saves_and_reports(workspace):
         f"Validation loss    {final['eval_loss']:.4f}",
         "a unigram model:",
         f"Bits per byte      {final['eval_bits_per_byte']:.4f}",
-        f"--model_name_or_path {run} --output_dir {run}-continued",
+        f"hf-pretrain sft --model_name_or_path {run} --output_dir {run}-sft",
     ):
         assert words in output
     assert output.count("Sample ") == 3
@@ -146,9 +149,9 @@ def test_the_recipe_trains_saves_and_reports(workspace):
     assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["train"]["rows"] > 0
     assert entry["data"]["train"]["digest"] != entry["data"]["held_out"]["digest"]
     assert entry["metrics"]["eval_loss"] == final["eval_loss"] and "\n".join(entry["report"]) in output
-    # Run the printed command that continues training.
-    command = next(line.split(maxsplit=2)[2] for line in output.splitlines() if line.startswith("Continue with"))
-    assert "Validation loss" in start(command.split()).stdout
+    # The page has the curves of the run.
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert page.count("<svg") >= 6 and f"{final['eval_loss']:.4f} nats per token" in page
 
 
 def test_the_recipe_refuses_a_used_directory(workspace):
@@ -185,48 +188,6 @@ def test_the_slurm_script_is_bash():
 
 
 # Launchers
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("GPUS=1 DEVICE=cuda", ["bin/python recipes/pretrain.py --config recipes/minimind2-small/pretrain.yaml"]),
-        ("GPUS=1 DEVICE=cpu", ["bin/python recipes/pretrain.py --config recipes/tiny/pretrain.yaml --use_cpu"]),
-        ("GPUS=4 DEVICE=cuda", ["bin/torchrun --standalone --nproc_per_node 4 recipes/pretrain.py"]),
-        ("GPUS=2 LAUNCHER=deepspeed DS=zero3", ["--include localhost:0,1", "--deepspeed ds_configs/zero3.json"]),
-        ("GPUS=2 LAUNCHER=deepspeed DEVICE=cpu", ["LOCAL_SIZE=2", "--master_port 29500"]),
-        ("GPUS=2 DEVICE=cuda LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3,5", ["--include localhost:2,3 "]),
-        ("GPUS=2 DEVICE=cpu LAUNCHER=deepspeed CUDA_VISIBLE_DEVICES=2,3", ["--include localhost:0,1 "]),
-        (
-            "DEVICE=cuda CUDA_VISIBLE_DEVICES=2,3",
-            ["CUDA_VISIBLE_DEVICES=2,3", "torchrun --standalone --nproc_per_node 2"],
-        ),
-        ("GPUS=1 DEVICE=cuda CUDA_VISIBLE_DEVICES=2,3", ["CUDA_VISIBLE_DEVICES=2 ", "bin/python recipes/pretrain.py"]),
-        ("GPUS=2 LAUNCHER=deepspeed MASTER_PORT=29511", ["--master_port 29511"]),
-        (
-            "GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2",
-            ["accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml", "--num_processes 2"],
-        ),
-    ],
-)
-def test_make_builds_the_command(words, expected):
-    command = ["make", "-n", "pretrain", f"VENV={sys.prefix}", *words.split()]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for part in expected:
-        assert part in " ".join(output.split()), output
-
-
-def test_make_without_nvidia_lets_the_recipe_choose_the_device():
-    """Simulate a Mac, whose GPU nvidia-smi does not know."""
-    command = ["make", "-n", "pretrain", f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES="]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "recipes/pretrain.py --config recipes/tiny/pretrain.yaml" in output and "--use_cpu" not in output
-
-
-def test_make_refuses_more_gpus_than_the_machine_has():
-    command = ["make", "-n", "pretrain", "DEVICE=cuda", "GPUS=3", "CUDA_VISIBLE_DEVICES=0,1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode != 0 and "GPUS=3, but this machine has 2 to offer: 0 1" in result.stderr
 
 
 def test_bare_make_prints_help():
@@ -302,7 +263,7 @@ def test_make_reports_a_port_in_use(workspace):
         port = listener.getsockname()[1]
         result = make(workspace, "port", "LAUNCHER=deepspeed", f"MASTER_PORT={port}")
     assert result.returncode != 0
-    assert f"Port {port} is in use; choose another: make ... MASTER_PORT={port + 1}" in result.stdout
+    assert f"Port {port} is in use; choose another: --master_port {port + 1}" in result.stdout
 
 
 @pytest.mark.distributed
@@ -446,7 +407,7 @@ def test_sft_runs_and_reports_the_change(workspace, chats, options):
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
     assert losses[-1] < losses[0]
     assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
-    assert result.stdout.count("Sample ") == (0 if "text" in options else 3) and "Continue with" in result.stdout
+    assert result.stdout.count("Sample ") == (0 if "text" in options else 3) and "Talk to it" in result.stdout
 
 
 STAGES = {

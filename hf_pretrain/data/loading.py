@@ -42,6 +42,8 @@ ROW_FEATURES = Features(
 )
 # The validation set of a stream comes from this many documents at its start.
 VALIDATION_SCAN = 50_000
+# Up to about this many times, repeated text is nearly as good as new text.
+MAX_REPEATS = 4
 
 
 def load_documents(
@@ -68,8 +70,9 @@ def load_documents(
     counted in the description of the training set (`train.info.description`).
 
     Args:
-        dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, or a Hub
-            id `name[:config][@revision]` (its split `train`). Files are JSONL (`.jsonl`), `.json` (an array of
+        dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
+            `name[:config][@revision]` (its split `train`), or a file on the Hub, `owner/name:file.jsonl[@revision]` or
+            `hf://datasets/owner/name[@revision]/file.jsonl`. Files are JSONL (`.jsonl`), `.json` (an array of
             objects, or one object per line), `.parquet` and `.txt` (blank lines separate documents); all but parquet
             also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
@@ -131,6 +134,7 @@ def load_documents(
                 f"validation_fraction={validation_fraction} and train_fraction={train_fraction} leave no document of "
                 f"{name} to train on. Lower the first, raise the second, or add data."
             )
+    repeats = ""
     if weights is None or len(parts) == 1:
         train = datasets.concatenate_datasets(parts)
     else:
@@ -139,6 +143,8 @@ def load_documents(
         train = datasets.interleave_datasets(
             parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
         )
+        if not streaming:
+            repeats = _describe_repeats(dataset_names, [len(part) for part in parts], probabilities, len(train))
     if streaming:
         # Every dataset derived from the stream inherits this text. A resumed run compares it with the text in its
         # checkpoint.
@@ -148,8 +154,29 @@ def load_documents(
         train.info.description = str((described, weights, *shares))
     else:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
-        train.info.description = "; ".join(filter(None, (share, rejected.describe_copies())))
+        train.info.description = "; ".join(filter(None, (share, repeats, rejected.describe_copies())))
     return train, validation
+
+
+def _describe_repeats(names: list[str], sizes: list[int], probabilities: list[float], total: int) -> str:
+    """
+    Return how often one pass over a mixture reads each dataset. Warn above `MAX_REPEATS` times.
+
+    Args:
+        names (`list[str]`): the datasets.
+        sizes (`list[int]`): documents of each.
+        probabilities (`list[float]`): share of each in the mixture.
+        total (`int`): documents of the mixture.
+    """
+    repeats = {name: total * p / size for name, size, p in zip(names, sizes, probabilities, strict=True)}
+    often = {name: number for name, number in repeats.items() if number > MAX_REPEATS}
+    if often:
+        logger.warning(
+            f"Each pass reads {', '.join(f'{name} {number:.1f} times' for name, number in often.items())}. Beyond "
+            f"{MAX_REPEATS} times, repeated text teaches little (https://huggingface.co/papers/2305.16264). Lower the "
+            "weight in --dataset_weights, or add data."
+        )
+    return "each pass reads " + ", ".join(f"{name} {number:.1f} times" for name, number in repeats.items())
 
 
 def _check_arguments(

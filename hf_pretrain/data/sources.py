@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from .corpora import EMBEDDED_CORPORA
 from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
+from .hub_files import download_hub_files, parse_hub_file
 
 
 logger = logging.get_logger(__name__)
@@ -40,7 +41,8 @@ def check_unchanged(source: str, state: tuple[int, int]) -> None:
 
 def find_sources(name: str) -> list[str] | None:
     """
-    Return the embedded parts or files that a name stands for, in order, or `None` for a Hub id.
+    Return the embedded parts or files that a name stands for, in order, or `None` for the Hub id of a whole dataset.
+    Single files on the Hub are downloaded.
 
     Raises:
         `ValueError`: if there is no such part or file, or a file is empty or of an unknown format.
@@ -52,6 +54,10 @@ def find_sources(name: str) -> list[str] | None:
             raise ValueError(f"No embedded corpus {name!r}. There are: {', '.join(EMBEDDED_SOURCES)}, or embedded.")
         return [name]
     path = Path(name).expanduser()
+    # A local file of that name comes first.
+    hub_file = None if path.exists() else parse_hub_file(name)
+    if hub_file is not None:
+        return download_hub_files(hub_file)
     if path.is_dir():
         # Sort, because the order of a directory differs between file systems. Skip hidden files.
         files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))

@@ -6,6 +6,7 @@ only on terminals. Messages of libraries are hidden if the user cannot act on th
 """
 
 import argparse
+import difflib
 import dis
 import errno
 import logging
@@ -27,6 +28,7 @@ from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 from .help_cache import keep_help
+from .help_text import FlagFormatter, format_groups
 
 
 EXIT_MISTAKE = 2
@@ -47,10 +49,31 @@ class RecipeParser(HfArgumentParser):
     depend on the machine or on other files.
     """
 
+    def __init__(self, dataclass_types: Any = None, **kwargs: Any):
+        # A parser of single arguments has a text of its own.
+        if dataclass_types is not None:
+            kwargs.setdefault("formatter_class", FlagFormatter)
+        super().__init__(dataclass_types, **kwargs)
+        if dataclass_types is not None:
+            self.add_argument("--help-all", action="help", help="Show all flags, and exit.")
+
+    def format_help(self) -> str:
+        types = list(self.dataclass_types)
+        return format_groups(self, types, shows_all="--help-all" in sys.argv) if types else super().format_help()
+
     def print_help(self, file: Any = None) -> None:
-        super().print_help(file)
+        text = self.format_help()
+        self._print_message(text, file or sys.stdout)
         if file is None:
-            keep_help(self.format_help())
+            keep_help(text)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            # With a cutoff of 0, there is always a nearest word.
+            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
+            message = f"{value!r} is unknown; the nearest one is {nearest!r}, of {', '.join(known)}"
+            raise argparse.ArgumentError(action, message)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `--help` lists the flags.")

@@ -64,7 +64,7 @@ def keep_help(text: str) -> None:
 
 
 def _asks_for_help() -> bool:
-    return not {"-h", "--help"}.isdisjoint(sys.argv[1:])
+    return not {"-h", "--help", "--help-all"}.isdisjoint(sys.argv[1:])
 
 
 def _command() -> list[object]:

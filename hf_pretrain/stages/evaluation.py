@@ -15,6 +15,7 @@ from ..data.arguments import ChatArguments
 from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
 from ..runtime.metrics import METRICS
 from ..training.arguments import LMTrainingArguments
+from .task_groups import GROUPS
 
 
 RESULTS_NAME = "evaluation.json"
@@ -49,7 +50,14 @@ class EvaluationArguments(LMTrainingArguments):
     results_dir: str | None = field(
         default=None, metadata={"help": "Directory for the results; by default the model's own."}
     )
-    tasks: str | None = field(default=None, metadata={"help": "Tasks of lm-eval, separated by commas."})
+    tasks: str | None = field(
+        default=None,
+        metadata={"help": f"Tasks of lm-eval or groups ({', '.join(GROUPS)}), separated by commas."},
+    )
+    apply_chat_template: bool | None = field(
+        default=None,
+        metadata={"help": "Ask as in a chat. By default for models that were trained on conversations."},
+    )
     include_path: list[str] | None = field(default=None, metadata={"help": "Directories with further task YAMLs."})
     num_fewshot: int | None = field(default=None, metadata={"help": "Examples before each question of a task."})
     limit: float | None = field(default=None, metadata={"help": "Number of examples per task; below 1, their share."})

@@ -62,6 +62,7 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: float | None = None,
     batch_size: int = 8,
+    is_chat: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """
     Run tasks of lm-eval.
@@ -74,6 +75,7 @@ def evaluate_tasks(
         num_fewshot (`int`, *optional*): examples before each question; by default the task's own number.
         limit (`float`, *optional*): the number of examples per task; below 1, their share.
         batch_size (`int`, defaults to 8): texts per batch.
+        is_chat (`bool`, defaults to `False`): put the questions into the chat template, as messages of the user.
 
     Returns:
         `dict`: for each task its `dataset` (a Hub id, or `None`), `num_fewshot`, `num_examples`, and `metrics`, which
@@ -91,7 +93,11 @@ def evaluate_tasks(
             nearest = difflib.get_close_matches(task, manager.all_tasks, n=1, cutoff=0)[0]
             raise ValueError(f"--tasks: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
     output = simple_evaluate(
-        model=BosHFLM(model, tokenizer, batch_size=batch_size),
+        # A rendered conversation begins with the template's own token.
+        model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        if is_chat
+        else BosHFLM(model, tokenizer, batch_size=batch_size),
+        apply_chat_template=is_chat,
         tasks=tasks,
         task_manager=manager,
         num_fewshot=num_fewshot,

@@ -1,11 +1,12 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class LMTrainingArguments(TrainingArguments):
         `ValueError`: for values that do not fit together or do not fit the machine and the launch command.
     """
 
+    help_title: ClassVar[str] = "Training, saving and sharding"
     config: str | None = field(
         default=None,
         metadata={
@@ -91,6 +93,17 @@ class LMTrainingArguments(TrainingArguments):
     optim: str = field(
         default=cast(str, None),
         metadata={"help": f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}."},
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Print the plan of the run with its time, memory and disk, train four steps, and stop."},
+    )
+    report_to: None | str | list[str] = field(
+        default=None,
+        metadata={
+            "help": "Trackers of the run: trackio, tensorboard, wandb, swanlab, mlflow, or none. By default trackio "
+            "(a local dashboard without an account), if it is installed."
+        },
     )
     profile: bool = field(
         default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
@@ -209,6 +222,10 @@ class LMTrainingArguments(TrainingArguments):
         self._check_amounts()
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
+        if self.report_to is None:
+            self.report_to = "trackio" if importlib.util.find_spec("trackio") else "none"
+        # What `--dry_run` turns off (`plan.py`).
+        self.planned: dict[str, Any] = {}
         self.left_out: set[str] = set()
         self.why_adamw: str | None = None
         choose_optimizer(self)

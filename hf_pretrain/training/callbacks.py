@@ -1,11 +1,16 @@
-"""Callbacks of a run: progress bar, plain log lines, evaluation interval and profiler."""
+"""Callbacks of a run: progress bar, plain log lines, samples, evaluation interval and profiler."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
+from tqdm import tqdm
+from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
+from ..reports.history import History
+from ..runtime.activity import activity
 from ..runtime.metrics import HEADLINES
 
 
@@ -35,6 +40,13 @@ class TrainingProgressCallback(ProgressCallback):
 class TrainingLinesCallback(PrinterCallback):
     """One plain line per log with the figures of the progress bar, for output that is not a terminal."""
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        activity.begin(f"step {state.global_step + 1}/{state.max_steps}")
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if not activity.text.startswith("evaluating"):
+            activity.begin("evaluating")
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
@@ -48,6 +60,28 @@ class TrainingLinesCallback(PrinterCallback):
         if figures:
             # Python buffers redirected output. Flush, so that `tail -f` shows each step.
             print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)
+
+
+class SampleCallback(TrainerCallback):
+    """
+    Generate texts for the same prompts at each evaluation, and print the first one.
+
+    Args:
+        sample (`Callable`): returns pairs of prompt and text of a model. All ranks call it.
+        history ([`~training.history.History`]): where the texts are kept.
+    """
+
+    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History):
+        self.sample, self.history = sample, history
+        self.latest: list[tuple[str, str]] = []
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        self.latest = self.sample(model)
+        self.history.add("samples", state.global_step, samples=self.latest)
+        if state.is_world_process_zero and self.latest:
+            prompt, text = self.latest[0]
+            # Above a progress bar, which would overwrite the line.
+            tqdm.write(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
 
 
 class EvaluationIntervalCallback(TrainerCallback):
@@ -111,6 +145,7 @@ class ProfilerCallback(TrainerCallback):
 __all__ = [
     "EvaluationIntervalCallback",
     "ProfilerCallback",
+    "SampleCallback",
     "TrainingLinesCallback",
     "TrainingProgressCallback",
 ]

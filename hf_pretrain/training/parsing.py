@@ -109,7 +109,13 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     # A bare --debug makes `one_line_errors` print tracebacks. --debug with a value is a flag of TrainingArguments.
     pairs = zip(argv, [*argv, "--"][1:], strict=True)
     argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
-    parser = RecipeParser(dataclass_types, allow_abbrev=False, epilog="--debug shows the traceback of an error, too.")
+    parser = RecipeParser(
+        dataclass_types,
+        allow_abbrev=False,
+        # The recipe's own docstring has examples.
+        description=getattr(sys.modules["__main__"], "__doc__", None),
+        epilog="--debug shows the traceback of an error, too.",
+    )
     known_keys = _known_keys(dataclass_types)
 
     defaults: list[str] = []

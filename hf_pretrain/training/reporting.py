@@ -4,13 +4,11 @@ model card shows the same figures on the Hub.
 """
 
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import os
 import platform
 import shlex
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
@@ -30,6 +28,9 @@ from .optimizers import optimizer_name
 
 
 logger = logging.get_logger(__name__)
+
+# Which stage usually comes after which.
+NEXT_STAGES = {"pretrain": "sft", "sft": "dpo", "distill": "dpo", "dpo": "grpo"}
 
 
 def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, vocab_size: int) -> float:
@@ -154,9 +155,11 @@ def _generate(
     """Return token ids sampled after a prompt. The seed makes them reproducible."""
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
-    # Seed each text, so that it does not depend on the texts before it.
-    set_seed(seed)
-    with torch.no_grad():
+    # Seed each text, so that it does not depend on the texts before it. Trainer restores torch's random state after an
+    # evaluation, and the other random numbers are not needed.
+    torch.manual_seed(seed)
+    # Compiled layers would be compiled again for the lengths of a growing text.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -178,7 +181,7 @@ def plot_loss_curve(
     loss_unit: str = "nats per token",
 ):
     """
-    Write a PNG of training and validation loss (or reward) over tokens, if matplotlib is installed.
+    Write a PNG of training and validation loss (or reward) over tokens.
 
     Args:
         log_history (`list[dict]`): the log history of [`~transformers.TrainerState`].
@@ -186,10 +189,8 @@ def plot_loss_curve(
         unigram (`float`, *optional*): the result of [`unigram_loss`], drawn as a line.
         loss_unit (`str`): unit on the axis of the loss.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("The loss curve needs matplotlib: pip install 'hf_pretrain[plots]'.")
-        return
-    # Without pyplot there is no global state and no search for a display.
+    # A slow import, which no run needs before its end. Without pyplot, there is no global state and no search for a
+    # display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
@@ -216,6 +217,7 @@ def format_report(
     metrics: dict[str, float],
     unigram: float | None,
     samples: list[tuple[str, str]],
+    recipe: str = "pretrain",
     start: dict[str, float] | None = None,
     loss_unit: str = "nats per token",
     push_report: str | None = None,
@@ -228,6 +230,7 @@ def format_report(
         metrics (`dict[str, float]`): validation metrics.
         unigram (`float`, *optional*): the result of [`unigram_loss`], shown beside the loss.
         samples (`list[tuple[str, str]]`): prompts and generated texts.
+        recipe (`str`): the recipe of the run, which decides the next stage.
         start (`dict[str, float]`, *optional*): validation metrics from before the first step, shown beside the others.
         loss_unit (`str`): unit of the loss.
         push_report (`str`, *optional*): one line about the push.
@@ -244,37 +247,36 @@ def format_report(
             figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()
             rows.append((metric.label[0].upper() + metric.label[1:], figure + beside))
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
-    rows.append(("Continue with", continue_command(args)))
+    rows += next_commands(args, recipe)
     if push_report is not None:
         rows.append(("Hub", push_report))
     width = max(18, *(len(label) for label, _ in rows))
     return "\n".join(["", *(f"{label:<{width}} {text}" for label, text in rows)])
 
 
-def continue_command(args: LMTrainingArguments) -> str:
-    """Return the command that trains further from this run's weights, in a directory beside its own."""
-    replaced = (
-        *("--output_dir", "--model_name_or_path", "--local_rank", "--config"),
-        *("--resume_from_checkpoint", "--resume_from_hub", "--hub_token"),
-    )
-    # Drop the replaced flags, spelled `--flag value` or `--flag=value`.
-    words, skip = [], False
-    for word in sys.argv:
-        name = word.split("=")[0]
-        if not skip and name not in replaced:
-            words.append(word)
-        skip = name in replaced and "=" not in word
-    # Keep the command short: an environment below the working directory gets its relative path.
-    interpreter = Path(sys.executable)
-    if interpreter.is_relative_to(Path.cwd()):
-        interpreter = interpreter.relative_to(Path.cwd())
-    launch = [str(interpreter)]
-    if args.world_size > 1:
-        num_local = os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size))
-        launch = [str(interpreter.with_name("torchrun")), "--standalone", "--nproc_per_node", num_local]
-    config = ["--config", args.config] if args.config else []
-    continued = f"{args.output_dir.rstrip('/')}-continued"
-    return shlex.join([*launch, *words, *config, "--model_name_or_path", args.output_dir, "--output_dir", continued])
+def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str]]:
+    """
+    Return what a user may do with the trained model, as pairs of label and command.
+
+    Args:
+        args ([`LMTrainingArguments`]): the run's training arguments.
+        recipe (`str`): the recipe of the run, such as `pretrain`.
+    """
+    model = ["--model_name_or_path", args.output_dir]
+    commands = [("Talk to it", ["hf-pretrain", "chat", *model])]
+    if recipe in NEXT_STAGES:
+        stage = NEXT_STAGES[recipe]
+        words = ["hf-pretrain", stage, *model, "--output_dir", f"{args.output_dir.rstrip('/')}-{stage}"]
+        # The preset's file of the next stage lies beside the one of this run.
+        config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
+        if config is not None and config.is_file():
+            words += ["--config", str(config)]
+        if args.world_size > 1:
+            words += ["--nproc", os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size))]
+        if args.use_cpu:
+            words.append("--use_cpu")
+        commands.append(("Next stage", words))
+    return [(label, shlex.join(words)) for label, words in commands]
 
 
 def write_run_card(

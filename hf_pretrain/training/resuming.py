@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
+from ..reports.history import HISTORY_NAME
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.locking import LOCK_NAME, hold_output_dir, release_output_dir
 from ..runtime.processes import on_main_process
@@ -24,7 +25,7 @@ logger = logging.get_logger(__name__)
 # A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
 _PATIENCE_SECONDS = 30.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty.
-_NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME}
+_NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:

@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..runtime.activity import activity
+
 
 LOG_NAME = "train.log"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -31,6 +33,7 @@ class _LoggedStream:
         self.stream, self.log, self._line = stream, log, ""
 
     def write(self, text: str) -> int:
+        activity.note_output()
         self._survive(lambda: self.stream.write(text))
         if self.log is not None:
             *lines, line = (self._line + text).split("\n")
@@ -75,7 +78,8 @@ class _LoggedStream:
 
 def begin_log(path: Path | None) -> None:
     """
-    Copy everything that this process prints from now on to a file, and survive errors of its own streams.
+    Copy everything that this process prints from now on to a file, and survive errors of its own streams. With a file,
+    also print what the run is doing while it is silent ([`~runtime.activity`]).
 
     Args:
         path (`Path`, *optional*): file to append to. Without one, only errors of the streams are survived.
@@ -92,10 +96,13 @@ def begin_log(path: Path | None) -> None:
         if stream is not None:
             _streams[name] = _LoggedStream(stream, log)
             _replace(name, stream, _streams[name])
+    if path is not None:
+        activity.start(lambda line: print(line, flush=True))
 
 
 def end_log() -> None:
     """Restore the streams that [`begin_log`] replaced."""
+    activity.stop()
     for name, stream in _streams.items():
         stream.log = None
         _replace(name, stream, stream.stream)

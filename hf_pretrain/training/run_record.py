@@ -20,12 +20,12 @@ from typing import Any
 from huggingface_hub import get_token
 from transformers.utils import logging
 
+from ..reports.runs import RECORD_NAME
 from .arguments import LMTrainingArguments
 
 
 logger = logging.get_logger(__name__)
 
-RECORD_NAME = "run.json"
 _PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "deepspeed", "trl", "peft")
 
 

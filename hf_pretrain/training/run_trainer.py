@@ -21,6 +21,8 @@ from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_c
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
+from ..reports.history import History
+from ..runtime.activity import activity
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.locking import hold_output_dir, watch_launcher
 from ..runtime.processes import on_main_process, on_saving_processes
@@ -95,6 +97,7 @@ class RunTrainer(Trainer):
             keep_freed_blocks()
         # Make the parts here: the rest of Trainer's constructor already needs some of them.
         self.ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
+        self.history = History(args.output_dir, is_writer=args.process_index == 0)
         # Plain `TrainingArguments` lack the flag.
         self.guard = NonfiniteGuard(args.output_dir, skips=getattr(args, "on_nonfinite", "stop") == "skip")
         self.writer = CheckpointWriter(
@@ -190,6 +193,7 @@ class RunTrainer(Trainer):
                         # Trainer only warns.
                         raise ValueError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
                     self.pusher.finish()
+                    self.history.add("end", self.state.global_step)
                     return output
                 except EvaluationStopped as stopped:
                     # `_maybe_log_save_evaluate` handles all evaluations except the one before the first step.
@@ -200,6 +204,7 @@ class RunTrainer(Trainer):
     def _init_training_state(self, max_steps, num_steps_per_epoch, num_epochs, checkpoint, trial):
         progress = super()._init_training_state(max_steps, num_steps_per_epoch, num_epochs, checkpoint, trial)
         self._evaluation_is_due = self._resumed_before_evaluation = False
+        self.history.begin(self.state.global_step, checkpoint=checkpoint)
         if checkpoint is None:
             return progress
         position = DataPosition.load(checkpoint) or DataPosition()
@@ -249,7 +254,9 @@ class RunTrainer(Trainer):
         self._stop(number, resume_hint(self.args))
 
     def _stop(self, number: int, hint: str) -> NoReturn:
-        self._end(128 + number, f"Stopped by {Signals(number).name} after step {self.state.global_step}. {hint}")
+        name = Signals(number).name
+        self.history.add("stop", self.state.global_step, message=name)
+        self._end(128 + number, f"Stopped by {name} after step {self.state.global_step}. {hint}")
 
     def _end(self, status: int, message: str) -> NoReturn:
         """Print the reason, wait for the pushes, and end all ranks together."""
@@ -306,6 +313,7 @@ class RunTrainer(Trainer):
         rows = find_suspects([row for part in self.ranks.gather(self._describe_step()) for row in part])
         on_main_process(self.args, lambda: self.guard.write_report(step, what, rows))
         is_skipped, message = self.guard.decide(step, what, rows)
+        self.history.add("skipped_step" if is_skipped else "stop", step, message=message)
         if not is_skipped:
             self._end(EXIT_NOT_FINITE, message)
         if self.is_world_process_zero():
@@ -323,6 +331,8 @@ class RunTrainer(Trainer):
         if self.guard.num_skipped:
             logs["skipped_steps"] = self.guard.num_skipped
         super().log(logs, *args, **kwargs)
+        # Trainer has added the step, the epoch and the number of tokens.
+        self.history.add("log", **self.state.log_history[-1])
 
     # Saving and loading
 
@@ -338,11 +348,13 @@ class RunTrainer(Trainer):
         # Create and lock the directory again: a user may have renamed or deleted it during the run.
         on_main_process(self.args, lambda: hold_output_dir(target.parent))
         run = self.description.after(self.state)
+        activity.begin(f"saving {target.name}")
         with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:
             super()._save_checkpoint(model, trial)
             # Trainer recorded the path in `.saving/` as the best checkpoint.
             if self.state.best_model_checkpoint == str(source):
                 self.state.best_model_checkpoint = str(target)
+        self.history.add("checkpoint", self.state.global_step, message=target.name)
         if self.args.push_to_hub and self.is_world_process_zero() and self.pusher.takes(target):
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.pusher.push_checkpoint(target)
@@ -457,6 +469,7 @@ class RunTrainer(Trainer):
         if not self.is_world_process_zero():
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        activity.begin("pushing")
         self.create_model_card(**kwargs)
         # Pushes of checkpoints come first, so that the final model is the last commit.
         self.pusher.finish()

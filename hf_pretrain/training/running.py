@@ -1,10 +1,12 @@
 """The steps that all training recipes share: begin a run, train, evaluate, and report."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..checkpoints.directory import remove_leftovers
@@ -16,8 +18,15 @@ from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
-from .callbacks import EvaluationIntervalCallback, ProfilerCallback, TrainingLinesCallback, TrainingProgressCallback
+from .callbacks import (
+    EvaluationIntervalCallback,
+    ProfilerCallback,
+    SampleCallback,
+    TrainingLinesCallback,
+    TrainingProgressCallback,
+)
 from .optimizer_choice import keep_optimizer
+from .plan import begin_dry_run, format_plan
 from .reporting import format_report, plot_loss_curve, sample_answers
 from .resume_from_hub import pull_checkpoint
 from .resuming import checkpoint_to_resume, occupy_output_dir
@@ -25,6 +34,21 @@ from .run_description import describe_data
 from .run_log import LOG_NAME, begin_log, end_log
 from .run_record import add_to_record, begin_record, end_record
 from .run_trainer import RunTrainer
+from .tracking import continue_tracking
+
+
+@dataclass
+class RunResults:
+    """
+    What a finished training reports.
+
+    Args:
+        metrics (`dict[str, float]`): validation metrics of the saved model; empty without a validation set.
+        samples (`list[tuple[str, str]]`): prompts and texts that it generated.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: list[tuple[str, str]] = field(default_factory=list)
 
 
 def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
@@ -49,6 +73,16 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )
+    if training_args.dry_run:
+        if not training_args.resume_from_checkpoint:
+            # Refuses a directory in use, as the run would.
+            checkpoint_to_resume(training_args)
+        begin_dry_run(training_args)
+        keep_optimizer(training_args, others, checkpoint=None)
+        set_seed(training_args.seed)
+        if training_args.process_index == 0:
+            print(f"Dry run: {training_args.launch_description}")
+        return None
     # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
     on_main_process(training_args, partial(occupy_output_dir, training_args))
@@ -64,14 +98,21 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         # An earlier run may have been killed in the middle of a save or a push.
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
+        tracking_id = continue_tracking(training_args, checkpoint=checkpoint)
         begin_record(training_args, others, checkpoint=checkpoint)
+        add_to_record(training_args, tracking_id=tracking_id)
         print(f"{training_args.launch_description}; {describe_search()}")
 
     on_main_process(training_args, clear)
     return checkpoint
 
 
-def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[str, float]:
+def train_and_evaluate(
+    trainer: RunTrainer,
+    *,
+    checkpoint: str | None,
+    sample: Callable[[PreTrainedModel], list[tuple[str, str]]] | None = None,
+) -> RunResults:
     """
     Train, save the model and the log, and evaluate if the last step was not evaluated. All ranks must call this
     function.
@@ -79,10 +120,16 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
     Args:
         trainer ([`RunTrainer`]): the trainer of any stage.
         checkpoint (`str`, *optional*): the checkpoint directory to resume from.
+        sample (`Callable`, *optional*): returns prompts and generated texts of a model. Each evaluation calls it.
 
     Returns:
-        `dict[str, float]`: the validation metrics of the saved model; empty without a validation set.
+        [`RunResults`]: the metrics of the saved model, and the samples of the last evaluation.
     """
+    if trainer.args.dry_run:
+        plan = format_plan(trainer)
+        if trainer.args.process_index == 0:
+            print(plan)
+        raise SystemExit
     # Trainer adds one of these two callbacks, depending on `disable_tqdm`. Replace it by ours.
     for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
         if trainer.pop_callback(theirs) is not None:
@@ -91,6 +138,9 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if trainer.args.spaces_evaluations:
         trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
+    samples = None if sample is None else SampleCallback(sample, trainer.history)
+    if samples is not None:
+        trainer.add_callback(samples)
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
@@ -103,7 +153,7 @@ def train_and_evaluate(trainer: RunTrainer, *, checkpoint: str | None) -> dict[s
     if trainer.eval_dataset is not None:
         metrics = _last_evaluation(trainer) or trainer.evaluate()
     trainer.save_state()
-    return metrics
+    return RunResults(metrics, [] if samples is None else samples.latest)
 
 
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
@@ -117,14 +167,13 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
     return {key: value for entry in evaluations[-1:] for key, value in entry.items() if key.startswith("eval_")}
 
 
-def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tuple[str, str]] | None = None) -> None:
+def end_run(trainer: RunTrainer, results: RunResults) -> None:
     """
     Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks must call this function.
 
     Args:
         trainer ([`RunTrainer`]): the trainer after [`train_and_evaluate`].
-        metrics (`dict[str, float]`): the result of [`train_and_evaluate`].
-        samples (`list[tuple[str, str]]`, *optional*): prompts and generated texts.
+        results ([`RunResults`]): the result of [`train_and_evaluate`].
     """
     training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
     evaluations = find_evaluations(history)
@@ -138,15 +187,23 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
     if is_main:
         report = format_report(
             training_args,
-            metrics=metrics,
+            metrics=results.metrics,
             unigram=facts.unigram_loss,
-            samples=samples or [],
+            samples=results.samples,
+            recipe=facts.recipe,
             start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
             loss_unit=facts.loss_unit,
             push_report=trainer.pusher.report,
         )
         print(report)
-        end_record(training_args, steps=trainer.state.global_step, metrics=metrics, report=report.strip().splitlines())
+        end_record(
+            training_args, steps=trainer.state.global_step, metrics=results.metrics, report=report.strip().splitlines()
+        )
+        # Draws charts, which no run needs before its end.
+        from ..reports.page import REPORT_NAME, write_page
+        from ..reports.runs import read_run
+
+        write_page([read_run(training_args.output_dir)], Path(training_args.output_dir, REPORT_NAME))
     # Release the lock only now: the record and the report are written under it.
     end_log()
     release_output_dir(training_args.output_dir)
@@ -154,14 +211,14 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], *, samples: list[tup
 
 def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:
     """Train, evaluate, answer questions of the validation set, and report."""
-    metrics = train_and_evaluate(trainer, checkpoint=checkpoint)
-    samples = None
-    if rows.conversations is not None:
-        samples = sample_answers(trainer.model, trainer.processing_class, rows.conversations)
-    end_run(trainer, metrics, samples=samples)
+    conversations, tokenizer, sample = rows.conversations, trainer.processing_class, None
+    if conversations is not None:
+        sample = partial(sample_answers, tokenizer=tokenizer, conversations=conversations)
+    end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample))
 
 
 __all__ = [
+    "RunResults",
     "begin_run",
     "end_run",
     "train_and_evaluate",

@@ -36,6 +36,7 @@ from .data_position import DataPosition, PositionTracker
 from .deepspeed_support import float32_weights
 from .efficiency import PeakRate, flops_per_token
 from .meter import Meter
+from .router_load import RouterLoad, to_shares
 from .row_source import RowSource, fit_batch_size, pad_rows
 from .run_trainer import RunTrainer
 
@@ -90,6 +91,7 @@ class MaskedLossTrainer(RunTrainer):
         self._is_evaluating = self._wants_loss_alone = False
         # One tensor (3,) per evaluated batch: the sum of w * CE, the sum of w, and the number of bytes.
         self._eval_sums: list[torch.Tensor] = []
+        self._router_load = RouterLoad()
         self._meter: Meter | None = None
         # Per micro-batch of the current step: row numbers and input_ids, and whether the loss is finite.
         self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -259,7 +261,9 @@ class MaskedLossTrainer(RunTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
             # A divisor of 1 gives the sum over the batch. `evaluation_loop` adds the sums of all batches and divides.
-            outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits)
+            # If the caller reads the other outputs too, router logits must not be among them.
+            asked = {"output_router_logits": True} if self._has_experts and self._wants_loss_alone else {}
+            outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits, **asked)
             self._check_outputs(outputs)
             self._add_to_evaluation(outputs, inputs)
             # Trainer averages this loss over batches; `evaluation_loop` replaces the average. Without a predicted
@@ -279,6 +283,10 @@ class MaskedLossTrainer(RunTrainer):
         # DDP, FSDP and DeepSpeed average the gradients over the ranks. The loss is a share of a sum, so undo the mean.
         loss = self._mark_if_not_finite(loss * self.data_parallel_size)
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _has_experts(self) -> bool:
+        return bool(getattr(base_model_of(self.model).config, "num_experts", 0))
 
     def _mark_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
         """
@@ -410,6 +418,9 @@ class MaskedLossTrainer(RunTrainer):
             # A label of -100 cannot be an index; its weight is 0.
             num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
         self._eval_sums.append(torch.stack([outputs.ce_loss.detach(), self._eval_weight, num_bytes]))
+        if outputs.router_logits is not None:
+            top_k = base_model_of(self.model).config.num_experts_per_tok
+            self._router_load.add(outputs.router_logits, labels, top_k=top_k)
 
     def _add_up(self, sums: list[torch.Tensor]) -> list[float]:
         """Return the sums over all batches of all ranks. `math.fsum` adds them on the host without rounding."""
@@ -431,7 +442,7 @@ class MaskedLossTrainer(RunTrainer):
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
-        self._eval_sums = []
+        self._eval_sums, self._router_load = [], RouterLoad()
         self._is_evaluating = True
         try:
             output = super().evaluation_loop(
@@ -443,6 +454,9 @@ class MaskedLossTrainer(RunTrainer):
             # The batches have no labels, or the caller passed its own `compute_loss_func`.
             return output
         ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
+        if self._router_load.counts is not None:
+            counts = self.accelerator.reduce(self._router_load.counts, "sum")
+            self.history.add("router_load", self.state.global_step, load=to_shares(counts))
         if weight == 0:
             raise ValueError(
                 f"{description}: no token of the set is to be predicted, because all labels are -100. Check the "

@@ -23,7 +23,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.names import split_hub_name
 from ..runtime.writing import check_writable, written_whole
 from ..tokenizer.loading import check_tokenizer, save_tokenizer
-from .gguf import check_gguf, check_gguf_fields, gguf_layout, read_ernie_weights, write_gguf
+from .gguf import check_gguf, check_gguf_fields, gguf_layout, read_ernie_weights, write_gguf, write_modelfile
 from .layouts import LAYOUTS, describe_layout, to_half_split
 from .loading import V3_YARN, load_upstream
 
@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 
 EXPORT_FORMATS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_0": "Q4_0"}
 # Our names of the stages, and the names in the file names of MiniMind's scripts.
 UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
 # The default of v1's `max_seq_len`, the length of its training rows.
@@ -298,7 +298,8 @@ def export(
         format (`str`): one of `EXPORT_FORMATS`.
         tokenizer ([`PreTrainedTokenizerFast`], *optional*): written beside the weights, or into a GGUF file. The
             written config gets its special tokens.
-        dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0` for GGUF; by default the model's.
+        dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0`, `q5_1` and `q4_0` for GGUF; by
+            default the model's.
         generation (`str`, *optional*): `v1`, `v2` or `v3`, for `upstream`; by default the generation that the weights
             came from, or the newest that fits.
         model_name (`str`, *optional*): the name of the model in a GGUF file.
@@ -364,6 +365,8 @@ def export(
             path = write_gguf(
                 converted, aside, model_name=model_name, tokenizer=tokenizer, tensor_type=GGUF_TYPES[dtype]
             )
+            if tokenizer is not None and "<|im_start|>" in (tokenizer.chat_template or ""):
+                write_modelfile(aside, tokenizer)
             report = _compare_gguf(reference, path, dtype)
         elif format == "upstream":
             # MiniMind's own scripts read only a pickled state dict, not safetensors.

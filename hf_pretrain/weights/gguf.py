@@ -149,8 +149,9 @@ def write_gguf(
         output_dir (`Path`): an existing directory.
         model_name (`str`): the name that programs show.
         tokenizer ([`PreTrainedTokenizerFast`], *optional*): written into the file.
-        tensor_type (`str`): `F32`, `F16`, `BF16` or `Q8_0`, for matrices. Norms and routers stay float32, as in
-            llama.cpp. With `Q8_0`, a matrix whose row length is not a multiple of 32 (a block) is written in F16.
+        tensor_type (`str`): `F32`, `F16`, `BF16`, `Q8_0`, `Q5_1` or `Q4_0`, for matrices. Norms and routers stay
+            float32, as in llama.cpp. In the last three types, a matrix whose row length is not a multiple of 32 (a
+            block) is written in F16.
 
     Raises:
         `ValueError`: if a value overflows float16.
@@ -171,7 +172,7 @@ def write_gguf(
         # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.
         if tensor.dim() == 1 or "ffn_gate_inp" in name:
             quantized = gguf.GGMLQuantizationType.F32
-        elif tensor_type == "Q8_0" and tensor.shape[-1] % 32 != 0:
+        elif tensor_type.startswith("Q") and tensor.shape[-1] % 32 != 0:
             quantized = gguf.GGMLQuantizationType.F16
         # The package casts to float16 without a check of the range, so look for infinities in the result.
         values = gguf.quantize(tensor.numpy(), quantized)
@@ -183,6 +184,29 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return output_dir / FILE_NAME
+
+
+def write_modelfile(output_dir: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """
+    Write the `Modelfile` with which Ollama imports `model.gguf`: `ollama create NAME -f Modelfile`.
+
+    Ollama does not read the chat template of the file, which is a Jinja template. The one here renders system, user
+    and assistant messages in the same way, and no tools.
+    """
+    eos = tokenizer.eos_token
+    lines = [
+        f"FROM ./{FILE_NAME}",
+        'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}',
+        "{{ .Content }}<|im_end|>",
+        "{{ end }}<|im_start|>assistant",
+        '"""',
+        *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(["<|im_end|>", eos])),
+        "PARAMETER temperature 0.8",
+        "PARAMETER top_p 0.9",
+    ]
+    path = output_dir / "Modelfile"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def _add_config(writer: Any, config: MiniMindConfig):
@@ -330,5 +354,6 @@ __all__ = [
     "gguf_tensors",
     "read_ernie_weights",
     "read_gguf_tensors",
+    "write_modelfile",
     "write_gguf",
 ]

@@ -2,7 +2,9 @@ import gzip
 import hashlib
 import json
 import pickle
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -311,6 +313,23 @@ def test_weights_mix_sources(tmp_path, streaming):
     assert len(set(texts)) == 1000, "each source is read in full"
     assert texts == texts_of(load_documents(names, weights=[0.75, 0.25], **arguments)[0])
     assert texts != texts_of(load_documents(names, weights=[3, 1], seed=1, **arguments)[0])
+
+
+def test_a_mixture_says_how_often_it_reads_each_dataset(tmp_path, caplog):
+    names = [
+        write_jsonl(tmp_path / "small.jsonl", [f"small {number}" for number in range(10)]),
+        write_jsonl(tmp_path / "large.jsonl", [f"large {number}" for number in range(200)]),
+    ]
+    train, _ = load_documents(names, weights=[1, 1], validation_fraction=0)
+    counted = Counter(text.split()[0] for text in train["text"][:])
+    found = dict(zip(names, re.findall(r"([\d.]+) times", train.info.description), strict=True))
+    # The draws are random, so the counts scatter around the expectation.
+    assert float(found[names[0]]) == pytest.approx(counted["small"] / 10, rel=0.2) > 15
+    assert float(found[names[1]]) == pytest.approx(counted["large"] / 200, rel=0.2)
+    assert f"Each pass reads {names[0]} {found[names[0]]} times" in caplog.text and names[1] not in caplog.text
+    caplog.clear()
+    load_documents(names, weights=[1, 20], validation_fraction=0)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

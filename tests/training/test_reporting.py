@@ -1,13 +1,15 @@
 """The report and the loss curve at the end of a run."""
 
 import math
-import sys
+import shlex
 
 import pytest
 from datasets import Dataset
 
+import hf_pretrain_cli
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.reporting import continue_command, format_report, plot_loss_curve, unigram_loss
+from hf_pretrain.training.reporting import format_report, next_commands, plot_loss_curve, unigram_loss
+from tests.invariants.launching import ROOT
 
 
 def test_unigram_loss_is_the_formula():
@@ -31,23 +33,27 @@ def test_report_names_everything(monkeypatch):
         "7.0000",
         "1.5000",
         "'a' -> 'b'",
-        continue_command(args),
+        "hf-pretrain chat --model_name_or_path out/a",
     ):
         assert part in report
 
 
-def test_continue_command_replaces_directories(monkeypatch, tmp_path):
-    words = ["recipes/pretrain.py", "--output_dir=out/a", "--model_name_or_path", "out/0", "--max_steps", "3"]
-    monkeypatch.setattr("sys.argv", words)
-    monkeypatch.chdir(tmp_path)
-    # The run read its preset's YAML by default. The printed command must name it, because it starts from a checkpoint.
-    args = LMTrainingArguments(output_dir="out/a/", config="recipes/tiny/pretrain.yaml")
-    assert continue_command(args) == (
-        f"{sys.executable} recipes/pretrain.py --max_steps 3 --config recipes/tiny/pretrain.yaml "
-        "--model_name_or_path out/a/ --output_dir out/a-continued"
+def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
+    args = LMTrainingArguments(output_dir="out/a/", config=str(ROOT / "recipes/tiny/pretrain.yaml"), use_cpu=True)
+    chat, sft = next_commands(args, "pretrain")
+    assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/a/")
+    assert sft == (
+        "Next stage",
+        f"hf-pretrain sft --model_name_or_path out/a/ --output_dir out/a-sft --config {ROOT}/recipes/tiny/sft.yaml "
+        "--use_cpu",
     )
+    # The command is one that `hf-pretrain` understands.
+    _, command = hf_pretrain_cli.make_command("sft", shlex.split(sft[1])[2:])
+    assert command[-7:-5] == ["--model_name_or_path", "out/a/"]
     monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
-    assert "torchrun --standalone --nproc_per_node 2 recipes/pretrain.py" in continue_command(args)
+    assert "--nproc 2" in next_commands(args, "sft")[1][1] and "hf-pretrain dpo" in next_commands(args, "sft")[1][1]
+    # After the last stage, there is only the chat.
+    assert [label for label, _ in next_commands(args, "grpo")] == ["Talk to it"]
 
 
 def test_loss_curve_is_a_picture(tmp_path):

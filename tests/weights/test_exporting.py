@@ -1,6 +1,7 @@
 """Every format, read back by its own program; models that a format cannot hold are refused by name."""
 
 import json
+import re
 import resource
 import shutil
 
@@ -21,6 +22,7 @@ from hf_pretrain.weights import gguf as gguf_module
 from hf_pretrain.weights.exporting import (
     DTYPES,
     EXPORT_FORMATS,
+    GGUF_TYPES,
     check_fits,
     export,
     to_stock_model,
@@ -520,7 +522,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("dtype", GGUF_TYPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
     model = with_vocabulary(**ARCHITECTURES[architecture])
@@ -528,7 +530,7 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
     reader = gguf.GGUFReader(tmp_path / "out" / FILE_NAME)
     assert reader.fields["general.architecture"].contents() == architecture
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    matrix = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}[dtype]
+    matrix = dtype.upper() if dtype.startswith("q") else dtype.upper().replace("LOAT", "")
     assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == matrix
     assert types["blk.0.attn_norm.weight"] == "F32"
     assert "output.weight" not in types
@@ -537,15 +539,23 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
     elif dtype == "float32":
         assert report.relative_difference <= 1e-5
     else:
-        assert 1e-4 < report.relative_difference < 0.1
+        assert 1e-4 < report.relative_difference < {"q5_1": 0.5, "q4_0": 1.0}.get(dtype, 0.1)
     for name, tensor in read_gguf_tensors(tmp_path / "out" / FILE_NAME).items():
         expected = dict(gguf_tensors(model))[name]
         # Half a step of the mantissa, or of a block of 32, whose scale is also rounded to float16.
         step = {"F32": 0.0, "F16": 2.0**-11, "BF16": 2.0**-8}.get(types[name])
         bound = expected.abs() * step if step is not None else None
-        if types[name] == "Q8_0":
-            blocks = expected.reshape(-1, 32).abs().amax(dim=1, keepdim=True) / 127
-            bound = (blocks * 0.57).expand(-1, 32).reshape(expected.shape)
+        if types[name].startswith("Q"):
+            blocks = expected.reshape(-1, 32)
+            largest, smallest = blocks.amax(dim=1, keepdim=True), blocks.amin(dim=1, keepdim=True)
+            # Q5_1 has 31 steps from the smallest to the largest value. Q4_0 has 16 steps, of which 7 lie on the side
+            # opposite to the value of the largest magnitude, so that a value of that magnitude there is off by one.
+            steps = {
+                "Q8_0": 0.57 * blocks.abs().amax(dim=1, keepdim=True) / 127,
+                "Q5_1": 0.52 * (largest - smallest) / 31 + 2.0**-11 * smallest.abs(),
+                "Q4_0": 1.01 * blocks.abs().amax(dim=1, keepdim=True) / 8,
+            }
+            bound = steps[types[name]].expand(-1, 32).reshape(expected.shape)
         assert ((tensor - expected).abs() <= bound + 1e-7).all(), name
 
 
@@ -584,6 +594,26 @@ def test_swapped_experts_in_a_gguf_are_noticed(build_model, tmp_path, monkeypatc
     for overrides in (ARCHITECTURES["ernie4_5-moe"], ARCHITECTURES["qwen3moe"]):
         with pytest.raises(RuntimeError, match="is not the same model"):
             export(build_model(**overrides), tmp_path / str("qk_norm" in overrides), "gguf")
+
+
+def test_a_chat_model_gets_a_modelfile_that_renders_its_template(with_vocabulary, tmp_path):
+    tokenizer = train_tokenizer(["some words to train on"], vocab_size=300)
+    export(with_vocabulary(vocab_size=len(tokenizer)), tmp_path / "out", "gguf", tokenizer=tokenizer, dtype="q4_0")
+    text = (tmp_path / "out/Modelfile").read_text()
+    assert text.startswith("FROM ./model.gguf\n") and 'PARAMETER stop "<|im_end|>"' in text
+    (template,) = re.findall(r'TEMPLATE """(.*?)"""', text, re.DOTALL)
+    loop, end = re.fullmatch(r"\{\{- range \.Messages \}\}(.*)\{\{ end \}\}(.*)", template, re.DOTALL).groups()
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    # Go's template, written out.
+    rendered = "".join(
+        loop.replace("{{ .Role }}", message["role"]).replace("{{ .Content }}", message["content"])
+        for message in messages
+    )
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered + end == expected
+    # A model without a chat template gets none.
+    export(with_vocabulary(), tmp_path / "plain", "gguf")
+    assert not (tmp_path / "plain/Modelfile").exists()
 
 
 def test_rows_that_are_no_multiple_of_a_q8_block_are_f16(build_model, tmp_path):

@@ -144,7 +144,7 @@ def test_it_tokenizes_and_renders_chats_alike(tokenizer_name, tmp_path):
     assert expected.endswith(prompt)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0", "q5_1", "q4_0"])
 @torch.no_grad()
 def test_it_runs_the_smaller_types(dtype, tmp_path):
     model = build()
@@ -155,4 +155,4 @@ def test_it_runs_the_smaller_types(dtype, tmp_path):
     expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     # llama.cpp also rounds activations to this type. Random weights are the worst case.
     difference = (actual - expected).norm() / expected.norm()
-    assert 1e-6 < difference < {"float16": 5e-3, "bfloat16": 3e-2, "q8_0": 6e-2}[dtype]
+    assert 1e-6 < difference < {"float16": 5e-3, "bfloat16": 3e-2, "q8_0": 6e-2, "q5_1": 0.5, "q4_0": 1.0}[dtype]

@@ -1,4 +1,4 @@
-"""The command-line parser of each recipe, for the flag reference and for the tests of the documented commands."""
+"""The command-line parser of a recipe, for the flag reference, shell completion and tests of documented commands."""
 
 import argparse
 import runpy
@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from hf_pretrain.runtime.command_line import RecipeParser
-
-
-RECIPES = Path(__file__).parents[1] / "recipes"
+from .command_line import RecipeParser
 
 
 class _ParserFound(BaseException):
@@ -19,16 +16,28 @@ class _ParserFound(BaseException):
         self.parser = parser
 
 
-def recipe_parser(recipe: str) -> argparse.ArgumentParser:
-    """Return the parser of `recipes/<recipe>.py`, without running the recipe."""
+def recipe_parser(path: str | Path) -> argparse.ArgumentParser:
+    """
+    Return the parser of a recipe, without running the recipe.
+
+    Args:
+        path (`str` or `Path`): the recipe's file.
+
+    Raises:
+        `ValueError`: if the file parses no command line.
+        `SystemExit`: if the recipe needs an extra that is not installed.
+    """
 
     def stop(parser: argparse.ArgumentParser, *args, **kwargs):
         raise _ParserFound(parser)
 
-    path = str(RECIPES / f"{recipe}.py")
+    path = str(path)
     with patch.object(sys, "argv", [path]), patch.multiple(RecipeParser, parse_args=stop, parse_known_args=stop):
         try:
             runpy.run_path(path, run_name="__main__")
         except _ParserFound as found:
             return found.parser
     raise ValueError(f"{path} parsed no command line.")
+
+
+__all__ = ["recipe_parser"]

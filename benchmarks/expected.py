@@ -1,0 +1,60 @@
+"""
+Record the results of default runs, as the answer to "is my loss normal?":
+
+    make pretrain sft dpo distill grpo
+    python -m benchmarks.expected out/pretrain-tiny out/sft-tiny out/dpo-tiny out/distill-tiny out/grpo-tiny
+
+The script writes `recipes/<preset>/expected.json`. The pages of later runs with the same YAML file show these curves
+behind their own.
+"""
+
+import argparse
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import machine
+from hf_pretrain.reports.expected import EXPECTED_NAME
+from hf_pretrain.runtime.metrics import HEADLINES
+
+
+def describe(directory: Path) -> tuple[Path, str, dict[str, Any]]:
+    """Return the file to write to, the stage, and the results of a run."""
+    launch = json.loads((directory / "run.json").read_text(encoding="utf-8"))[-1]
+    history = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    config = Path(launch["arguments"]["config"])
+    curves = {}
+    for key in ("loss", "eval_loss", "reward", "eval_reward"):
+        points = [
+            [entry["num_input_tokens_seen"], round(entry[key], 4)]
+            for entry in history
+            if key in entry and "num_input_tokens_seen" in entry
+        ]
+        if points:
+            curves[key] = points
+    seconds = datetime.fromisoformat(launch["ended"]) - datetime.fromisoformat(launch["started"])
+    metrics = {metric.key: launch["metrics"][metric.key] for metric in HEADLINES if metric.key in launch["metrics"]}
+    result = {
+        "hardware": f"{machine()}, {launch['launch']}",
+        "data": launch["data"]["counts"],
+        "seconds": seconds.total_seconds(),
+        "steps": launch["steps"],
+        "commit": launch["commit"],
+        "metrics": metrics,
+        "curves": curves,
+    }
+    return config.with_name(EXPECTED_NAME), config.stem, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="Directories of finished default runs.")
+    for directory in parser.parse_args().runs:
+        path, stage, result = describe(directory)
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        path.write_text(json.dumps(known | {stage: result}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Pages about runs: one HTML file without scripts and without network, for one run or several."""

@@ -1,0 +1,33 @@
+"""Results of the default runs of presets, recorded in `recipes/<preset>/expected.json`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .runs import Run
+
+
+EXPECTED_NAME = "expected.json"
+
+
+def find_expected(run: Run) -> dict[str, Any] | None:
+    """
+    Return the recorded results of the default run with the same YAML file: `hardware`, `seconds`, `steps`, `metrics`
+    and `curves`, lists of tokens and values. Return `None` if there are none.
+    """
+    config = run.arguments.get("config")
+    path = Path(str(config)).with_name(EXPECTED_NAME)
+    # A relative path is relative to the directory in which the run was started.
+    directory = run.launches[-1].get("directory") if run.launches else None
+    if config is None or directory is None:
+        return None
+    path = Path(directory) / path
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # A file of the user's own, or one that is gone.
+        return None
+    return recorded.get(Path(str(config)).stem)
+
+
+__all__ = ["EXPECTED_NAME", "find_expected"]

@@ -1,0 +1,58 @@
+"""
+The history of a run: `history.jsonl` in its `output_dir` holds one JSON object per line for all that happened.
+
+Each line has the wall-clock `time` in seconds since 1970, the `step`, and a `kind`: `start`, `resume`, `log`,
+`samples`, `router_load`, `checkpoint`, `skipped_step`, `stop` or `end`. Each line is written at once, so a killed run
+loses none. [`~reports.runs.read_run`] reads the file.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+HISTORY_NAME = "history.jsonl"
+
+
+class History:
+    """
+    Append lines to the history of a run. Before [`begin`] and on other processes than the first, nothing is written.
+
+    Args:
+        output_dir (`str` or `Path`): the run's directory.
+        is_writer (`bool`): whether this is the first process.
+    """
+
+    def __init__(self, output_dir: str | Path, *, is_writer: bool):
+        self.path = Path(output_dir, HISTORY_NAME)
+        self.is_writer, self.has_begun = is_writer, False
+
+    def begin(self, step: int, *, checkpoint: str | None) -> None:
+        """Note the start of a run, or its resumption from a checkpoint."""
+        self.has_begun = True
+        self.add("resume" if checkpoint else "start", step, **({"message": checkpoint} if checkpoint else {}))
+
+    def add(self, kind: str, step: int, **fields: Any) -> None:
+        """Append a line. Figures that are not finite become `null`, because JSON has no NaN."""
+        if not self.is_writer or not self.has_begun:
+            return
+        figures = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in fields.items()
+        }
+        line = json.dumps({"kind": kind, "time": time.time(), "step": step} | figures, ensure_ascii=False, default=str)
+        try:
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            # The run matters more than its history.
+            logger.warning_once(f"{self.path} could not be written: {error}. The run continues without it.")
+
+
+__all__ = ["HISTORY_NAME", "History"]

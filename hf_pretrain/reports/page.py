@@ -1,0 +1,170 @@
+"""
+`report.html`: the page of one run, or of several runs beside each other.
+
+The page is one file without scripts that needs no network: text, tables and SVG charts.
+"""
+
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from ..runtime.metrics import HEADLINES
+from .charts import COLOURS, Line, heat_map, line_chart
+from .expected import find_expected
+from .runs import Run
+
+
+REPORT_NAME = "report.html"
+# Charts of a single figure each: title, name in the log, title of the axis.
+_CHARTS = (
+    ("Reward", "reward", "mean reward"),
+    ("Learning rate", "learning_rate", "learning rate"),
+    ("Gradient norm", "grad_norm", "norm"),
+    ("Speed", "tokens_per_second", "tokens/s"),
+    ("Share of the peak speed", "mfu", "MFU"),
+    ("Memory", "peak_memory_gib", "GiB per process"),
+)
+_FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
+# Arguments that differ between any two runs.
+_INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id")
+_EVENTS = {
+    "start": "the run started",
+    "resume": "the run resumed",
+    "checkpoint": "checkpoint saved",
+    "skipped_step": "step skipped",
+    "stop": "the run was stopped",
+    "end": "the run ended",
+}
+_MARKED = {"resume": "resumed", "skipped_step": "skipped", "stop": "stopped"}
+
+_environment = Environment(loader=PackageLoader("hf_pretrain.reports", ""), autoescape=True, trim_blocks=True)
+
+
+def write_page(runs: list[Run], path: Path) -> None:
+    """
+    Write the page of runs.
+
+    Args:
+        runs (`list` of [`Run`]): one run, or several to compare.
+        path (`Path`): the file to write.
+    """
+    text = _environment.get_template("page.html.jinja").render(
+        title=runs[0].name if len(runs) == 1 else "Comparison of " + ", ".join(run.name for run in runs),
+        runs=runs,
+        colours=dict(zip((run.name for run in runs), COLOURS * len(runs), strict=False)),
+        differences=find_differences(runs),
+        headlines=[_headlines(run) for run in runs],
+        charts=list(_draw_charts(runs)),
+        heat_maps=[(run.name, *found) for run in runs if (found := _draw_router_load(run))],
+        events=_events(runs),
+        samples=[(run.name, run.of_kind("samples")) for run in runs if run.of_kind("samples")],
+    )
+    # Renaming is atomic: a reader never sees half a page.
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
+def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Return the arguments and versions whose values differ between runs, with the value of each run."""
+    settings = [run.arguments | (run.launches[-1].get("versions", {}) if run.launches else {}) for run in runs]
+    names = dict.fromkeys(name for values in settings for name in values if name not in _INCIDENTAL)
+    found = {name: [values.get(name) for values in settings] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _headlines(run: Run) -> list[tuple[str, str]]:
+    """Return the final figures of a run as pairs of label and text."""
+    rows = []
+    for metric in HEADLINES:
+        if (value := run.last(metric.key)) is not None:
+            rows.append((metric.label, f"{value:.4f} {metric.unit}".rstrip()))
+    logs = run.logs
+    if logs:
+        rows.append(("steps", f"{logs[-1]['step']:,}"))
+        rows.append(("tokens seen", f"{logs[-1].get('num_input_tokens_seen', 0):,}"))
+    if seconds := max(run.training_seconds().values()):
+        rows.append(("time of training", f"{seconds / 60:,.1f} min"))
+    return rows
+
+
+def _draw_charts(runs: list[Run]):
+    """Yield title and SVG of each chart for which a run has figures."""
+    of = partial(_lines, runs)
+    has_reward = any(run.last("reward") is not None for run in runs)
+    for over, x_label in (("tokens", "tokens (millions)"), ("minutes", "minutes of training")):
+        lines = of("loss", over=over, label="training", style={"alpha": 0.45})
+        lines += of("eval_loss", over=over, label="validation", style={"marker": "o", "markersize": 3})
+        if lines and not has_reward:
+            marks = _marks(runs[0]) if len(runs) == 1 and over == "tokens" else ()
+            if len(runs) == 1 and over == "tokens":
+                lines = _expected_lines(runs[0]) + lines
+            yield f"Loss over {over}", line_chart(lines, x_label=x_label, y_label="loss", marks=marks)
+    for title, key, y_label in _CHARTS:
+        if lines := of(key):
+            yield title, line_chart(lines, x_label="tokens (millions)", y_label=y_label, from_zero=key in _FROM_ZERO)
+
+
+def _lines(
+    runs: list[Run], key: str, *, over: str = "tokens", label: str = "", style: dict[str, Any] | None = None
+) -> list[Line]:
+    """Return the line of a figure for each run that logged it."""
+    lines: list[Line] = []
+    for number, run in enumerate(runs):
+        x, y = run.series(key, over=over)
+        if x:
+            name = f"{run.name} {label}".strip() if len(runs) > 1 else label or run.name
+            lines.append((name, x, y, {"color": COLOURS[number % len(COLOURS)]} | (style or {})))
+    return lines
+
+
+def _expected_lines(run: Run) -> list[Line]:
+    """Return the validation loss of the preset's default run, to stand behind that of a run."""
+    expected = find_expected(run)
+    points = expected["curves"].get("eval_loss", []) if expected else []
+    if not points:
+        return []
+    x, y = zip(*points, strict=True)
+    style = {"color": "#6b7280", "linestyle": "--", "marker": "s", "markersize": 3}
+    return [("validation, default run", [tokens / 1e6 for tokens in x], y, style)]
+
+
+def _marks(run: Run) -> list[tuple[float, str]]:
+    """Return where events of a run stand on the axis of tokens, in millions, and their names."""
+    tokens = {entry["step"]: entry["num_input_tokens_seen"] for entry in run.logs if "num_input_tokens_seen" in entry}
+    marks = []
+    for entry in run.of_kind(*_MARKED):
+        # Between two logs the number of tokens is unknown; take the last one before the event.
+        before = [step for step in tokens if step <= entry["step"]]
+        marks.append((tokens[max(before)] / 1e6 if before else 0.0, _MARKED[entry["kind"]]))
+    return marks
+
+
+def _draw_router_load(run: Run) -> tuple[int, str] | None:
+    """Return the step and the heat map of the last router load of a run; `None` for a model without experts."""
+    loads = run.of_kind("router_load")
+    if not loads:
+        return None
+    labels = {"x_label": "expert", "y_label": "layer", "colour_label": "share of the tokens"}
+    return loads[-1]["step"], heat_map(loads[-1]["load"], **labels)
+
+
+def _events(runs: list[Run]) -> list[dict[str, Any]]:
+    """Return the events of all runs in the order of time."""
+    rows = [
+        {
+            "run": run.name,
+            "time": datetime.fromtimestamp(entry["time"]).isoformat(sep=" ", timespec="seconds"),
+            "step": entry["step"],
+            "text": _EVENTS[entry["kind"]] + (f": {entry['message']}" if entry.get("message") else ""),
+        }
+        for run in runs
+        for entry in run.of_kind(*_EVENTS)
+    ]
+    return sorted(rows, key=lambda row: row["time"])
+
+
+__all__ = ["REPORT_NAME", "find_differences", "write_page"]

@@ -1,0 +1,124 @@
+"""Read what runs have written into their directories: `run.json` and `history.jsonl`."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .history import HISTORY_NAME
+
+
+RECORD_NAME = "run.json"
+
+
+@dataclass
+class Run:
+    """
+    A run with all its launches.
+
+    Args:
+        name (`str`): the name of its directory.
+        launches (`list[dict]`): the entries of `run.json`, one per launch.
+        entries (`list[dict]`): the lines of `history.jsonl`, without the steps that a resumed run did again.
+    """
+
+    name: str
+    launches: list[dict[str, Any]]
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.entries if entry["kind"] in kinds]
+
+    @property
+    def logs(self) -> list[dict[str, Any]]:
+        return self.of_kind("log")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the last launch."""
+        return self.launches[-1].get("arguments", {}) if self.launches else {}
+
+    def training_seconds(self) -> dict[int, float]:
+        """
+        Return the seconds of training before each logged step. They leave out evaluation and saving: the speed in the
+        log is that of the training alone.
+        """
+        seconds, tokens, found = 0.0, 0, {0: 0.0}
+        for entry in self.logs:
+            if entry.get("tokens_per_second") and "num_input_tokens_seen" in entry:
+                seconds += (entry["num_input_tokens_seen"] - tokens) / entry["tokens_per_second"]
+                tokens = entry["num_input_tokens_seen"]
+            found[entry["step"]] = seconds
+        return found
+
+    def series(self, key: str, *, over: str = "tokens") -> tuple[list[float], list[float]]:
+        """
+        Return the values of a logged figure and where they stand.
+
+        Args:
+            key (`str`): name of the figure in the log.
+            over (`str`): `tokens` (millions that the run has seen) or `minutes` (of training).
+        """
+        seconds = self.training_seconds()
+        points = [
+            (entry["num_input_tokens_seen"] / 1e6 if over == "tokens" else seconds[entry["step"]] / 60, entry[key])
+            for entry in self.logs
+            if isinstance(entry.get(key), (int, float)) and "num_input_tokens_seen" in entry
+        ]
+        return [x for x, _ in points], [y for _, y in points]
+
+    def last(self, key: str) -> float | None:
+        """Return the last value of a logged figure; `None` if it was never logged."""
+        values = [entry[key] for entry in self.logs if isinstance(entry.get(key), (int, float))]
+        return values[-1] if values else None
+
+
+def read_run(directory: str | Path) -> Run:
+    """
+    Read the run of a directory.
+
+    Raises:
+        `ValueError`: if the directory holds no run.
+    """
+    directory = Path(directory)
+    record = directory / RECORD_NAME
+    if not record.is_file():
+        raise ValueError(f"{directory} holds no run: it has no {RECORD_NAME}. Pass the --output_dir of a run.")
+    try:
+        launches = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{record} is not valid JSON: {error}. Restore the file from a copy.") from None
+    return Run(directory.resolve().name, launches, _read_history(directory / HISTORY_NAME))
+
+
+def read_launches(directory: str | Path) -> list[dict[str, Any]]:
+    """Return the launches that `run.json` holds; an empty list if there is no such file or it is damaged."""
+    try:
+        launches = json.loads(Path(directory, RECORD_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [launch for launch in launches if isinstance(launch, dict)] if isinstance(launches, list) else []
+
+
+def _read_history(path: Path) -> list[dict[str, Any]]:
+    """
+    Return the lines of a history. A new run replaces an earlier one. A resumed run replaces the figures of the steps
+    that it does again, but not the events.
+    """
+    entries: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            # The machine lost power within a line.
+            continue
+        if entry["kind"] == "start":
+            entries = []
+        elif entry["kind"] == "resume":
+            figures = ("log", "samples", "router_load")
+            entries = [old for old in entries if old["step"] <= entry["step"] or old["kind"] not in figures]
+        entries.append(entry)
+    return entries
+
+
+__all__ = ["RECORD_NAME", "Run", "read_launches", "read_run"]

@@ -1,0 +1,229 @@
+"""The checks of `hf-pretrain doctor`: versions, devices, disk, compiler, two ranks, port and Hub login."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.constants import HF_HOME
+from huggingface_hub.errors import HfHubHTTPError
+from packaging.requirements import Requirement
+
+from .devices import describe_search, has_bfloat16_units
+
+
+OK, NOTE, BAD = "ok", "note", "bad"
+_MIN_DISK_GB, _MIN_SHARED_MB, _MIN_MEMORY_GB = 5, 64, 2
+_PROBE_SECONDS = 50
+_PORT = 29500
+
+
+@dataclass
+class Finding:
+    """
+    The result of a check.
+
+    Args:
+        name (`str`): what was checked.
+        status (`str`): `ok`; `note` for something that limits what this machine can do; `bad` for a defect.
+        message (`str`): what was found.
+        advice (`str`): what to do about it; empty if nothing.
+    """
+
+    name: str
+    status: str
+    message: str
+    advice: str = ""
+
+
+def check_versions() -> Iterator[Finding]:
+    """Compare the installed packages with the ranges that the tests have run with."""
+    yield Finding("Python", OK, platform.python_version())
+    for line in importlib.metadata.requires("hf_pretrain") or []:
+        requirement = Requirement(line)
+        is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if not is_extra:
+                yield Finding(requirement.name, BAD, "is not installed", f"pip install '{requirement}'")
+            continue
+        fits = requirement.specifier.contains(version, prereleases=True)
+        if not is_extra or not fits:
+            advice = "" if fits else f"pip install '{requirement.name}{requirement.specifier}'"
+            tested = f", tested with {requirement.specifier}" if requirement.specifier else ""
+            yield Finding(requirement.name, OK if fits else BAD, f"{version}{tested}", advice)
+
+
+def check_devices() -> Iterator[Finding]:
+    """Look at the devices, their memory and their bfloat16 units."""
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(number)
+            name = torch.cuda.get_device_name(number)
+            is_free = free > _MIN_MEMORY_GB * 1e9
+            advice = "" if is_free else "Another program uses it: look with nvidia-smi."
+            message = f"{name}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+            yield Finding(f"GPU {number}", OK if is_free else NOTE, message, advice)
+    else:
+        # A driver without a GPU in torch is the common mistake: a CPU build of torch.
+        has_driver = shutil.which("nvidia-smi") is not None
+        advice = (
+            "torch sees no GPU although a driver is installed: install a CUDA build of torch." if has_driver else ""
+        )
+        yield Finding("GPU", BAD if has_driver else NOTE, f"none ({describe_search()})", advice)
+    capability = torch.backends.cpu.get_cpu_capability()
+    units = "with" if has_bfloat16_units("cpu") else "without"
+    yield Finding("CPU", OK, f"{os.cpu_count()} cores, {capability}, {units} bfloat16 units")
+    free = psutil.virtual_memory().available / 1e9
+    is_enough = free > _MIN_MEMORY_GB
+    advice = "" if is_enough else "End other programs; the tiny preset needs about 2 GB."
+    yield Finding("memory", OK if is_enough else BAD, f"{free:.1f} GB free", advice)
+
+
+def check_disk() -> Iterator[Finding]:
+    """Look at the free space of the working directory, of the caches, and of the shared memory."""
+    for name, path, variable in (("disk", Path.cwd(), "--output_dir"), ("caches", Path(HF_HOME), "HF_HOME")):
+        while not path.exists():
+            path = path.parent
+        free = shutil.disk_usage(path).free / 1e9
+        is_writable = os.access(path, os.W_OK)
+        status = BAD if not is_writable else OK if free > _MIN_DISK_GB else NOTE
+        message = f"{path}: {free:.0f} GB free" + ("" if is_writable else ", not writable")
+        yield Finding(name, status, message, "" if status == OK else f"Choose another place with {variable}.")
+    if sys.platform == "linux":
+        free = shutil.disk_usage("/dev/shm").free / 1e6 if Path("/dev/shm").is_dir() else 0
+        advice = "" if free > _MIN_SHARED_MB else "Start the container with --shm-size 1g."
+        yield Finding("shared memory", NOTE if advice else OK, f"{free:,.0f} MB free", advice)
+
+
+def check_compiler() -> Iterator[Finding]:
+    """Look for what torch needs to compile DeepSpeed's kernels."""
+    compiler, ninja = (shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja", path=_path()))
+    advice = "DeepSpeed cannot compile its kernels: apt-get install g++" if compiler is None else ""
+    yield Finding("C++ compiler", NOTE if advice else OK, compiler or "none", advice)
+    advice = "DeepSpeed cannot compile its kernels: pip install ninja" if ninja is None else ""
+    yield Finding("ninja", NOTE if advice else OK, ninja or "none", advice)
+
+
+def check_ranks() -> Iterator[Finding]:
+    """Run processes of each backend that is present, through torchrun."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    probes = [("cpu", 2, [])] + [("cuda", min(2, num_gpus), [])] * bool(num_gpus)
+    zero = ("cuda", min(2, num_gpus), ["zero"]) if num_gpus else ("cpu", 2, ["zero"])
+    for probe in (*probes, zero):
+        yield from _probe(*probe)
+
+
+def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
+    """Run the ranks of [`~runtime.probe`], and yield a finding per line of theirs."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    # DeepSpeed takes the number of CPU devices from LOCAL_SIZE.
+    own = {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(num_ranks), "PATH": _path()}
+    what = f"{num_ranks} rank(s) on {kind}"
+    try:
+        done = subprocess.run(
+            [*launch, "-m", "hf_pretrain.runtime.probe", kind, *words],
+            env=os.environ | own,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        advice = "Firewalls and network names are common causes. Try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
+        yield Finding(what, BAD, f"no answer in {_PROBE_SECONDS} s", advice)
+        return
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    for result in found:
+        status = OK if result["is_ok"] else BAD
+        advice = "" if result["is_ok"] else "The whole error is in the output of --json."
+        yield Finding(f"{result['check']}, {what}", status, result["message"], advice)
+    if done.returncode or not found:
+        last = [line for line in done.stderr.splitlines() if "Error" in line][-1:] or ["no output"]
+        advice = f"Run {' '.join([*launch, '-m', 'hf_pretrain.runtime.probe', kind, *words])}"
+        yield Finding(what, BAD, last[0].strip(), advice)
+
+
+def check_port() -> Iterator[Finding]:
+    """Look whether the port of the deepspeed and accelerate launchers is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", _PORT))
+        except OSError:
+            advice = "Pass another one to deepspeed and accelerate: hf-pretrain ... --master_port 29501"
+            yield Finding("port", NOTE, f"{_PORT} is in use", advice)
+            return
+    yield Finding("port", OK, f"{_PORT} is free")
+
+
+def check_visible_devices() -> Iterator[Finding]:
+    """Warn about `CUDA_VISIBLE_DEVICES`, which DeepSpeed ignores beside `--include`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        advice = "`deepspeed --include` ignores it. `hf-pretrain --launcher deepspeed` passes these GPUs on."
+        yield Finding("CUDA_VISIBLE_DEVICES", NOTE, repr(visible), advice)
+
+
+def check_hub() -> Iterator[Finding]:
+    """Look whether the Hub can be reached and knows the token. The token itself is never shown."""
+    token, endpoint = get_token(), HfApi().endpoint
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
+        yield Finding("Hub", NOTE, "HF_HUB_OFFLINE is set: no downloads, no pushes", "Unset it to use the Hub.")
+        return
+    if token is None:
+        yield Finding("Hub", NOTE, f"not logged in at {endpoint}", "To push models: hf auth login")
+        return
+    try:
+        name = HfApi().whoami()["name"]
+    except HfHubHTTPError as error:
+        message = f"{endpoint} refuses the token ({error.response.status_code})"
+        yield Finding("Hub", BAD, message, "Log in again: hf auth login")
+    except Exception as error:
+        # Libraries for HTTP raise many kinds of errors.
+        advice = "Training works without. For a mirror, set HF_ENDPOINT."
+        yield Finding("Hub", NOTE, f"{endpoint} cannot be reached ({type(error).__name__})", advice)
+    else:
+        yield Finding("Hub", OK, f"logged in as {name} at {endpoint}")
+
+
+def _path() -> str:
+    """Return PATH with the programs of this environment."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_versions,
+    check_devices,
+    check_disk,
+    check_compiler,
+    check_port,
+    check_visible_devices,
+    check_hub,
+    check_ranks,
+)
+
+
+def examine() -> Iterator[Finding]:
+    """Yield the findings of all checks. The slow ones run at the same time as the others."""
+    with ThreadPoolExecutor() as pool:
+        for findings in pool.map(_collect, CHECKS):
+            yield from findings
+
+
+def _collect(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    return list(check())
+
+
+__all__ = ["BAD", "NOTE", "OK", "Finding", "examine"]

@@ -1,0 +1,239 @@
+"""
+The plan of a run (`--dry_run`): what it would train, how long, with how much memory and disk, and where its files go.
+
+A dry run prepares the data and the model as the run would, and trains four steps, three of them timed. It writes
+nothing into `output_dir`.
+"""
+
+import atexit
+import math
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import torch
+from datasets.config import HF_DATASETS_CACHE
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
+
+from ..checkpoints.writer import checkpoint_bytes
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..weights.adapters import base_model_of, is_adapted
+from .arguments import LMTrainingArguments
+from .efficiency import (
+    available_memory_bytes,
+    estimate_memory,
+    flops_per_token,
+    num_active_parameters,
+    peak_memory_bytes,
+)
+from .optimizers import optimizer_name
+
+
+NUM_STEPS = 4
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 60
+# The forward pass alone takes about a third of a step.
+_FORWARD_SHARE = 1 / 3
+_STRATEGIES = {"one file": "ddp", "FSDP": "fsdp"}
+# What the run would do, and a dry run does not.
+_TURNED_OFF: dict[str, Any] = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": [],
+}
+
+
+def begin_dry_run(args: LMTrainingArguments) -> None:
+    """Turn off everything that a dry run does not do, and give it a directory that is removed at its end."""
+    args.planned = {name: getattr(args, name) for name in ("output_dir", *_TURNED_OFF)}
+    for name, value in _TURNED_OFF.items():
+        setattr(args, name, value)
+    args.output_dir = tempfile.mkdtemp(prefix="hf_pretrain-dry-run-")
+    atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
+
+
+def format_plan(trainer: Any) -> str:
+    """
+    Train a few steps, and return the plan. All ranks must call this function.
+
+    Args:
+        trainer ([`~training.run_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
+    """
+    clock = _Clock()
+    # The losses of these steps are of no use to anybody.
+    for printer in (PrinterCallback, ProgressCallback):
+        trainer.pop_callback(printer)
+    trainer.add_callback(clock)
+    trainer.train()
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    num_steps = trainer.state.max_steps
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    tokens_per_step = trainer.state.num_input_tokens_seen / trainer.state.global_step
+    tokens = tokens_per_step * num_steps
+    whole = _on_meta(model)
+    number = sum(parameter.numel() for parameter in whole.parameters())
+    lines = [
+        (
+            "Model",
+            f"{number / 1e6:,.1f} M parameters, {num_active_parameters(whole) / 1e6:,.1f} M active per token, "
+            f"{flops_per_token(whole) / 1e6:,.0f} MFLOP per token",
+        ),
+        *(("" if i else "Data", line) for i, line in enumerate(trainer.run_facts.data)),
+        ("Steps", f"{num_steps:,} of {rows} rows each, {_passes(trainer, rows, num_steps)}"),
+    ]
+    if tokens:
+        lines.append(("Tokens", f"about {tokens:,.0f}, {tokens / number:,.1f} per parameter"))
+    if hasattr(args, "num_generations"):
+        lines.append(("Rollouts", _describe_rollouts(args)))
+    lines.append(("Optimizer", f"{optimizer_name(args)}, peak learning rate {args.learning_rate:g}"))
+    if curve := _draw_schedule(trainer, num_steps):
+        lines.append(("Learning rate", curve))
+    lines += [
+        ("Memory", _describe_memory(trainer, whole)),
+        ("Time", _describe_time(trainer, clock, num_steps)),
+        ("Disk", _describe_disk(trainer, num_steps)),
+        (
+            "Files",
+            f"{args.planned['output_dir']}: model, checkpoints, run.json, history.jsonl, report.html, train.log",
+        ),
+        ("", f"{HF_DATASETS_CACHE}: prepared data"),
+        ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "nothing is pushed"),
+        ("Random", f"first weights, order of the rows and dropout, all from --seed {args.seed}"),
+    ]
+    width = max(len(label) for label, _ in lines) + 2
+    return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
+
+
+class _Clock(TrainerCallback):
+    """Time the steps after the first one, which allocates and compiles, and end the training."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    @property
+    def step_seconds(self) -> float:
+        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.times.append(time.perf_counter())
+        # Count the tokens, which a log does.
+        control.should_log = control.should_training_stop = state.global_step >= NUM_STEPS
+
+
+def _on_meta(model: Any) -> MiniMindForCausalLM:
+    """Return the whole model without memory. A rank may hold a part of it."""
+    with torch.device("meta"):
+        return MiniMindForCausalLM(base_model_of(model).config)
+
+
+def _passes(trainer: Any, rows: int, num_steps: int) -> str:
+    dataset = trainer.train_dataset
+    if isinstance(dataset, datasets.Dataset):
+        return f"{num_steps * rows / len(dataset):,.2f} passes over {len(dataset):,} rows"
+    return "streamed"
+
+
+def _describe_rollouts(args: Any) -> str:
+    reference = "with a reference model" if getattr(args, "beta", 0) else "without a reference model"
+    return (
+        f"{args.num_generations} completions per prompt, of {args.max_completion_length} tokens at most, {reference}"
+    )
+
+
+def _draw_schedule(trainer: Any, num_steps: int) -> str:
+    """Return the learning rate over the run as one line of bars; "" for a schedule that depends on metrics."""
+    schedule = trainer.lr_scheduler
+    # accelerate wraps the schedule.
+    schedule = getattr(schedule, "scheduler", schedule)
+    if not hasattr(schedule, "lr_lambdas"):
+        return ""
+    steps = [round(i * (num_steps - 1) / (_CURVE_WIDTH - 1)) for i in range(_CURVE_WIDTH)]
+    factors = [schedule.lr_lambdas[0](step) for step in steps]
+    bars = "".join(_BARS[min(len(_BARS) - 1, int(factor * len(_BARS)))] for factor in factors)
+    return f"{bars} ends at {factors[-1] * trainer.args.learning_rate:.3g}"
+
+
+def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
+    """Return the measured peak of a process and, for training on tokens, the estimated largest batch."""
+    args = trainer.args
+    peak, free = peak_memory_bytes(args.device), available_memory_bytes(args.device)
+    if args.device.type == "cpu":
+        # All processes share the memory of the machine. This one holds a part of it already.
+        free = (free + psutil.Process().memory_info().rss) / max(1, args.world_size)
+    text = f"{peak / 2**30:.2f} GiB per process at the peak of the measured steps, of {free / 2**30:.1f} GiB"
+    row_length = getattr(trainer.data_collator, "max_length", None)
+    # The estimate is for training all weights of one model on rows of equal length.
+    if row_length is None or hasattr(args, "num_generations") or is_adapted(trainer.model):
+        return text
+    layout = trainer._layout
+    estimate = estimate_memory(
+        whole,
+        max_length=row_length,
+        strategy=_STRATEGIES.get(layout) or layout.lower().replace("-", "").replace("zero0", "ddp"),
+        world_size=args.world_size,
+        optimizer="muon" if optimizer_name(args) == "muon" else "adamw",
+        dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        device_type=args.device.type,
+    )
+    largest = estimate.largest_batch(free)
+    return f"{text}; by estimate up to {largest:,} rows of {row_length} tokens fit (--per_device_train_batch_size)"
+
+
+def _num_times(interval: float, num_steps: int) -> int:
+    """Return how often something happens every `interval` steps, or every such share of all steps, and at the end."""
+    return math.ceil(num_steps / (interval if interval >= 1 else max(1.0, math.ceil(interval * num_steps))))
+
+
+def _describe_time(trainer: Any, clock: _Clock, num_steps: int) -> str:
+    args = trainer.args
+    training = clock.step_seconds * num_steps
+    text = f"{clock.step_seconds:.2f} s per step (mean of {len(clock.times) - 1}), {_duration(training)} of training"
+    evaluations = 0
+    if args.planned["eval_strategy"] == "steps":
+        evaluations = _num_times(args.eval_steps, num_steps) + args.planned["eval_on_start"]
+    elif args.planned["eval_strategy"] == "epoch":
+        evaluations = math.ceil(args.num_train_epochs)
+    if evaluations and trainer.eval_dataset is not None:
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        each = len(trainer.eval_dataset) / rows * clock.step_seconds * _FORWARD_SHARE
+        text += f"; {evaluations} evaluations of about {_duration(each)} each"
+    return text
+
+
+def _describe_disk(trainer: Any, num_steps: int) -> str:
+    args = trainer.args
+    size = checkpoint_bytes(trainer.model, args, uses_deepspeed=trainer.is_deepspeed_enabled)
+    number = 0
+    if args.planned["save_strategy"] == "steps":
+        number = _num_times(args.save_steps, num_steps)
+    elif args.planned["save_strategy"] == "epoch":
+        number = math.ceil(args.num_train_epochs)
+    kept = min(number, args.save_total_limit or number)
+    directory = Path(args.planned["output_dir"]).absolute()
+    while not directory.exists():
+        directory = directory.parent
+    # While a checkpoint is written, the oldest one still exists.
+    needed = (kept + (number > kept)) * size
+    return (
+        f"{number} checkpoints of {size / 1e6:,.0f} MB, {kept} kept: {needed / 1e6:,.0f} MB of "
+        f"{shutil.disk_usage(directory).free / 1e9:,.0f} GB that are free"
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds as text with a fitting unit."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+__all__ = ["begin_dry_run", "format_plan"]

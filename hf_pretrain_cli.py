@@ -1,0 +1,242 @@
+"""
+The command `hf-pretrain`: start every recipe from any directory.
+
+    hf-pretrain list
+    hf-pretrain completion bash > ~/.local/share/bash-completion/completions/hf-pretrain
+    hf-pretrain pretrain --preset tiny --max_steps 100
+    hf-pretrain sft --nproc 4
+    hf-pretrain pretrain --nproc 2 --launcher deepspeed --ds zero3
+
+It prints the command that it runs, so that you can copy and change it. All other flags go to the recipe;
+`hf-pretrain pretrain --help` lists them. This module stands outside the package, because importing the package takes
+seconds, and the recipe imports it again.
+"""
+
+import argparse
+import ast
+import contextlib
+import difflib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+
+# A wheel holds the recipes and the DeepSpeed configs inside the package, a checkout beside it.
+_HERE = Path(__file__).resolve().parent
+FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
+RECIPES = FILES / "recipes"
+# Recipes that run in one process.
+TOOLS = ("chat", "serve", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
+STAGES = ("pretrain", "sft", "dpo", "distill", "grpo")
+LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yaml") if path.parent.name != "base"))
+DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
+ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
+EXIT_MISTAKE = 2
+# The words that flags of this command accept.
+KNOWN_WORDS = {
+    "launcher": LAUNCHERS,
+    "ds": DS_CONFIGS,
+    "accelerate": ACCELERATE_CONFIGS,
+    "preset": ("auto", *PRESETS),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and the status of a mistake."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(EXIT_MISTAKE)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    # With a cutoff of 0, there is always a nearest word.
+    return difflib.get_close_matches(word, known, n=1, cutoff=0)[0]
+
+
+def choose(flag: str) -> Callable[[str], str]:
+    """Return a type for argparse that accepts known words, and names the nearest one for any other word."""
+    known = KNOWN_WORDS[flag]
+
+    def check(word: str) -> str:
+        if word not in known:
+            fail(f"--{flag} {word} is unknown; the nearest one is {nearest(word, known)}. All: {', '.join(known)}.")
+        return word
+
+    return check
+
+
+def make_parser() -> _Parser:
+    """Return the parser of the flags that this command understands itself."""
+    parser = _Parser(prog="hf-pretrain STAGE", add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc", type=int, help="Processes on this machine; by default one for each GPU, or one.")
+    parser.add_argument("--launcher", type=choose("launcher"), default="torchrun", help=", ".join(LAUNCHERS))
+    parser.add_argument("--ds", type=choose("ds"), default="zero2", help="DeepSpeed config.")
+    parser.add_argument("--accelerate", type=choose("accelerate"), default="ddp", help="accelerate config.")
+    parser.add_argument("--master_port", type=int, default=29500, help="Port of deepspeed and accelerate.")
+    parser.add_argument(
+        "--preset",
+        type=choose("preset"),
+        help="Shape and settings; auto is minimind2-small on NVIDIA GPUs and tiny elsewhere.",
+    )
+    return parser
+
+
+def find_gpus() -> list[str]:
+    """Return the numbers of the GPUs to use: `CUDA_VISIBLE_DEVICES`, or all NVIDIA GPUs of the machine."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        # No driver. The recipe finds accelerators of other makers by itself.
+        return []
+    present = [line.split(":")[0].removeprefix("GPU ") for line in listed.splitlines() if line.startswith("GPU ")]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if visible is None or not present else [number for number in visible.split(",") if number]
+
+
+def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """
+    Return the environment variables and the words of the command that starts a recipe.
+
+    Args:
+        stage (`str`): name of the recipe.
+        words (`list[str]`): flags of this command and of the recipe, in any order.
+    """
+    recipe, python = _shorten(RECIPES / f"{stage}.py"), _shorten(Path(sys.executable))
+    if stage in TOOLS:
+        return {}, [python, recipe, *words]
+    args, rest = make_parser().parse_known_args(words)
+    flags = {word.split("=")[0] for word in rest}
+    gpus = [] if "--use_cpu" in flags else find_gpus()
+    if args.preset is not None:
+        if "--config" in flags:
+            fail("--preset and --config exclude each other: both name a YAML file. Leave one of them out.")
+        preset = ("minimind2-small" if gpus else "tiny") if args.preset == "auto" else args.preset
+        rest = ["--config", _shorten(RECIPES / preset / f"{stage}.yaml"), *rest]
+    nproc = args.nproc if args.nproc is not None else len(gpus) or 1
+    if nproc < 1 or (gpus and nproc > len(gpus)):
+        fail(f"--nproc {nproc} is not possible: this machine has {len(gpus) or 'no'} GPU(s) to offer.")
+    environment: dict[str, str] = {}
+    if gpus and args.launcher != "deepspeed":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:nproc])
+    elif not gpus and nproc > 1:
+        # On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE. OMP_NUM_THREADS divides the cores.
+        cores = max(1, (os.cpu_count() or 1) // nproc)
+        environment |= {"LOCAL_SIZE": str(nproc), "OMP_NUM_THREADS": str(cores)}
+    return environment, [*_launch(args, nproc, gpus), recipe, *rest, *_launch_flags(args)]
+
+
+def _shorten(path: Path) -> str:
+    """Return a path relative to the working directory, if it is below it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _launch(args: argparse.Namespace, nproc: int, gpus: list[str]) -> list[str]:
+    """Return the words before the recipe."""
+    python = Path(sys.executable)
+    program = _shorten(python.with_name(args.launcher))
+    if args.launcher == "torchrun":
+        torchrun = [program, "--standalone", "--nproc_per_node", str(nproc)]
+        return [_shorten(python)] if nproc == 1 else torchrun
+    # torchrun --standalone finds a free port by itself. The other launchers would fail late.
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", args.master_port))
+        except OSError:
+            fail(f"Port {args.master_port} is in use; choose another: --master_port {args.master_port + 1}")
+    if args.launcher == "deepspeed":
+        # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
+        devices = ",".join(gpus[:nproc] if gpus else map(str, range(nproc)))
+        return [program, "--include", f"localhost:{devices}", "--master_port", str(args.master_port)]
+    config = _shorten(RECIPES / f"accelerate_configs/{args.accelerate}.yaml")
+    ports = ["--num_processes", str(nproc), "--main_process_port", str(args.master_port)]
+    return [program, "launch", "--config_file", config, *ports]
+
+
+def _launch_flags(args: argparse.Namespace) -> list[str]:
+    is_deepspeed = args.launcher == "deepspeed"
+    return ["--deepspeed", _shorten(FILES / f"ds_configs/{args.ds}.json")] if is_deepspeed else []
+
+
+def print_list() -> None:
+    """Print the stages, tools, presets and configs, each with its description."""
+    for title, names in (("Stages", STAGES), ("Tools", TOOLS)):
+        print(f"{title}:")
+        for name in names:
+            docstring = ast.get_docstring(ast.parse((RECIPES / f"{name}.py").read_text(encoding="utf-8")))
+            print(f"  {name:12}{docstring.splitlines()[0]}")
+    print("Presets (--preset):")
+    for name in PRESETS:
+        comment = (RECIPES / name / "pretrain.yaml").read_text(encoding="utf-8").splitlines()[0]
+        print(f"  {name:18}{comment.removeprefix('# ')}")
+    print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
+    print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
+    print("Data (--dataset_name): embedded, a file, a pattern, a directory, or an id on the Hub")
+
+
+def print_completion(shell: str) -> None:
+    """Print a script with which a shell completes commands and flags."""
+    import shtab
+
+    from hf_pretrain.runtime.recipe_parsers import recipe_parser
+
+    shells = sorted(shtab.SUPPORTED_SHELLS)
+    if shell not in shells:
+        fail(f"completion {shell} is unknown; use {', '.join(shells)}.")
+    parser = argparse.ArgumentParser(prog="hf-pretrain")
+    commands = parser.add_subparsers()
+    for name in (*STAGES, *TOOLS):
+        command = commands.add_parser(name, add_help=False, help=name)
+        if name in STAGES:
+            for action in make_parser()._actions:
+                command.add_argument(*action.option_strings, choices=KNOWN_WORDS.get(action.dest))
+        # Without its extra, a recipe has no flags.
+        with contextlib.suppress(SystemExit):
+            for action in recipe_parser(RECIPES / f"{name}.py")._actions:
+                flags = [flag for flag in action.option_strings if flag not in command._option_string_actions]
+                if flags:
+                    # The first spelling, and not the one with dashes.
+                    command.add_argument(flags[0]).complete = shtab.FILE  # type: ignore[attr-defined]
+    for name in ("list", "completion"):
+        commands.add_parser(name, add_help=False, help=name)
+    print(shtab.complete(parser, shell))
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        print("\nFlags of this command, for stages:\n" + make_parser().format_help().partition("options:\n")[2])
+        raise SystemExit(0 if words else EXIT_MISTAKE)
+    stage, *rest = words
+    if stage == "--version":
+        print(version("hf_pretrain"))
+    elif stage == "list":
+        print_list()
+    elif stage == "completion":
+        print_completion(rest[0] if rest else "bash")
+    elif stage in STAGES + TOOLS:
+        environment, command = make_command(stage, rest)
+        assignments = [f"{name}={value}" for name, value in environment.items()]
+        print("$ " + shlex.join(assignments + command), file=sys.stderr, flush=True)
+        # The launchers start Python by name.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        os.execve(command[0], command, os.environ | environment | {"PATH": path})
+    else:
+        known = (*STAGES, *TOOLS, "list", "completion")
+        fail(f"{stage} is unknown; the nearest command is {nearest(stage, known)}. `hf-pretrain list` shows all.")
+
+
+if __name__ == "__main__":
+    main()

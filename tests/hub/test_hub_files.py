@@ -1,0 +1,99 @@
+"""Single files of dataset repositories, over HTTP from the loopback Hub."""
+
+import json
+
+import pytest
+from huggingface_hub import constants
+
+from hf_pretrain.data.hub_files import parse_hub_file
+from hf_pretrain.data.loading import load_documents
+from hf_pretrain.runtime.names import DatasetName
+from tests.hub_server import HubServer, Repo
+
+
+@pytest.fixture
+def repo(monkeypatch, tmp_path) -> Repo:
+    """A repository like MiniMind's: files with different columns, in two commits."""
+    with HubServer() as server:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        repo = server.repos["user/data"] = Repo(private=False)
+        chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        files = {
+            "pretrain_hq.jsonl": lines({"text": "old"}),
+            "sft/mini.jsonl": lines({"conversations": chat}),
+            "README.md": b"# data",
+        }
+        repo.commit("first", files)
+        repo.commit("second", files | {"pretrain_hq.jsonl": lines({"text": "one"}, {"text": "two"}, {"txt": "bad"})})
+        yield repo
+
+
+def lines(*records: dict) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def texts(name: str, **arguments) -> list[str]:
+    documents, _ = load_documents([name], validation_fraction=0, max_rejected_ratio=0.5, **arguments)
+    return documents["text"][:]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a/b:c.jsonl", DatasetName("a/b", "c.jsonl")),
+        ("a/b:d/c.jsonl.gz@v1", DatasetName("a/b", "d/c.jsonl.gz", "v1")),
+        ("hf://datasets/a/b/d/c.jsonl", DatasetName("a/b", "d/c.jsonl")),
+        ("hf://datasets/a/b@v1/c.jsonl", DatasetName("a/b", "c.jsonl", "v1")),
+        ("a/b:config", None),
+        ("a/b", None),
+        ("my/data.jsonl", None),
+        ("embedded:chatterbot", None),
+    ],
+)
+def test_names_of_files(name, expected):
+    assert parse_hub_file(name) == expected
+
+
+def test_one_file_of_a_repository_is_read_line_by_line(repo):
+    # The bad third line is rejected, as in a local file.
+    assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
+    assert texts("hf://datasets/user/data/pretrain_hq.jsonl", streaming=False) == ["one", "two"]
+    (conversation,) = texts("user/data:sft/mini.jsonl", schema="conversation")
+    assert json.loads(conversation)["messages"][1]["content"] == "hello"
+
+
+def test_a_revision_has_its_own_content(repo):
+    first = repo.commits[0][0]
+    assert texts(f"user/data:pretrain_hq.jsonl@{first}") == ["old"]
+    assert texts(f"hf://datasets/user/data@{first}/pretrain_hq.jsonl") == ["old"]
+
+
+def test_a_pattern_takes_all_files(repo):
+    repo.commit("third", {"a.jsonl": lines({"text": "a"}), "b.jsonl": lines({"text": "b"}), "c.md": b"c"})
+    assert sorted(texts("user/data:*.jsonl")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("user/data:pretrain_h.jsonl", "has no such file; the nearest one is pretrain_hq.jsonl"),
+        ("user/data:x*.jsonl", "no file of the repository matches; it holds"),
+        ("user/none:a.jsonl", "Check the name and the revision"),
+        ("user/data:pretrain_hq.jsonl@v9", "Check the name and the revision"),
+    ],
+)
+def test_mistakes_are_named(repo, name, message):
+    with pytest.raises(ValueError, match=message):
+        texts(name)
+
+
+def test_without_a_connection_the_cache_answers(repo, monkeypatch):
+    assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
+    with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded"):
+        texts("user/data:sft/mini.jsonl")

@@ -1,0 +1,89 @@
+"""`history.jsonl`: what a run writes, and what is read back after resumes and kills."""
+
+import math
+
+import pytest
+import torch
+
+from hf_pretrain.reports.history import HISTORY_NAME, History
+from hf_pretrain.reports.runs import RECORD_NAME, read_run
+from tests.training.test_trainer import make_documents, make_model, make_trainer
+
+
+FLAGS = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps", "eval_steps": 2, "eval_strategy": "steps"}
+
+
+def read(directory):
+    (directory / RECORD_NAME).write_text("[]")
+    return read_run(directory)
+
+
+def test_the_history_holds_what_the_trainer_logged(tmp_path):
+    trainer = make_trainer(tmp_path, make_documents(), model=make_model(num_experts=4), arguments=FLAGS)
+    trainer.train()
+    run = read(tmp_path)
+    assert [entry["kind"] for entry in run.of_kind("start", "checkpoint", "end")] == [
+        "start",
+        "checkpoint",
+        "checkpoint",
+        "end",
+    ]
+    for key in ("loss", "eval_loss", "grad_norm", "tokens_per_second"):
+        logged = [entry[key] for entry in trainer.state.log_history if key in entry]
+        assert run.series(key)[1] == logged and len(logged) > 1
+    # The shares of a layer's experts add up to one.
+    load = torch.tensor(run.of_kind("router_load")[-1]["load"])
+    assert load.shape == (2, 4)
+    assert torch.allclose(load.sum(-1), torch.ones(2))
+
+
+def test_the_time_of_training_is_the_tokens_over_the_speed(tmp_path):
+    history = History(tmp_path, is_writer=True)
+    history.begin(0, checkpoint=None)
+    history.add("log", 5, loss=3.0, num_input_tokens_seen=1000, tokens_per_second=100.0)
+    history.add("log", 10, loss=2.0, num_input_tokens_seen=3000, tokens_per_second=50.0)
+    history.add("log", 10, eval_loss=2.5, num_input_tokens_seen=3000)
+    run = read(tmp_path)
+    assert run.training_seconds() == {0: 0.0, 5: 10.0, 10: 50.0}
+    assert run.series("eval_loss", over="minutes") == ([50 / 60], [2.5])
+    assert run.series("loss") == ([0.001, 0.003], [3.0, 2.0])
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path):
+    history = History(tmp_path, is_writer=True)
+    history.begin(0, checkpoint=None)
+    for step in (1, 2, 3):
+        history.add("log", step, loss=float(step))
+    history.add("stop", 3, message="SIGTERM")
+    history.begin(2, checkpoint="checkpoint-2")
+    history.add("log", 3, loss=30.0)
+    run = read(tmp_path)
+    assert [(entry["step"], entry["loss"]) for entry in run.logs] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [entry["kind"] for entry in run.of_kind("start", "stop", "resume")] == ["start", "stop", "resume"]
+    # A new run in the same directory begins again.
+    history.begin(0, checkpoint=None)
+    assert read(tmp_path).logs == []
+
+
+def test_a_torn_line_and_a_figure_that_is_not_finite_are_survived(tmp_path):
+    history = History(tmp_path, is_writer=True)
+    history.begin(0, checkpoint=None)
+    history.add("log", 1, loss=math.nan)
+    with (tmp_path / HISTORY_NAME).open("a") as file:
+        file.write('{"kind": "lo')
+    (entry,) = read(tmp_path).logs
+    assert entry["loss"] is None
+
+
+def test_only_the_first_process_writes_and_only_a_run(tmp_path):
+    History(tmp_path, is_writer=False).begin(0, checkpoint=None)
+    History(tmp_path, is_writer=True).add("log", 1, loss=1.0)
+    assert not (tmp_path / HISTORY_NAME).exists()
+
+
+def test_a_directory_without_a_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match="holds no run: it has no run.json"):
+        read_run(tmp_path)
+    (tmp_path / RECORD_NAME).write_text("[")
+    with pytest.raises(ValueError, match="run.json is not valid JSON"):
+        read_run(tmp_path)

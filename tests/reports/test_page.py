@@ -1,0 +1,140 @@
+"""`report.html` in a real browser: no script error, no empty plot, nothing wider than a phone."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from playwright.sync_api import Page
+
+from hf_pretrain.reports.history import History
+from hf_pretrain.reports.page import find_differences, write_page
+from hf_pretrain.reports.runs import RECORD_NAME, Run, read_run
+
+
+PHONE = {"width": 390, "height": 844}
+
+
+def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
+    """Write a run as a recipe does, with experts and samples, that was stopped and resumed."""
+    directory.mkdir()
+    launch = {
+        "command": "python recipes/pretrain.py --max_steps 40",
+        "arguments": {"learning_rate": learning_rate, "output_dir": str(directory), "max_length": 256},
+        "versions": {"torch": "2.13.0"},
+        "data": {"counts": ["Training: 43,162 documents"]},
+    }
+    (directory / RECORD_NAME).write_text(json.dumps([launch]))
+    history = History(directory, is_writer=True)
+    history.begin(0, checkpoint=None)
+    for step in range(1, 41):
+        if step == 21:
+            history.add("stop", 20, message="SIGTERM")
+            history.begin(20, checkpoint="checkpoint-20")
+        figures = {"loss": 6 / step**0.5, "grad_norm": 1 / step, "learning_rate": learning_rate, "mfu": 0.5}
+        speed = {"tokens_per_second": 1000.0, "peak_memory_gib": 1.5, "num_input_tokens_seen": 1000 * step}
+        history.add("log", step, **figures, **speed)
+        if step % 10 == 0:
+            history.add("log", step, eval_loss=7 / step**0.5, num_input_tokens_seen=1000 * step)
+            history.add("samples", step, samples=[["从前", f"有一座山 <script>alert({step})</script>"]])
+            history.add("router_load", step, load=[[0.1, 0.2, 0.3, 0.4], [0.25] * 4])
+            history.add("checkpoint", step, message=f"checkpoint-{step}")
+    history.add("end", 40)
+    return read_run(directory)
+
+
+def open_page(page: Page, path: Path) -> list[str]:
+    """Open a file as on a phone, and return all errors and all requests to other places."""
+    found: list[str] = []
+    page.set_viewport_size(PHONE)
+    page.on("pageerror", lambda error: found.append(str(error)))
+    page.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
+    page.on("dialog", lambda dialog: (found.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: found.append(request.url) if request.url != path.as_uri() else None)
+    page.goto(path.as_uri())
+    return found
+
+
+def num_drawn_pixels(page: Page, number: int) -> int:
+    """Return the number of coloured pixels of a chart. Axes, text and grid are grey."""
+    picture = page.locator("figure svg").nth(number).screenshot()
+    pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).astype(int)
+    return int((pixels.max(-1) - pixels.min(-1) > 40).sum())
+
+
+def test_the_page_of_a_run(page, tmp_path):
+    path = tmp_path / "report.html"
+    write_page([write_run(tmp_path / "mine")], path)
+    assert open_page(page, path) == []
+    captions = page.locator("figcaption").all_inner_texts()
+    assert captions == [
+        "Loss over tokens",
+        "Loss over minutes",
+        "Learning rate",
+        "Gradient norm",
+        "Speed",
+        "Share of the peak speed",
+        "Memory",
+        "Load of the experts at step 40",
+    ]
+    for number, caption in enumerate(captions):
+        assert num_drawn_pixels(page, number) > 300, f"{caption} is empty"
+    # No part of the page is wider than the screen.
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    text = page.inner_text("body")
+    for expected in (
+        "the run was stopped: SIGTERM",
+        "the run resumed: checkpoint-20",
+        "checkpoint saved: checkpoint-40",
+    ):
+        assert expected in text
+    # The newest sample is open, and what a model writes is text.
+    assert "<script>alert(40)</script>" in text and "alert(10)" not in text
+    assert "python recipes/pretrain.py --max_steps 40" in text and "43,162 documents" in text
+
+
+def test_a_chart_without_a_line_counts_as_empty(page, tmp_path):
+    run = write_run(tmp_path / "mine")
+    write_page([run], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "report.html").write_text(text.replace("stroke: #2563eb", "stroke: none"), encoding="utf-8")
+    open_page(page, tmp_path / "report.html")
+    assert num_drawn_pixels(page, 2) < 300
+
+
+def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
+    runs = [write_run(tmp_path / "slow"), write_run(tmp_path / "fast", learning_rate=4e-3)]
+    path = tmp_path / "comparison.html"
+    write_page(runs, path)
+    assert open_page(page, path) == []
+    assert find_differences(runs) == {"learning_rate": [1e-3, 4e-3]}
+    assert page.locator("h2").all_inner_texts()[0] == "Different settings"
+    assert page.locator("table").first.inner_text().split() == ["slow", "fast", "learning_rate", "0.001", "0.004"]
+    # Both runs have a line in each chart.
+    legend = page.locator("figure svg").nth(2).inner_html()
+    assert "slow" in legend and "fast" in legend
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):
+    run = write_run(tmp_path / "mine")
+    recorded = {"pretrain": {"curves": {"eval_loss": [[10_000, 4.0], [40_000, 1.5]]}}}
+    (tmp_path / "expected.json").write_text(json.dumps(recorded))
+    legends = []
+    for config in ("pretrain.yaml", "sft.yaml"):
+        run.launches[-1] |= {"directory": str(tmp_path)}
+        run.arguments["config"] = config
+        write_page([run], tmp_path / "report.html")
+        open_page(page, tmp_path / "report.html")
+        legends.append("validation, default run" in page.locator("figure svg").first.inner_html())
+    # There is no record of the other stage.
+    assert legends == [True, False]
+
+
+def test_a_run_without_figures_has_a_page(page, tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / RECORD_NAME).write_text("[{}]")
+    write_page([read_run(tmp_path / "new")], tmp_path / "report.html")
+    assert open_page(page, tmp_path / "report.html") == []
+    assert page.locator("figure").count() == 0

@@ -1,0 +1,92 @@
+"""`hf-pretrain doctor`: what is right is ok, what is broken is named with its mend, and the ranks really run."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from hf_pretrain.runtime import health, probe
+from hf_pretrain.runtime.health import BAD, NOTE, OK
+from tests.hub_server import HubServer
+from tests.invariants.launching import ROOT, cpu_environment, free_port
+
+
+def findings(check) -> dict[str, health.Finding]:
+    return {finding.name: finding for finding in check()}
+
+
+def test_versions_are_compared_with_the_tested_ranges(monkeypatch):
+    assert findings(health.check_versions)["transformers"].status == OK
+    requires = ["transformers>=1,<2", "no-such-package>=1", 'another-one; extra == "serve"']
+    monkeypatch.setattr(health.importlib.metadata, "requires", lambda name: requires)
+    found = findings(health.check_versions)
+    assert found["transformers"].status == BAD and "pip install 'transformers<2,>=1'" in found["transformers"].advice
+    assert found["no-such-package"].status == BAD and "another-one" not in found
+
+
+def test_a_driver_without_a_gpu_in_torch_is_a_defect(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(health.shutil, "which", lambda name: None)
+    assert findings(health.check_devices)["GPU"].status == NOTE
+    monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
+    found = findings(health.check_devices)["GPU"]
+    assert found.status == BAD and "install a CUDA build of torch" in found.advice
+
+
+def test_a_directory_that_cannot_be_written_is_a_defect(monkeypatch, tmp_path):
+    monkeypatch.setattr(health, "HF_HOME", str(tmp_path / "not/there/yet"))
+    assert findings(health.check_disk)["caches"].message.startswith(f"{tmp_path}: ")
+    monkeypatch.setattr(health.os, "access", lambda path, mode: False)
+    assert findings(health.check_disk)["caches"].status == BAD
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        monkeypatch.setattr(health, "_PORT", listener.getsockname()[1])
+        assert findings(health.check_port)["port"].status == NOTE
+    assert findings(health.check_port)["port"].status == OK
+
+
+def test_the_hub_login_is_checked_and_the_token_never_shown(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with HubServer() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(health, "get_token", lambda: None)
+        assert findings(health.check_hub)["Hub"].advice.endswith("hf auth login")
+        for token, status in ((server.token, OK), ("hf_wrong", BAD)):
+            monkeypatch.setenv("HF_TOKEN", token)
+            monkeypatch.setattr(health, "get_token", lambda token=token: token)
+            found = findings(health.check_hub)["Hub"]
+            assert found.status == status and token not in found.message + found.advice
+        assert "401" in found.message
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    found = findings(health.check_hub)["Hub"]
+    assert found.status == NOTE and "cannot be reached" in found.message
+
+
+def test_a_wrong_result_of_a_rank_is_a_defect(monkeypatch):
+    monkeypatch.setattr(probe.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(probe.dist, "get_world_size", lambda: 2)
+    # A sum that leaves the value as it is.
+    monkeypatch.setattr(probe.dist, "all_reduce", lambda tensor: None)
+    with pytest.raises(ValueError, match="the sum over the ranks is 1.0 instead of 3.0"):
+        probe.check_collective(torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_doctor_runs_two_ranks_and_prints_json():
+    words = [sys.executable, str(ROOT / "recipes/doctor.py"), "--json"]
+    result = subprocess.run(words, capture_output=True, text=True, env=cpu_environment())
+    found = {entry["name"]: entry for entry in json.loads(result.stdout)}
+    for check in ("collective", "complex buffer", "bfloat16", "ZeRO step"):
+        assert found[f"{check}, 2 rank(s) on cpu"]["status"] == OK, found
+    assert result.returncode == int(any(entry["status"] == BAD for entry in found.values()))

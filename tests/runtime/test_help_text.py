@@ -1,0 +1,49 @@
+"""`--help`: this package's flags in groups, the common ones of Trainer, and no other."""
+
+import re
+import sys
+
+import pytest
+
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
+from tests.invariants.launching import ROOT
+
+
+def flags(text: str) -> list[str]:
+    return re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return recipe_parser(ROOT / "recipes/pretrain.py")
+
+
+def test_each_flag_stands_once_under_the_title_of_its_group(parser, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--help"])
+    text = parser.format_help()
+    assert len(flags(text)) == len(set(flags(text))) < 90
+    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert [title.split()[0] for title in titles] == ["The", "Flags", "Arguments", "Training,", "Flags"]
+    groups = re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:]
+    for group, name in zip(
+        groups, ("model_preset", "lora_r", "dataset_name", "learning_rate", "max_steps"), strict=True
+    ):
+        assert f"--{name}" in flags(group)
+    # The default stands beside a flag, unless the text names it.
+    assert re.search(r"--save_total_limit N\s+Number of checkpoints to keep. \(default:\s+2\)", text)
+    assert "(default: None)" not in text
+
+
+def test_help_all_adds_the_other_flags(parser, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--help"])
+    short = flags(parser.format_help())
+    (number,) = re.findall(r"--help-all shows (\d+) more flags", parser.format_help())
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--help-all"])
+    whole = flags(parser.format_help())
+    assert set(short) < set(whole) and len(set(whole)) == len(whole) == len(short) + int(number)
+    assert "--adafactor" not in short and "--torch_empty_cache_steps" in whole
+
+
+def test_the_nearest_choice_is_named():
+    with pytest.raises(ValueError, match="'q8' is unknown; the nearest one is 'q8_0', of float32"):
+        recipe_parser(ROOT / "recipes/convert.py").parse_args(["--from", "a", "--to", "b", "--dtype", "q8"])

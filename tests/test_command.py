@@ -1,0 +1,213 @@
+"""The command `hf-pretrain`: what it starts, and that a wheel holds everything that it needs."""
+
+import importlib.metadata
+import os
+import re
+import shlex
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hf_pretrain
+import hf_pretrain_cli
+from tests.invariants.launching import ROOT, cpu_environment
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    monkeypatch.setattr(hf_pretrain_cli, "find_gpus", lambda: [])
+
+
+@pytest.fixture
+def four_gpus(monkeypatch, tmp_path):
+    # What the driver's program prints.
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA (UUID: GPU-$i)"; done\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def command_of(*words: str) -> tuple[dict[str, str], str]:
+    """Return the environment variables, and the command without directories."""
+    environment, command = hf_pretrain_cli.make_command(words[0], list(words[1:]))
+    text = shlex.join(command)
+    for directory in (Path(sys.executable).parent, ROOT, ".venv/bin"):
+        text = text.replace(f"{directory}/", "")
+    return environment, text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("pretrain --max_steps 3", "recipes/pretrain.py --max_steps 3"),
+        ("sft --preset tiny", "recipes/sft.py --config recipes/tiny/sft.yaml"),
+        ("sft --preset auto", "recipes/sft.py --config recipes/tiny/sft.yaml"),
+        ("dpo --nproc 2", "torchrun --standalone --nproc_per_node 2 recipes/dpo.py"),
+        (
+            "grpo --launcher deepspeed --nproc 2 --ds zero3 --master_port 29555",
+            "deepspeed --include localhost:0,1 --master_port 29555 recipes/grpo.py --deepspeed ds_configs/zero3.json",
+        ),
+        (
+            "distill --launcher accelerate --accelerate fsdp2 --nproc 2 --master_port 29555",
+            "accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml --num_processes 2 "
+            "--main_process_port 29555 recipes/distill.py",
+        ),
+        ("chat --nproc 2", "recipes/chat.py --nproc 2"),
+    ],
+)
+def test_commands_without_gpus(no_gpus, words, expected):
+    _, command = command_of(*words.split())
+    assert re.sub(r"^python\S* ", "", command) == expected
+
+
+def test_processes_on_cpus_share_the_cores(no_gpus, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert command_of("pretrain", "--nproc", "2")[0] == {"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "4"}
+    assert command_of("pretrain")[0] == {}
+
+
+def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
+    assert command_of("pretrain") == (
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+        "torchrun --standalone --nproc_per_node 4 recipes/pretrain.py",
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    environment, command = command_of("pretrain", "--launcher", "deepspeed", "--master_port", "29555")
+    assert environment == {} and "--include localhost:3,1 " in command
+    assert command_of("pretrain", "--nproc", "1")[0] == {"CUDA_VISIBLE_DEVICES": "3"}
+    # `--use_cpu` belongs to the recipe, and no process gets a GPU.
+    assert command_of("pretrain", "--use_cpu")[0] == {}
+
+
+def made(*variables: str) -> tuple[dict[str, str], str]:
+    """Return what `make pretrain` starts: the environment variables, and the command without directories."""
+    words = ["make", "-n", "--no-print-directory", "pretrain", f"VENV={sys.prefix}", *variables]
+    lines = run(words, cwd=ROOT, check=True).stdout.replace("\\\n", " ").splitlines()
+    # The lines before it may install the package.
+    python, program, *rest = shlex.split(lines[-1])
+    assert (python, program) == (f"{sys.prefix}/bin/python", "hf_pretrain_cli.py")
+    return command_of(*rest)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ("", "recipes/pretrain.py --config recipes/tiny/pretrain.yaml"),
+        ("DEVICE=cpu", "recipes/pretrain.py --config recipes/tiny/pretrain.yaml --use_cpu"),
+        ("CONFIG=my.yaml", "recipes/pretrain.py --config my.yaml"),
+        (
+            "GPUS=2 LAUNCHER=deepspeed DS=zero3 MASTER_PORT=29511",
+            "deepspeed --include localhost:0,1 --master_port 29511 recipes/pretrain.py --config "
+            "recipes/tiny/pretrain.yaml --deepspeed ds_configs/zero3.json",
+        ),
+        (
+            "GPUS=2 LAUNCHER=accelerate ACCELERATE=ddp MASTER_PORT=29511",
+            "accelerate launch --config_file recipes/accelerate_configs/ddp.yaml --num_processes 2 "
+            "--main_process_port 29511 recipes/pretrain.py --config recipes/tiny/pretrain.yaml",
+        ),
+    ],
+)
+def test_make_is_a_front_of_the_command(no_gpus, variables, expected):
+    _, command = made(*variables.split())
+    assert re.sub(r"^python\S* ", "", command) == expected
+
+
+def test_make_uses_the_gpus(four_gpus, monkeypatch):
+    environment, command = made("GPUS=2", "LAUNCHER=deepspeed", "MASTER_PORT=29511")
+    assert "--include localhost:0,1 " in command and "--config recipes/minimind2-small/pretrain.yaml" in command
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert made()[0] == {"CUDA_VISIBLE_DEVICES": "2,3"} and "--nproc_per_node 2 " in made()[1]
+    assert made("GPUS=1")[0] == {"CUDA_VISIBLE_DEVICES": "2"}
+    # The CPU has devices of its own, whatever the variable says.
+    command = made("GPUS=2", "LAUNCHER=deepspeed", "DEVICE=cpu", "MASTER_PORT=29511")[1]
+    assert "--include localhost:0,1 " in command and command.count("--use_cpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("pretrian", "pretrian is unknown; the nearest command is pretrain."),
+        ("pretrain --preset tny", "--preset tny is unknown; the nearest one is tiny."),
+        ("pretrain --ds zero4 --launcher deepspeed", "--ds zero4 is unknown"),
+        ("pretrain --launcher torchrn", "the nearest one is torchrun"),
+        ("pretrain --nproc many", "--nproc: invalid int value: 'many'"),
+        ("pretrain --nproc 0", "--nproc 0 is not possible"),
+        ("pretrain --preset tiny --config my.yaml", "--preset and --config exclude each other"),
+    ],
+)
+def test_mistakes_end_with_one_line(words, message):
+    result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), *words.split()])
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_the_version_is_that_of_the_package():
+    result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "--version"])
+    assert result.stdout.strip() == hf_pretrain.__version__ == importlib.metadata.version("hf_pretrain")
+
+
+def test_more_processes_than_gpus_are_refused(four_gpus, capsys):
+    with pytest.raises(SystemExit):
+        command_of("pretrain", "--nproc", "5")
+    assert "this machine has 4 GPU(s)" in capsys.readouterr().err
+
+
+def test_the_list_names_every_recipe_and_preset():
+    result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "list"])
+    names = [path.stem for path in (ROOT / "recipes").glob("*.py")]
+    names += [path.parent.name for path in (ROOT / "recipes").glob("*/pretrain.yaml") if path.parent.name != "base"]
+    assert [name for name in names if not re.search(rf"^  {name} ", result.stdout, re.MULTILINE)] == []
+
+
+@pytest.mark.slow
+def test_bash_completes_commands_flags_and_their_words(tmp_path):
+    script = tmp_path / "completion.bash"
+    script.write_text(run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "completion", "bash"]).stdout)
+    bash = (
+        'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
+        '$(complete -p hf-pretrain | grep -oP -- "-F \\K\\S+"); echo "${COMPREPLY[@]}"'
+    )
+    for words, expected in (
+        (["hf-pretrain", "pre"], {"pretrain"}),
+        (["hf-pretrain", "pretrain", "--laun"], {"--launcher"}),
+        (["hf-pretrain", "pretrain", "--launcher", "deep"], {"deepspeed"}),
+        (["hf-pretrain", "sft", "--learning_ra"], {"--learning_rate"}),
+    ):
+        result = run(["bash", "-c", bash, str(script), *words])
+        assert expected <= set(result.stdout.split()), (words, result)
+
+
+def run(command: list[str], **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.mark.slow
+def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
+    wheels = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    built = run([*wheels, str(ROOT)])
+    assert built.returncode == 0, built.stderr
+    # Only the wheel is new: the environment takes its dependencies from the one of the tests. Python reads no .pth
+    # files there, so the checkout is not on the path.
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    packages = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).stdout.strip())
+    (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    templates = {"reports/page.html.jinja", "tokenizer/templates/minimind.jinja"}
+    assert {f"hf_pretrain/{name}" for name in ("py.typed", "ds_configs/zero2.json", *templates)} <= names
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
+    installed = run(install)
+    assert installed.returncode == 0, installed.stderr
+    (tmp_path / "work").mkdir()
+    environment = {name: value for name, value in cpu_environment().items() if name != "PYTHONPATH"}
+    command = [str(tmp_path / "venv/bin/hf-pretrain"), "pretrain", "--preset", "tiny", "--max_steps", "2"]
+    flags = ["--train_fraction", "0.02", "--use_cpu", "--output_dir", "out"]
+    result = run([*command, *flags], cwd=tmp_path / "work", env=environment)
+    assert result.returncode == 0, result.stderr
+    assert f"$ {python} {packages}/hf_pretrain/recipes/pretrain.py --config" in result.stderr
+    assert (tmp_path / "work/out/model.safetensors").is_file()

@@ -1,0 +1,76 @@
+"""`--dry_run`: the plan agrees with the run, and the output directory stays untouched."""
+
+import re
+
+import pytest
+
+from hf_pretrain.training.plan import _num_times, begin_dry_run, format_plan
+from tests.invariants.launching import ROOT, launcher_command
+from tests.test_recipes import start
+from tests.toys import write_jsonl
+from tests.training.test_run_trainer import make_run_trainer
+
+
+def field(plan: str, label: str) -> str:
+    return re.search(rf"^{label}\s+(.*)$", plan, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize(
+    ("interval", "num_steps", "expected"), [(10, 95, 10), (0.1, 100, 10), (0.34, 900, 3), (0.5, 7, 2), (200, 100, 1)]
+)
+def test_the_number_of_saves_is_that_of_trainer(interval, num_steps, expected):
+    # Trainer rounds a share of all steps up to whole steps, and saves at its multiples and after the last step.
+    assert _num_times(interval, num_steps) == expected
+
+
+def test_the_plan_has_the_figures_of_the_run(tmp_path):
+    trainer = make_run_trainer(tmp_path / "run", max_steps=50, save_steps=10, save_total_limit=2)
+    before = {name: getattr(trainer.args, name) for name in ("save_strategy", "output_dir")}
+    begin_dry_run(trainer.args)
+    trainer.run_facts.data = ["Training: 13 documents"]
+    plan = format_plan(trainer)
+    number = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert field(plan, "Model").startswith(f"{number / 1e6:,.1f} M parameters")
+    assert field(plan, "Data") == "Training: 13 documents"
+    assert field(plan, "Steps").startswith("50 of 8 rows each")
+    assert trainer.state.global_step == 4 and re.match(r"\d+\.\d\d s per step \(mean of 3\)", field(plan, "Time"))
+    assert field(plan, "Disk").startswith(f"5 checkpoints of {12 * number / 1e6:,.0f} MB, 2 kept")
+    assert field(plan, "Files").startswith(f"{before['output_dir']}: ")
+    # The curve begins low, is at its peak after the warm-up, and ends at a tenth of the peak.
+    curve, end = re.match(r"(\S{60}) ends at (\S+)", field(plan, "Learning rate")).groups()
+    assert curve[0] in "▁▂" and "█" in curve[:5] and curve[-1] == "▁"
+    assert float(end) == pytest.approx(0.1 * trainer.args.learning_rate, rel=0.05)
+
+
+def test_a_dry_run_writes_nothing_into_the_output_directory(tmp_path):
+    data = write_jsonl(
+        tmp_path / "a.jsonl", [f"{number} is a number, {number + 1} the next." for number in range(300)]
+    )
+    words = ["--dataset_name", data, "--output_dir", str(tmp_path / "out"), "--max_length", "32", "--use_cpu"]
+    words += ["--bf16", "false", "--vocab_size", "300", "--max_steps", "200", "--dry_run", "--report_to", "none"]
+    words += ["--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4"]
+    result = start([*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *words])
+    assert result.returncode == 0, result.stdout
+    for label in (
+        "Model",
+        "Data",
+        "Steps",
+        "Tokens",
+        "Optimizer",
+        "Learning rate",
+        "Memory",
+        "Time",
+        "Disk",
+        "Random",
+    ):
+        assert field(result.stdout, label)
+    assert "200 of 8 rows each" in result.stdout and "rows of 32 tokens fit" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").touch()
+    words = ["--output_dir", str(tmp_path / "used"), "--use_cpu", "--dry_run", "--max_steps", "5"]
+    result = start([*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *words])
+    assert result.returncode != 0 and "is not empty" in result.stdout

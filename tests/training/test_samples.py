@@ -1,0 +1,39 @@
+"""Samples at each evaluation: the same prompts, kept in the history, without any effect on the training."""
+
+import torch
+from transformers import TrainerCallback
+
+from hf_pretrain.reports.runs import RECORD_NAME, read_run
+from hf_pretrain.training.running import train_and_evaluate
+from tests.training.test_trainer import make_documents, make_model, make_trainer
+
+
+FLAGS = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}
+
+
+class DrawRandomNumber(TrainerCallback):
+    """Record a random number after each step, as dropout would draw one."""
+
+    def __init__(self):
+        self.numbers: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.numbers.append(torch.rand(()).item())
+
+
+def test_samples_do_not_change_the_training(tmp_path, capsys):
+    found = []
+    for number, sample in enumerate((None, lambda model: [("once", f"{torch.rand(()).item():.4f}")])):
+        torch.manual_seed(0)
+        trainer = make_trainer(tmp_path / str(number), make_documents(), model=make_model(), arguments=FLAGS)
+        recorder = DrawRandomNumber()
+        trainer.add_callback(recorder)
+        results = train_and_evaluate(trainer, checkpoint=None, sample=sample)
+        found.append((recorder.numbers, trainer.model.state_dict(), results.samples))
+    (numbers, weights, none), (others, other_weights, samples) = found
+    assert numbers == others and all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert none == [] and samples[0][0] == "once"
+    (tmp_path / "1" / RECORD_NAME).write_text("[]")
+    kept = read_run(tmp_path / "1").of_kind("samples")
+    assert [entry["step"] for entry in kept] == [2, 4, 6] and kept[-1]["samples"] == [list(samples[0])]
+    assert "step 6/6: 'once' -> " in capsys.readouterr().out
