@@ -236,7 +236,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed and self.device.type == "cpu":
             start_deepspeed_cpu_ranks()
         check_device(self)
-        _check_trackers(self.report_to)
+        _check_trackers(cast(list[str], self.report_to))
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
