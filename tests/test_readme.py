@@ -95,16 +95,22 @@ def check_make(words: list[str]) -> None:
     assert result.returncode == 0 and "Nothing to be done" not in result.stdout, result.stdout + result.stderr
     for line in result.stdout.replace("\\\n", " ").splitlines():
         started = shlex.split(line)
-        if started[0] == f"{sys.prefix}/bin/hf-pretrain":
-            check_command(started[1:])
+        if "hf_pretrain_cli.py" in started:
+            check_command(started[started.index("hf_pretrain_cli.py") + 1 :])
 
 
 def check_command(words: list[str]) -> None:
     """Check what `hf-pretrain` would start."""
-    if words[0] not in ("list", "--version", "completion"):
-        _, command = hf_pretrain_cli.make_command(words[0], words[1:])
-        short = [word.removeprefix(f"{sys.prefix}/bin/").removeprefix(f"{ROOT}/") for word in command]
-        check(shlex.join(["python" if re.fullmatch(r"(\S*/)?python[\d.]*", word) else word for word in short]))
+    stage, *rest = words
+    if stage in ("list", "--version", "completion"):
+        return
+    if not rest or (stage, rest) in (("data", ["inspect"]), ("data", ["clean"])):
+        # The name of a command in a sentence.
+        assert stage in hf_pretrain_cli.STAGES + hf_pretrain_cli.TOOLS, f"hf-pretrain has no command {stage}"
+        return
+    _, command = hf_pretrain_cli.make_command(stage, rest)
+    short = [re.sub(r"^\S*/bin/", "", word).removeprefix(f"{ROOT}/") for word in command]
+    check(shlex.join(["python" if re.fullmatch(r"python[\d.]*", word) else word for word in short]))
 
 
 def check(command: str) -> None:
@@ -276,7 +282,8 @@ def test_the_python_commands_of_the_readme_run(home):
 def messages() -> tuple[str, ...]:
     """Return every string of the package, the recipes and the Makefile, with a NUL for each placeholder."""
     found = [re.sub(r"\$\([A-Z_]+\)", "\0", line) for line in (ROOT / "Makefile").read_text().splitlines()]
-    for path in (*(ROOT / "hf_pretrain").rglob("*.py"), *(ROOT / "recipes").glob("*.py")):
+    paths = (*(ROOT / "hf_pretrain").rglob("*.py"), *(ROOT / "recipes").glob("*.py"), ROOT / "hf_pretrain_cli.py")
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
