@@ -21,6 +21,7 @@ from web pages of other origins, and for more tokens than the model has position
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,8 @@ def open_page(args: argparse.Namespace) -> None:
 
     names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
     servers = []
+    # A service manager stops programs by SIGTERM, and the servers below must stop with the page.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for number, name in enumerate(names):
             servers.append(start_server(args, name, args.port + number))

@@ -65,22 +65,15 @@ def talker(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session")
-def browser():
-    """Return a headless Chromium."""
+@pytest.fixture
+def page():
+    """Return an empty page of a headless Chromium."""
     from playwright.sync_api import sync_playwright
 
-    # The browser of the system; `playwright install` would download another one.
+    # The browser of the system; `playwright install` would download another one. Not one for the whole session: its
+    # driver would run beside all other tests, of which some kill processes.
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
+        yield browser.new_page()
         browser.close()
-
-
-@pytest.fixture
-def page(browser):
-    """Return an empty page of the browser."""
-    page = browser.new_page()
-    yield page
-    page.close()

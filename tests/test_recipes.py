@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
+import hf_pretrain_cli
 from hf_pretrain import PRESETS, MiniMindForCausalLM
 from hf_pretrain.data.arguments import ChatArguments, DataArguments, SourceArguments
 from hf_pretrain.stages.distillation import DistillationArguments
@@ -465,8 +466,10 @@ def test_make_launches_every_stage(stage):
     command = ["make", "-n", stage, "DEVICE=cpu", "GPUS=2", "LAUNCHER=deepspeed", "ARGS=--max_steps 1"]
     result = start(command)
     assert result.returncode == 0, result.stdout
-    words = shlex.split(next(line for line in result.stdout.splitlines() if f"recipes/{stage}.py" in line))
-    assert {"--include", "localhost:0,1", f"recipes/tiny/{stage}.yaml", "ds_configs/zero2.json", "--use_cpu"} <= set(
-        words
-    )
-    assert words[-2:] == ["--max_steps", "1"]
+    line = next(line for line in result.stdout.replace("\\\n", " ").splitlines() if "hf_pretrain_cli.py" in line)
+    words = shlex.split(line)
+    words = words[words.index("hf_pretrain_cli.py") + 1 :]
+    assert words[0] == stage and words[-2:] == ["--max_steps", "1"]
+    _, command = hf_pretrain_cli.make_command(words[0], [*words[1:], "--master_port", str(free_port())])
+    names = {word.removeprefix(f"{ROOT}/") for word in command}
+    assert {"--include", "localhost:0,1", f"recipes/tiny/{stage}.yaml", "ds_configs/zero2.json", "--use_cpu"} <= names

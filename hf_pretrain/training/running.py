@@ -34,7 +34,7 @@ from .run_description import describe_data
 from .run_log import LOG_NAME, begin_log, end_log
 from .run_record import add_to_record, begin_record, end_record
 from .run_trainer import RunTrainer
-from .tracking import continue_tracking
+from .tracking import continue_tracking, direct_tensorboard
 
 
 @dataclass
@@ -134,6 +134,7 @@ def train_and_evaluate(
     for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
         if trainer.pop_callback(theirs) is not None:
             trainer.add_callback(ours)
+    direct_tensorboard(trainer.callback_handler.callbacks, trainer.args)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if trainer.args.spaces_evaluations:

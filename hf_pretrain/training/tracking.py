@@ -9,6 +9,9 @@ import os
 import uuid
 from pathlib import Path
 
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
+
 from ..reports.runs import read_launches
 from .arguments import LMTrainingArguments
 
@@ -32,10 +35,9 @@ def continue_tracking(args: LMTrainingArguments, *, checkpoint: str | None) -> s
     """
     earlier = [launch["tracking_id"] for launch in read_launches(args.output_dir) if launch.get("tracking_id")]
     tracking_id = earlier[-1] if checkpoint and earlier else uuid.uuid4().hex[:_ID_LENGTH]
-    directory = Path(args.output_dir)
     if args.run_name is None:
-        args.run_name = f"{directory.absolute().name}-{tracking_id[:6]}"
-    variables = {"TENSORBOARD_LOGGING_DIR": str(directory / "runs" / args.run_name)}
+        args.run_name = f"{Path(args.output_dir).absolute().name}-{tracking_id[:6]}"
+    variables: dict[str, str] = {}
     for tracker in ("WANDB", "SWANLAB"):
         variables |= {f"{tracker}_RUN_ID": tracking_id, f"{tracker}_RESUME": "allow"}
     for name, value in variables.items():
@@ -45,4 +47,11 @@ def continue_tracking(args: LMTrainingArguments, *, checkpoint: str | None) -> s
     return tracking_id
 
 
-__all__ = ["continue_tracking"]
+def direct_tensorboard(callbacks: list[TrainerCallback], args: LMTrainingArguments) -> None:
+    """Let TensorBoard write into a directory with the name of the run, instead of one per launch."""
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None and args.run_name:
+            callback.logging_dir = str(Path(args.output_dir, "runs", args.run_name))
+
+
+__all__ = ["continue_tracking", "direct_tensorboard"]

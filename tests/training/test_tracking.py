@@ -3,13 +3,14 @@
 import os
 
 import pytest
+from transformers.integrations import TensorBoardCallback
 
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.run_record import add_to_record, begin_record
-from hf_pretrain.training.tracking import continue_tracking
+from hf_pretrain.training.tracking import continue_tracking, direct_tensorboard
 
 
-VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME", "SWANLAB_RUN_ID", "SWANLAB_RESUME", "TENSORBOARD_LOGGING_DIR")
+VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME", "SWANLAB_RUN_ID", "SWANLAB_RESUME")
 
 
 @pytest.fixture
@@ -34,7 +35,15 @@ def test_a_resumed_run_has_the_same_id_everywhere(launch):
     assert launch("checkpoint-2") == first and launch("checkpoint-4") == first
     assert first["WANDB_RUN_ID"] == first["SWANLAB_RUN_ID"] == first["id"] and len(first["id"]) == 21
     assert first["WANDB_RESUME"] == first["SWANLAB_RESUME"] == "allow"
-    assert first["TENSORBOARD_LOGGING_DIR"].endswith(f"run/runs/{first['name']}") and first["name"].startswith("run-")
+    assert first["name"].startswith("run-")
+
+
+def test_tensorboard_gets_one_directory_per_run(tmp_path):
+    pytest.importorskip("tensorboard")
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", run_name="mine")
+    callback = TensorBoardCallback()
+    direct_tensorboard([callback], args)
+    assert callback.logging_dir == str(tmp_path / "runs/mine")
 
 
 def test_a_new_run_has_a_new_id_and_the_users_name_stays(launch):
@@ -49,7 +58,6 @@ def test_two_runs_in_one_process_are_two_runs(tmp_path, monkeypatch):
     for name in ("a", "b"):
         args = LMTrainingArguments(output_dir=str(tmp_path / name), use_cpu=True, report_to="none")
         assert continue_tracking(args, checkpoint=None) == os.environ["WANDB_RUN_ID"]
-        assert f"/{name}/runs/" in os.environ["TENSORBOARD_LOGGING_DIR"]
 
 
 def test_the_users_variables_stay(launch, monkeypatch, tmp_path):
