@@ -21,13 +21,6 @@ from web pages of other origins, and for more tokens than the model has position
 """
 
 import argparse
-import json
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from contextlib import suppress
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
@@ -39,59 +32,14 @@ with one_line_errors():
     from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server
 
 
-def start_server(args: argparse.Namespace, name: str, port: int) -> subprocess.Popen:
-    """Start this recipe once more, as the server of a model, with the same flags."""
-    flags = vars(args) | {"model_name_or_path": name, "port": port}
-    words = [sys.executable, __file__]
-    for flag, value in flags.items():
-        # The flags of the page, those that were not given, and switches that are off.
-        if flag not in ("web", "web_port", "compare") and value not in (None, False):
-            words.append(f"--{flag}" if value is True else f"--{flag}={value}")
-    return subprocess.Popen(words)
-
-
-def wait_until_ready(server: subprocess.Popen, name: str, url: str) -> None:
-    """Wait until the server of a model answers. End as it ended if it could not start."""
-    while server.poll() is None:
-        with suppress(OSError, ValueError), urllib.request.urlopen(f"{url}/models") as response:
-            # Another program may listen at this port.
-            if [model["id"] for model in json.load(response)["data"]] == [name]:
-                return
-        time.sleep(0.2)
-    # The server has printed the reason.
-    raise SystemExit(server.returncode)
-
-
-def open_page(args: argparse.Namespace) -> None:
-    """Serve one or two models and the chat page until the user stops it."""
-    from hf_pretrain.stages.web_chat import Endpoint, make_page
-
-    names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
-    servers = []
-    # A service manager stops programs by SIGTERM, and the servers below must stop with the page.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
-        endpoints = [Endpoint(name, f"http://{host}:{args.port + i}/v1") for i, name in enumerate(names)]
-        for number, name in enumerate(names):
-            servers.append(start_server(args, name, args.port + number))
-        for server, endpoint in zip(servers, endpoints, strict=True):
-            wait_until_ready(server, endpoint.model, endpoint.base_url)
-        page = make_page(endpoints)
-        print(f"The chat page is at http://{args.host}:{args.web_port}", flush=True)
-        page.launch(server_name=args.host, server_port=args.web_port, quiet=True, inbrowser=sys.stdout.isatty())
-    finally:
-        for server in servers:
-            server.terminate()
-        for server in servers:
-            server.wait()
-
-
 def main(args: argparse.Namespace) -> None:
     if args.compare and not args.web:
         raise ValueError("--compare needs the chat page. Add --web.")
     if args.web:
-        open_page(args)
+        from hf_pretrain.stages.web_chat import serve_page
+
+        names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
+        serve_page(__file__, vars(args), names)
         return
     name = args.model_name_or_path or find_newest_run()
     # Load the tokenizer first, to report a wrong name in one line. The server would print a traceback.

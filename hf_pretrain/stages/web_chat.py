@@ -5,8 +5,14 @@ With two servers, the page shows both answers beside each other. Reasoning and t
 """
 
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Queue
 from typing import Any
@@ -231,4 +237,57 @@ def make_page(endpoints: list[Endpoint]) -> gr.Blocks:
     return page
 
 
-__all__ = ["Endpoint", "Sampling", "make_page", "show", "stream_answer", "stream_answers", "to_requests"]
+def serve_page(recipe: str, flags: dict[str, Any], models: list[str]) -> None:
+    """
+    Serve models and the chat page until the user stops it.
+
+    Args:
+        recipe (`str`): the script that serves one model.
+        flags (`dict`): its flags, with `host`, `port` (of the first server) and `web_port`.
+        models (`list[str]`): names of one or two models.
+    """
+    host = "127.0.0.1" if flags["host"] == "0.0.0.0" else flags["host"]
+    ports = range(flags["port"], flags["port"] + len(models))
+    endpoints = [Endpoint(name, f"http://{host}:{port}/v1") for name, port in zip(models, ports, strict=True)]
+    servers: list[subprocess.Popen] = []
+    # A service manager stops programs by SIGTERM, and the servers must stop with the page.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        for name, port in zip(models, ports, strict=True):
+            servers.append(_start_server(recipe, flags | {"model_name_or_path": name, "port": port}))
+        for server, endpoint in zip(servers, endpoints, strict=True):
+            _wait_until_ready(server, endpoint)
+        print(f"The chat page is at http://{host}:{flags['web_port']}", flush=True)
+        page = make_page(endpoints)
+        page.launch(
+            server_name=flags["host"], server_port=flags["web_port"], quiet=True, inbrowser=sys.stdout.isatty()
+        )
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.wait()
+
+
+def _start_server(recipe: str, flags: dict[str, Any]) -> subprocess.Popen:
+    words = [sys.executable, recipe]
+    for flag, value in flags.items():
+        # Leave out the flags of the page, those that were not given, and switches that are off.
+        if flag not in ("web", "web_port", "compare") and value not in (None, False):
+            words.append(f"--{flag}" if value is True else f"--{flag}={value}")
+    return subprocess.Popen(words)
+
+
+def _wait_until_ready(server: subprocess.Popen, endpoint: Endpoint) -> None:
+    """Wait until the server of a model answers. End as it ended if it could not start."""
+    while server.poll() is None:
+        with suppress(OSError, ValueError), urllib.request.urlopen(f"{endpoint.base_url}/models") as response:
+            # Another program may listen at this port.
+            if [model["id"] for model in json.load(response)["data"]] == [endpoint.model]:
+                return
+        time.sleep(0.2)
+    # The server has printed the reason.
+    raise SystemExit(server.returncode)
+
+
+__all__ = ["Endpoint", "Sampling", "make_page", "serve_page", "show", "stream_answer", "stream_answers", "to_requests"]
