@@ -81,7 +81,7 @@ race: $(VENV)/.installed-trl
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hf_pretrain recipes benchmarks examples
+	$(BIN)/mypy hf_pretrain hf_pretrain_cli.py recipes benchmarks examples
 	$(BIN)/lint-imports
 
 # Warnings are errors: a broken link or a missing flag fails the build.

@@ -8,9 +8,10 @@ The command `hf-pretrain`: start every recipe from any directory.
     hf-pretrain pretrain --nproc 2 --launcher deepspeed --ds zero3
 
 It prints the command that it runs, so that you can copy and change it. All other flags go to the recipe;
-`hf-pretrain pretrain --help` lists them. This module stands outside the package, because importing the package takes
-seconds, and the recipe imports it again.
+`hf-pretrain pretrain --help` lists them.
 """
+
+# This module stands outside the package, because importing the package takes seconds, and the recipe imports it again.
 
 import argparse
 import ast
@@ -178,8 +179,8 @@ def print_list() -> None:
             print(f"  {name:12}{docstring.splitlines()[0]}")
     print("Presets (--preset):")
     for name in PRESETS:
-        comment = (RECIPES / name / "pretrain.yaml").read_text(encoding="utf-8").splitlines()[0]
-        print(f"  {name:18}{comment.removeprefix('# ')}")
+        lines = (RECIPES / name / "pretrain.yaml").read_text(encoding="utf-8").splitlines()
+        print(f"  {name:18}{lines[0].removeprefix('# ')}")
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
     print("Data (--dataset_name): embedded, a file, a pattern, a directory, or an id on the Hub")

@@ -12,16 +12,13 @@ With the flags of a run, it prints the memory that a process needs, and the larg
 this machine or into `--memory_gib`. It computes nothing on a device, so one machine can estimate for another.
 """
 
-import dataclasses
-import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.health import BAD, NOTE, OK, examine
+from hf_pretrain.runtime.health import print_findings
 from hf_pretrain.training.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.model_arguments import default_preset
@@ -63,27 +60,9 @@ class DoctorArguments:
             raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
 
 
-def check_machine(*, as_json: bool) -> bool:
-    """Print the findings about this machine, and return whether nothing is broken."""
-    findings = []
-    colours = {OK: "32", NOTE: "33", BAD: "31"}
-    for finding in examine():
-        findings.append(finding)
-        if as_json:
-            continue
-        mark = f"{finding.status:4}"
-        mark = f"\033[{colours[finding.status]}m{mark}\033[0m" if sys.stdout.isatty() else mark
-        print(f"{mark}  {finding.name:36} {finding.message}", flush=True)
-        if finding.advice:
-            print(f"      {'':36} -> {finding.advice}")
-    if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
-    return all(finding.status != BAD for finding in findings)
-
-
 def main(args: DoctorArguments):
     if args == DoctorArguments(json=args.json):
-        raise SystemExit(0 if check_machine(as_json=args.json) else 1)
+        raise SystemExit(0 if print_findings(as_json=args.json) else 1)
     preset = args.model_preset or default_preset()
     recipe = read_config(Path(__file__).parent / preset / "pretrain.yaml")
     default = "adamw" if args.strategy == "zero3" else recipe.get("optim_preset", "muon")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ from .devices import describe_search, has_bfloat16_units
 
 
 OK, NOTE, BAD = "ok", "note", "bad"
+_COLOURS = {OK: "32", NOTE: "33", BAD: "31"}
 _MIN_DISK_GB, _MIN_SHARED_MB, _MIN_MEMORY_GB = 5, 64, 2
 _PROBE_SECONDS = 50
 _PORT = 29500
@@ -132,27 +133,46 @@ def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
     # DeepSpeed takes the number of CPU devices from LOCAL_SIZE.
     own = {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(num_ranks), "PATH": _path()}
     what = f"{num_ranks} rank(s) on {kind}"
+    ranks = subprocess.Popen(
+        [*launch, "-m", "hf_pretrain.runtime.probe", kind, *words],
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        done = subprocess.run(
-            [*launch, "-m", "hf_pretrain.runtime.probe", kind, *words],
-            env=os.environ | own,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-        )
+        output, errors = ranks.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
-        advice = "Firewalls and network names are common causes. Try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
-        yield Finding(what, BAD, f"no answer in {_PROBE_SECONDS} s", advice)
+        # Killing torchrun alone would leave its ranks behind. A suspended torchrun starts no further ones.
+        torchrun = psutil.Process(ranks.pid)
+        torchrun.suspend()
+        for process in [*torchrun.children(recursive=True), torchrun]:
+            process.kill()
+        ranks.communicate()
+        yield _no_answer(what)
         return
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
     for result in found:
         status = OK if result["is_ok"] else BAD
         advice = "" if result["is_ok"] else "The whole error is in the output of --json."
         yield Finding(f"{result['check']}, {what}", status, result["message"], advice)
-    if done.returncode or not found:
-        last = [line for line in done.stderr.splitlines() if "Error" in line][-1:] or ["no output"]
+    if ranks.returncode or not found:
+        last = [line for line in errors.splitlines() if "Error" in line][-1:] or ["no output"]
         advice = f"Run {' '.join([*launch, '-m', 'hf_pretrain.runtime.probe', kind, *words])}"
         yield Finding(what, BAD, last[0].strip(), advice)
+
+
+def _no_answer(what: str) -> Finding:
+    """Return the finding about ranks that did not answer in time."""
+    message = f"no answer in {_PROBE_SECONDS} s"
+    load, num_cores = psutil.getloadavg()[0], os.cpu_count() or 1
+    # The doctor's own ranks are up to four processes.
+    if load > 2 * num_cores:
+        return Finding(
+            what, NOTE, f"{message}, with a load of {load:.0f} on {num_cores} cores", "Repeat this when idle."
+        )
+    advice = "Firewalls and network names are common causes. Try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
+    return Finding(what, BAD, message, advice)
 
 
 def check_port() -> Iterator[Finding]:
@@ -222,8 +242,25 @@ def examine() -> Iterator[Finding]:
             yield from findings
 
 
+def print_findings(*, as_json: bool) -> bool:
+    """Print the findings of all checks, and return whether nothing is broken."""
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if as_json:
+            continue
+        mark = f"{finding.status:4}"
+        mark = f"\033[{_COLOURS[finding.status]}m{mark}\033[0m" if sys.stdout.isatty() else mark
+        print(f"{mark}  {finding.name:36} {finding.message}", flush=True)
+        if finding.advice:
+            print(f"      {'':36} -> {finding.advice}")
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    return all(finding.status != BAD for finding in findings)
+
+
 def _collect(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     return list(check())
 
 
-__all__ = ["BAD", "NOTE", "OK", "Finding", "examine"]
+__all__ = ["BAD", "NOTE", "OK", "Finding", "examine", "print_findings"]

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -270,10 +271,12 @@ def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str
         # The preset's file of the next stage lies beside the one of this run.
         config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
         if config is not None and config.is_file():
-            words += ["--config", str(config)]
+            is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent
+            words += ["--preset", config.parent.name] if is_preset else ["--config", str(config)]
         if args.world_size > 1:
             words += ["--nproc", os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size))]
-        if args.use_cpu:
+        # Without an accelerator, `use_cpu` is on although nobody asked for it.
+        if "--use_cpu" in sys.argv:
             words.append("--use_cpu")
         commands.append(("Next stage", words))
     return [(label, shlex.join(words)) for label, words in commands]

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 from huggingface_hub import constants
@@ -79,6 +80,21 @@ def test_a_wrong_result_of_a_rank_is_a_defect(monkeypatch):
     monkeypatch.setattr(probe.dist, "all_reduce", lambda tensor: None)
     with pytest.raises(ValueError, match="the sum over the ranks is 1.0 instead of 3.0"):
         probe.check_collective(torch.device("cpu"))
+
+
+@pytest.mark.distributed
+def test_ranks_without_an_answer_are_ended(monkeypatch):
+    monkeypatch.setattr(health, "_PROBE_SECONDS", 1)
+    for load, status, advice in ((0.1, BAD, "Firewalls"), (100.0, NOTE, "when idle")):
+        monkeypatch.setattr(health.psutil, "getloadavg", lambda load=load: (load, 0, 0))
+        (found,) = health._probe("cpu", 2, [])
+        assert found.status == status and advice in found.advice and found.message.startswith("no answer in 1 s")
+    # Ranks that outlived torchrun would be children of another process.
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "hf_pretrain.runtime.probe" in (process.info["cmdline"] or [])
+    ]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -40,16 +41,17 @@ def test_report_names_everything(monkeypatch):
 
 def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     args = LMTrainingArguments(output_dir="out/a/", config=str(ROOT / "recipes/tiny/pretrain.yaml"), use_cpu=True)
+    monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/pretrain.py"), "--use_cpu"])
     chat, sft = next_commands(args, "pretrain")
     assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/a/")
-    assert sft == (
-        "Next stage",
-        f"hf-pretrain sft --model_name_or_path out/a/ --output_dir out/a-sft --config {ROOT}/recipes/tiny/sft.yaml "
-        "--use_cpu",
-    )
+    start = "hf-pretrain sft --model_name_or_path out/a/ --output_dir out/a-sft"
+    assert sft == ("Next stage", f"{start} --preset tiny --use_cpu")
     # The command is one that `hf-pretrain` understands.
     _, command = hf_pretrain_cli.make_command("sft", shlex.split(sft[1])[2:])
-    assert command[-7:-5] == ["--model_name_or_path", "out/a/"]
+    assert str(ROOT / "recipes/tiny/sft.yaml") in [str(Path(word).absolute()) for word in command]
+    # A file of the user's own has no name as a preset.
+    monkeypatch.setattr("sys.argv", ["elsewhere/pretrain.py"])
+    assert next_commands(args, "pretrain")[1][1] == f"{start} --config {ROOT}/recipes/tiny/sft.yaml"
     monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
     assert "--nproc 2" in next_commands(args, "sft")[1][1] and "hf-pretrain dpo" in next_commands(args, "sft")[1][1]
     # After the last stage, there is only the chat.
