@@ -3,8 +3,8 @@ Train a tokenizer on the documents that a pretraining run would train on, and sa
 
     python recipes/tokenizer.py --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
 
-Pass it to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The recipe measures bytes per token
-on the validation set: more bytes mean shorter sequences.
+Pass the tokenizer to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The recipe prints the
+bytes per token on the validation set. With more bytes per token, the same text has fewer tokens.
 """
 
 from dataclasses import dataclass, field

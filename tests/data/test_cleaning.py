@@ -127,7 +127,7 @@ def test_the_description_agrees_with_the_data(tmp_path):
     found = dict(describe(survey, tokenizer, max_length=16))
     lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) + 2 for text in [*texts, texts[0]]]
     assert found["Tokens"].startswith(f"about {sum(lengths):,};")
-    assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Longer than a row"].startswith("100.0%")
+    assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Over --max_length"].startswith("100.0%")
     assert found["Languages"] == "en 100%" and "For tiny" in found
 
 
