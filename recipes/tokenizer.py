@@ -37,7 +37,7 @@ class TokenizerArguments:
     max_training_chars: int = field(
         default=50_000_000, metadata={"help": "Train on evenly spaced documents with at most this many characters."}
     )
-    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Share of bad lines that the run tolerates."})
+    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Largest share of bad lines."})
     push_to_hub: bool = field(default=False, metadata={"help": "Push the tokenizer."})
     hub_model_id: str | None = field(
         default=None, metadata={"help": "Repository; by default the name of the directory."}

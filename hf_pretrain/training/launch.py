@@ -109,8 +109,8 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
     if args.distributed_config is not None and args.save_on_each_node:
         raise ValueError(
             "--save_on_each_node is not possible with --fsdp_size, --tp_size and --ep_size: only the first process "
-            "gathers the optimizer's state, and the other machines would save an empty one. Let all machines share "
-            "--output_dir, and leave the flag out."
+            "holds the gathered optimizer state, and the other machines would save an empty one. Put --output_dir on "
+            "a disk that all machines share, and leave the flag out."
         )
 
 

@@ -76,7 +76,7 @@ def test_the_page_of_a_run(page, tmp_path):
         "Speed",
         "Share of the peak speed",
         "Memory",
-        "Load of the experts at step 40",
+        "Expert load at step 40",
     ]
     for number, caption in enumerate(captions):
         assert num_drawn_pixels(page, number) > 300, f"{caption} is empty"
@@ -109,7 +109,7 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
     write_page(runs, path)
     assert open_page(page, path) == []
     assert find_differences(runs) == {"learning_rate": [1e-3, 4e-3]}
-    assert page.locator("h2").all_inner_texts()[0] == "Different settings"
+    assert page.locator("h2").all_inner_texts()[0] == "Differences"
     assert page.locator("table").first.inner_text().split() == ["slow", "fast", "learning_rate", "0.001", "0.004"]
     # Both runs have a line in each chart.
     legend = page.locator("figure svg").nth(2).inner_html()
