@@ -38,7 +38,7 @@ try:
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
-    raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
+    raise ImportError('Reinforcement learning needs TRL: pip install "hf_pretrain[trl]"') from error
 
 # Maximum number of nested brackets in a tool call. Real arguments have one or two levels.
 MAX_NESTING = 64

@@ -1,4 +1,4 @@
-"""`hf-pretrain doctor`: what is right is ok, what is broken is named with its mend, and the ranks really run."""
+"""`hf-pretrain doctor`: good parts are ok, each defect comes with advice, and the ranks really run."""
 
 import json
 import socket
@@ -75,7 +75,7 @@ def test_the_hub_login_is_checked_and_the_token_never_shown(monkeypatch):
 def test_a_wrong_result_of_a_rank_is_a_defect(monkeypatch):
     monkeypatch.setattr(probe.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(probe.dist, "get_world_size", lambda: 2)
-    # A sum that leaves the value as it is.
+    # This all-reduce leaves the value unchanged.
     monkeypatch.setattr(probe.dist, "all_reduce", lambda tensor: None)
     with pytest.raises(ValueError, match="the sum over the ranks is 1.0 instead of 3.0"):
         probe.check_collective(torch.device("cpu"))

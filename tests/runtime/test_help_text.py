@@ -1,4 +1,4 @@
-"""`--help`: this package's flags in groups, the common ones of Trainer, and no other."""
+"""`--help` shows this package's flags in groups and the often used flags of Trainer, and no others."""
 
 import re
 import sys
