@@ -48,7 +48,7 @@ class TokenizerArguments:
 def main(args: TokenizerArguments) -> None:
     output_dir = Path(args.output_dir)
     if output_dir.is_dir() and any(output_dir.iterdir()):
-        raise ValueError(f"--output_dir {output_dir} is not empty. Name another one, or remove it.")
+        raise ValueError(f"--output_dir {output_dir} is not empty. Choose another directory, or remove this one.")
     if args.push_to_hub:
         # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
@@ -64,7 +64,7 @@ def main(args: TokenizerArguments) -> None:
         None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
     )
     save_tokenizer(tokenizer, output_dir)
-    print(f"The tokenizer of {len(tokenizer)} entries is in {output_dir}")
+    print(f"The tokenizer has {len(tokenizer)} entries and is in {output_dir}")
 
     # The tokenizer was not trained on these documents.
     texts = list(validation["text"])

@@ -35,7 +35,7 @@ def check_unchanged(source: str, state: tuple[int, int]) -> None:
     if file_state(source) != state:
         raise ValueError(
             f"{source} changed while this run was reading it, so its rows are a mixture of two versions. "
-            "Start again, from a copy if a program still writes to it."
+            "Start again. If a program still writes to the file, use a copy."
         )
 
 

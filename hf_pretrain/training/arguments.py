@@ -297,8 +297,8 @@ class LMTrainingArguments(TrainingArguments):
         sys.argv = [word.replace(self.hub_token, "<token>") for word in sys.argv]
         self.hub_token = None
         logger.warning(
-            "--hub_token stands in the process list of this machine and in the logs of some launchers. Log in with "
-            "`hf auth login` or set HF_TOKEN instead."
+            "--hub_token is visible in the process list of this machine and in the logs of some launchers. Log in "
+            "with `hf auth login` or set HF_TOKEN instead."
         )
 
     def _check_amounts(self):
