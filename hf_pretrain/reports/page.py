@@ -137,7 +137,7 @@ def _marks(run: Run) -> list[tuple[float, str]]:
     tokens = {entry["step"]: entry["num_input_tokens_seen"] for entry in run.logs if "num_input_tokens_seen" in entry}
     marks = []
     for entry in run.of_kind(*_MARKED):
-        # Between two logs the number of tokens is unknown; take the last one before the event.
+        # Between two logs, the number of tokens is unknown: take the number of the last log before the event.
         before = [step for step in tokens if step <= entry["step"]]
         marks.append((tokens[max(before)] / 1e6 if before else 0.0, _MARKED[entry["kind"]]))
     return marks
@@ -153,7 +153,7 @@ def _draw_router_load(run: Run) -> tuple[int, str] | None:
 
 
 def _events(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the events of all runs in the order of time."""
+    """Return the events of all runs in chronological order."""
     rows = [
         {
             "run": run.name,

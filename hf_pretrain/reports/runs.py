@@ -110,7 +110,7 @@ def _read_history(path: Path) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            # The machine lost power within a line.
+            # The machine lost power, or the disk was full, while the run wrote this line.
             continue
         if entry["kind"] == "start":
             entries = []

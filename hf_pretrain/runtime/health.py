@@ -48,7 +48,7 @@ class Finding:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Compare the installed packages with the ranges that the tests have run with."""
+    """Compare the installed versions with the tested version ranges, which the package's metadata hold."""
     yield Finding("Python", OK, platform.python_version())
     for line in importlib.metadata.requires("hf_pretrain") or []:
         requirement = Requirement(line)

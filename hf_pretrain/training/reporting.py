@@ -156,7 +156,7 @@ def _generate(
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
     # Seed each text, so that it does not depend on the texts before it. Trainer restores torch's random state after an
-    # evaluation, and the other random numbers are not needed.
+    # evaluation, and `generate` draws only torch's random numbers.
     torch.manual_seed(seed)
     # A compiled layer would be compiled again for each length of the growing text.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -267,7 +267,7 @@ def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str
     if recipe in NEXT_STAGES:
         stage = NEXT_STAGES[recipe]
         words = ["hf-pretrain", stage, *model, "--output_dir", f"{args.output_dir.rstrip('/')}-{stage}"]
-        # The preset's file of the next stage lies beside the one of this run.
+        # The YAML file of the preset's next stage is in the same directory as the file of this run.
         config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
         if config is not None and config.is_file():
             words += ["--config", str(config)]

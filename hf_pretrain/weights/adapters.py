@@ -60,9 +60,7 @@ class AdapterArguments:
     )
     use_dora: bool = field(
         default=False,
-        metadata={
-            "help": "Train the magnitude of each weight vector separately (DoRA). Stacked experts do not support it."
-        },
+        metadata={"help": "With --use_peft, train a DoRA adapter instead of LoRA. Stacked experts do not support it."},
     )
     load_in_4bit: bool = field(
         default=False,

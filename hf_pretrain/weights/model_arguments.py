@@ -80,7 +80,7 @@ class ModelArguments:
         default=None,
         metadata={"help": "Tokenizer directory or Hub id. By default the run trains one on the data and saves it."},
     )
-    vocab_size: int = field(default=6400, metadata={"help": "Entries of the tokenizer that the run trains."})
+    vocab_size: int = field(default=6400, metadata={"help": "Number of entries of the tokenizer that the run trains."})
     attn_implementation: str = field(
         default="auto", metadata={"help": "auto (packed), eager, sdpa or flex_attention."}
     )
