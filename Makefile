@@ -1,11 +1,11 @@
-# make pretrain                                            on the devices of this machine
+# make pretrain                                            pretrain on the devices of this machine
 # make pretrain GPUS=4                                     torchrun, four processes
 # make pretrain GPUS=2 DEVICE=cpu                          two CPU processes over gloo
 # make pretrain GPUS=2 LAUNCHER=deepspeed DS=zero3         the deepspeed launcher
 # make pretrain GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2
 # make pretrain ARGS="--max_steps 100"                     any other flag of the recipe
 # make sft, then make dpo | distill | grpo                 the other stages, launched alike
-# make chat | serve | evaluate                             talk to the newest model, serve it, measure it
+# make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
 # make race                                                compare the time to a validation loss with other programs
 # make tokenizer | test | test-quick | faults | quality
@@ -37,7 +37,7 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
-# The command `hf-pretrain` does the rest, and prints the command that it starts.
+# Flags of the command `hf-pretrain`, which launches the recipe and prints the command line that it starts.
 LAUNCH := $(if $(GPUS),--nproc $(GPUS)) --launcher $(LAUNCHER) --ds $(DS) --accelerate $(ACCELERATE) \
   --master_port $(MASTER_PORT) $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
 

@@ -1,5 +1,5 @@
 """
-The command `hf-pretrain`: start every recipe from any directory.
+Start any recipe of hf_pretrain, from any directory.
 
     hf-pretrain list
     hf-pretrain completion bash > ~/.local/share/bash-completion/completions/hf-pretrain
@@ -7,8 +7,8 @@ The command `hf-pretrain`: start every recipe from any directory.
     hf-pretrain sft --nproc 4
     hf-pretrain pretrain --nproc 2 --launcher deepspeed --ds zero3
 
-It prints the command that it runs, so that you can copy and change it. All other flags go to the recipe;
-`hf-pretrain pretrain --help` lists them.
+`hf-pretrain` prints the command that it runs, so that you can copy and change it. It passes all flags that are not
+listed below to the recipe; `hf-pretrain pretrain --help` lists the flags of a recipe.
 """
 
 # This module stands outside the package, because importing the package takes seconds, and the recipe imports it again.
@@ -32,7 +32,7 @@ from typing import NoReturn
 _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
-# Recipes that run in one process.
+# Recipes that this command starts in one process.
 TOOLS = ("chat", "serve", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
 STAGES = ("pretrain", "sft", "dpo", "distill", "grpo")
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
@@ -40,7 +40,7 @@ PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yam
 DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
 ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
 EXIT_MISTAKE = 2
-# The words that flags of this command accept.
+# The words that some flags of this command accept.
 KNOWN_WORDS = {
     "launcher": LAUNCHERS,
     "ds": DS_CONFIGS,
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and the status of a mistake."""
+    """Print a line, and exit with the status of a user's mistake."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(EXIT_MISTAKE)
 
@@ -66,7 +66,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def choose(flag: str) -> Callable[[str], str]:
-    """Return a type for argparse that accepts known words, and names the nearest one for any other word."""
+    """Return an argparse type that accepts the known words of a flag. It refuses others and names the nearest one."""
     known = KNOWN_WORDS[flag]
 
     def check(word: str) -> str:
@@ -80,15 +80,19 @@ def choose(flag: str) -> Callable[[str], str]:
 def make_parser() -> _Parser:
     """Return the parser of the flags that this command understands itself."""
     parser = _Parser(prog="hf-pretrain STAGE", add_help=False, allow_abbrev=False)
-    parser.add_argument("--nproc", type=int, help="Processes on this machine; by default one for each GPU, or one.")
-    parser.add_argument("--launcher", type=choose("launcher"), default="torchrun", help=", ".join(LAUNCHERS))
-    parser.add_argument("--ds", type=choose("ds"), default="zero2", help="DeepSpeed config.")
-    parser.add_argument("--accelerate", type=choose("accelerate"), default="ddp", help="accelerate config.")
+    parser.add_argument("--nproc", type=int, help="Number of processes; by default one per GPU, or one in all.")
+    parser.add_argument(
+        "--launcher", type=choose("launcher"), default="torchrun", help=f"One of {', '.join(LAUNCHERS)}."
+    )
+    parser.add_argument("--ds", type=choose("ds"), default="zero2", help="A DeepSpeed config of ds_configs/.")
+    parser.add_argument(
+        "--accelerate", type=choose("accelerate"), default="ddp", help="An accelerate config of recipes/."
+    )
     parser.add_argument("--master_port", type=int, default=29500, help="Port of deepspeed and accelerate.")
     parser.add_argument(
         "--preset",
         type=choose("preset"),
-        help="Shape and settings; auto is minimind2-small on NVIDIA GPUs and tiny elsewhere.",
+        help="The model and its YAML file; auto is minimind2-small on NVIDIA GPUs, and otherwise tiny.",
     )
     return parser
 
@@ -98,7 +102,7 @@ def find_gpus() -> list[str]:
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
-        # No driver. The recipe finds accelerators of other makers by itself.
+        # There is no NVIDIA driver. The recipe finds the accelerators of other vendors by itself.
         return []
     present = [line.split(":")[0].removeprefix("GPU ") for line in listed.splitlines() if line.startswith("GPU ")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -126,30 +130,34 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         rest = ["--config", _shorten(RECIPES / preset / f"{stage}.yaml"), *rest]
     nproc = args.nproc if args.nproc is not None else len(gpus) or 1
     if nproc < 1 or (gpus and nproc > len(gpus)):
-        fail(f"--nproc {nproc} is not possible: this machine has {len(gpus) or 'no'} GPU(s) to offer.")
+        fail(
+            f"--nproc {nproc} is not possible: this machine has {len(gpus) or 'no'} GPU(s) to use. Start at least one "
+            "process, and at most one per GPU."
+        )
     environment: dict[str, str] = {}
     if gpus and args.launcher != "deepspeed":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:nproc])
     elif not gpus and nproc > 1:
-        # On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE. OMP_NUM_THREADS divides the cores.
+        # On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE. OMP_NUM_THREADS divides the cores among the
+        # processes.
         cores = max(1, (os.cpu_count() or 1) // nproc)
         environment |= {"LOCAL_SIZE": str(nproc), "OMP_NUM_THREADS": str(cores)}
     return environment, [*_launch(args, nproc, gpus), recipe, *rest, *_launch_flags(args)]
 
 
 def _shorten(path: Path) -> str:
-    """Return a path relative to the working directory, if it is below it."""
+    """Return a path, relative to the working directory if the path is inside."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _launch(args: argparse.Namespace, nproc: int, gpus: list[str]) -> list[str]:
-    """Return the words before the recipe."""
+    """Return the words of the command before the recipe."""
     python = Path(sys.executable)
     program = _shorten(python.with_name(args.launcher))
     if args.launcher == "torchrun":
         torchrun = [program, "--standalone", "--nproc_per_node", str(nproc)]
         return [_shorten(python)] if nproc == 1 else torchrun
-    # torchrun --standalone finds a free port by itself. The other launchers would fail late.
+    # torchrun --standalone finds a free port by itself. The other launchers would fail late, so check the port here.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -183,7 +191,7 @@ def print_list() -> None:
         print(f"  {name:18}{lines[0].removeprefix('# ')}")
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
-    print("Data (--dataset_name): embedded, a file, a pattern, a directory, or an id on the Hub")
+    print("Data (--dataset_name): embedded, a file, a glob, a directory, a Hub id, or owner/name:file on the Hub")
 
 
 def print_completion(shell: str) -> None:
@@ -202,12 +210,12 @@ def print_completion(shell: str) -> None:
         if name in STAGES:
             for action in make_parser()._actions:
                 command.add_argument(*action.option_strings, choices=KNOWN_WORDS.get(action.dest))
-        # Without its extra, a recipe has no flags.
+        # A recipe exits here if its extra is not installed. The shell then completes no flags of this recipe.
         with contextlib.suppress(SystemExit):
             for action in recipe_parser(RECIPES / f"{name}.py")._actions:
                 flags = [flag for flag in action.option_strings if flag not in command._option_string_actions]
                 if flags:
-                    # The first spelling, and not the one with dashes.
+                    # Leave out the second spelling, which has dashes instead of underscores.
                     command.add_argument(flags[0]).complete = shtab.FILE  # type: ignore[attr-defined]
     for name in ("list", "completion"):
         commands.add_parser(name, add_help=False, help=name)
@@ -218,7 +226,7 @@ def main() -> None:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip())
-        print("\nFlags of this command, for stages:\n" + make_parser().format_help().partition("options:\n")[2])
+        print("\nFlags for the training stages:\n" + make_parser().format_help().partition("options:\n")[2])
         raise SystemExit(0 if words else EXIT_MISTAKE)
     stage, *rest = words
     if stage == "--version":
@@ -231,7 +239,7 @@ def main() -> None:
         environment, command = make_command(stage, rest)
         assignments = [f"{name}={value}" for name, value in environment.items()]
         print("$ " + shlex.join(assignments + command), file=sys.stderr, flush=True)
-        # The launchers start Python by name.
+        # The launchers find Python through PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         os.execve(command[0], command, os.environ | environment | {"PATH": path})
     else:

@@ -1,11 +1,11 @@
 """
-Record the results of default runs, as the answer to "is my loss normal?":
+Record the results of default runs, with which users can compare their own:
 
     make pretrain sft dpo distill grpo
     python -m benchmarks.expected out/pretrain-tiny out/sft-tiny out/dpo-tiny out/distill-tiny out/grpo-tiny
 
-The script writes `recipes/<preset>/expected.json`. The pages of later runs with the same YAML file show these curves
-behind their own.
+The script writes `recipes/<preset>/expected.json`. The page of a later run with the same YAML file shows the recorded
+validation loss behind its own.
 """
 
 import argparse

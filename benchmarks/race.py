@@ -11,12 +11,12 @@ they run at once, each in its own process on equally many cores. On a GPU they t
 validation and the first step do not count as training time. `race_settings.py` searches the settings of the other
 contestants.
 
-`ours` also trains with shorter schedules: the time to a loss is that of the run that reaches it first.
+`ours` also trains with shorter schedules: its time to a loss is the time of its fastest run to this loss.
 
 The script prints the seconds in which `ours` reached the final loss of each other contestant. It writes all curves to
 `benchmarks/results/race-<preset>.json`, and draws them into `docs/race-<preset>.png`, or `docs/race.png` for `tiny`.
-With `--upstream`, the classes of a checkout of MiniMind replace those of the loop like it. With `--leave_out`, the
-other contestants are `ours` without one of its parts each. Both have records of their own.
+With `--upstream`, the loop like MiniMind's uses the classes of a checkout of MiniMind. With `--leave_out`, the other
+contestants are variants of `ours`, each without one part. Both write separate result files.
 """
 
 import argparse

@@ -4,11 +4,11 @@ Search the learning rate and the batch size of each contestant of `race.py` but 
     python -m benchmarks.race_settings --num_rows 1280
     python -m benchmarks.race_settings --model_preset minimind2-small --num_rows 384
 
-Each contestant first tries learning rates with 8 rows per step, and then batch sizes with its best learning rate.
-While the smallest or the largest value of a search is the best, the search goes on beyond it. All runs train on the
-same number of rows, so the result does not depend on the speed of the machine. Choose about as many as a contestant
+For each contestant, the script first tries learning rates with 8 rows per step, and then batch sizes with the best
+learning rate. While the smallest or the largest value is the best, it tries a further value. All runs train on
+`--num_rows` rows, so the result does not depend on the speed of the machine. Choose about as many rows as a contestant
 trains on in the race. The script writes all runs to `benchmarks/results/race-settings-<preset>.json`, where `race.py`
-finds the best.
+finds the best run of each contestant.
 """
 
 import argparse
@@ -42,11 +42,11 @@ def final_loss(name: str, setting: RaceSetting, *, num_rows: int) -> float:
 
 def search_beyond_edges(losses: dict[Value, float], try_out: Callable[[Value], float]) -> Value:
     """
-    Return the value with the lowest loss. While it is the smallest or the largest, try its half or its double. A batch
-    size stays at least 1.
+    Return the value with the lowest loss. While this value is the smallest or the largest, also try its half or its
+    double. A batch size stays at least 1.
 
     Args:
-        losses (`dict`): losses of the first values. The others are added to it.
+        losses (`dict`): losses of the first values. The function adds the losses of the values that it tries.
         try_out (`Callable`): returns the loss of a value.
     """
     while True:

@@ -1,11 +1,12 @@
 """
-Write the page of a run, or of several runs beside each other.
+Write the page of a run, or one page that compares several runs.
 
     python recipes/compare.py out/pretrain-tiny
     python recipes/compare.py out/first out/second --output comparison.html
 
-The page shows the different settings first, and then results, curves, samples and events. A finished run already has
-its page, `report.html`. Call this for a run that is going on or was killed, too.
+The page shows results, curves, samples and events. A page of several runs begins with the arguments and versions that
+differ. A run writes its page, `report.html`, at its end. This recipe also writes the page of a run that still trains,
+or that was killed.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_l
 def main(args: argparse.Namespace) -> None:
     runs = [read_run(directory) for directory in args.runs]
     if len({run.name for run in runs}) < len(runs):
-        raise ValueError("Two of the directories have the same name. Rename one: the page tells runs apart by name.")
+        raise ValueError("Two of the directories have the same name. Rename one: the page shows each run by its name.")
     path = args.output or (args.runs[0] / REPORT_NAME if len(runs) == 1 else Path("comparison.html"))
     write_page(runs, path)
     print(f"Wrote {path}. Open it in a browser.")
@@ -29,7 +30,7 @@ if __name__ == "__main__":
     parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument(
-        "--output", type=Path, help="file to write; by default report.html of the run, or comparison.html"
+        "--output", type=Path, help="file to write; by default report.html in the run's directory, or comparison.html"
     )
     add_debug_flag(parser)
     with one_line_errors():

@@ -1,5 +1,5 @@
 """
-Convert checkpoints: read MiniMind weights of any generation, write one of seven formats. Adapters are merged first.
+Convert MiniMind weights of any generation into one of seven formats, and merge adapters into their base models.
 
     python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer v2/ --to out/mine
     python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
@@ -10,8 +10,8 @@ Convert checkpoints: read MiniMind weights of any generation, write one of seven
     python recipes/convert.py --from out/pretrain --to out/upstream --format upstream --generation v2
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
-The recipe reads the result back with the program that the format is for. The output and the model card state the
-largest difference between the logits of the result and of the source.
+The recipe reads the result back, and compares its logits with the logits of the source. The output and the model card
+state the largest difference.
 """
 
 import argparse

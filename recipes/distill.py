@@ -1,5 +1,5 @@
 """
-Distil a teacher into a smaller MiniMind (https://huggingface.co/papers/1503.02531).
+Distil a teacher into a smaller MiniMind model (https://huggingface.co/papers/1503.02531).
 
     python recipes/distill.py --teacher_name_or_path out/sft-tiny
     python recipes/distill.py --teacher_name_or_path out/mine --kl reverse --temperature 1 --ce_weight 0
@@ -9,7 +9,7 @@ Distil a teacher into a smaller MiniMind (https://huggingface.co/papers/1503.025
 
 The teacher is any causal language model with the same tokenizer. The student starts from random weights, or from
 `--model_name_or_path`. The data are conversations, as in `recipes/sft.py`, or text with `--dataset_kind text`. Without
-`--config`, the YAML file of the preset gives the defaults. The command line wins.
+`--config`, the YAML file of the preset gives the defaults. Flags on the command line override it.
 """
 
 from pathlib import Path

@@ -6,10 +6,10 @@ Check this machine, or estimate the memory of a run.
     python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
 Without flags, the recipe checks versions, devices, memory, disk, compiler, port and Hub login, and runs two processes
-on each kind of device that is present. If something is broken, its exit status is 1 and the line says what to do.
+on each kind of device that is present. If it finds a defect, it prints what to do, and its exit status is 1.
 
-With the flags of a run, it prints the memory that a process needs, and the largest batch that fits into the memory of
-this machine or into `--memory_gib`. It computes nothing on a device, so one machine can estimate for another.
+With the flags of a run, the recipe prints the memory that a process needs, and the largest batch that fits into the
+memory of this machine or into `--memory_gib`. It runs no forward pass, so one machine can estimate for another.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ import torch
 
 @dataclass
 class DoctorArguments:
-    """The run to estimate. Without these flags, the machine is checked."""
+    """The run whose memory the doctor estimates. Without these flags, the doctor checks this machine."""
 
     json: bool = field(default=False, metadata={"help": "Print the findings about the machine as JSON."})
     estimate: bool = field(default=False, metadata={"help": "Estimate the memory of the default preset."})
@@ -96,7 +96,8 @@ def main(args: DoctorArguments):
     print(f"  {'activations per sequence':30} {estimate.activations_per_row / 2**20:10,.0f} MiB")
     batch_size = estimate.largest_batch(memory)
     print(
-        f"  the largest batch in {memory / 2**30:.1f} GiB: {batch_size} rows ({batch_size * args.max_length:,} tokens)"
+        f"  the largest batch in {memory / 2**30:.1f} GiB: {batch_size} sequences "
+        f"({batch_size * args.max_length:,} tokens)"
     )
 
 

@@ -1,5 +1,5 @@
 """
-Train a MiniMind on preferences, with TRL's DPO, KTO, ORPO or SimPO.
+Train a MiniMind model on preferences, with TRL's DPO, KTO, ORPO or SimPO.
 
     python recipes/dpo.py --model_name_or_path out/sft-tiny
     python recipes/dpo.py --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
@@ -7,9 +7,9 @@ Train a MiniMind on preferences, with TRL's DPO, KTO, ORPO or SimPO.
     torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 
-A record has `chosen` and `rejected`, as lists of messages or text. The prompt is in the field `prompt`, or both begin
-with it. The flags of `TrainingArguments` and of TRL's config for the algorithm (`--loss_type ipo`) work, except those
-that docs/launching.md lists; `--help` prints all flags.
+A record has the fields `chosen` and `rejected`, each a text or a list of messages. The prompt is in the field
+`prompt`, or at the beginning of both fields. The flags of `TrainingArguments` and of TRL's config for the algorithm
+(such as `--loss_type ipo`) work, except those that docs/launching.md lists; `--help-all` prints all flags.
 """
 
 from hf_pretrain.data.arguments import SourceArguments

@@ -9,8 +9,8 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
 By default, the recipe evaluates the newest run in `out/`. With the flags or the `--config` of a pretraining run, it
-reproduces the figures on the validation set from the end of that run. All results go into `evaluation.json` and the
-`model-index` of the model card, in the model's directory.
+reproduces the validation metrics that this run printed at its end. It writes all results to `evaluation.json` and to
+the `model-index` of the model card, in the model's directory.
 """
 
 import importlib.metadata
@@ -69,7 +69,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         # Only tasks need lm-eval, an optional package.
         from hf_pretrain.stages.harness import evaluate_tasks
 
-        # Training on conversations turns sampling on, for chat clients.
+        # A run that trains on conversations turns sampling on in the generation config, for chat clients.
         is_chat = training_args.apply_chat_template
         if is_chat is None:
             is_chat = bool(tokenizer.chat_template and trainer.model.generation_config.do_sample)

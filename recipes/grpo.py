@@ -7,9 +7,9 @@ Train a chat model with verifiable rewards: GRPO, its CISPO and DAPO losses, or 
         --tools examples.agent_tools:TOOLS
     torchrun --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
-`--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts empty
-reasoning before each answer, and `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works; `--help`
-prints all flags.
+`--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts an
+empty thought before each answer, and `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works;
+`--help-all` prints all flags.
 """
 
 from pathlib import Path

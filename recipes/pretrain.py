@@ -1,5 +1,5 @@
 """
-Pretrain a MiniMind from random weights, or from the weights of a checkpoint.
+Pretrain a MiniMind model, from random weights or from the weights of a checkpoint.
 
     python recipes/pretrain.py
     python recipes/pretrain.py --model_preset minimind2 --dataset_name my/*.jsonl --output_dir out/mine
@@ -7,8 +7,8 @@ Pretrain a MiniMind from random weights, or from the weights of a checkpoint.
     accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/pretrain.py
     deepspeed --include localhost:0,1 recipes/pretrain.py --deepspeed ds_configs/zero2.json
 
-The flags of `TrainingArguments` work, except those that docs/launching.md lists; `--help` prints all flags. Without
-`--config`, the YAML file of the preset gives the defaults. The command line wins.
+The flags of `TrainingArguments` work, except those that docs/launching.md lists; `--help-all` prints all flags.
+Without `--config`, the YAML file of the preset gives the defaults. Flags on the command line override it.
 """
 
 from functools import partial

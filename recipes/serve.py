@@ -1,5 +1,5 @@
 """
-Serve a model with transformers' OpenAI-compatible server, by default only for this machine (`--host`).
+Serve a model with transformers' OpenAI-compatible server. By default, only this machine can use it (`--host`).
 
     python recipes/serve.py
     python recipes/serve.py --model_name_or_path out/sft-tiny --port 8001 --reasoning off
@@ -14,8 +14,8 @@ can use the server:
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]
     )
 
-Clients use the model name that the recipe prints. If the tokenizer has a response template, as ours do, answers
-contain `reasoning_content` and `tool_calls`. The server passes `chat_template_kwargs` of a request, such as
+Clients use the model name that the recipe prints. If the tokenizer has a response template, as our tokenizers do,
+answers contain `reasoning_content` and `tool_calls`. The server passes `chat_template_kwargs` of a request, such as
 `{"enable_thinking": false}`, to the chat template. It has no authentication. It refuses requests for other models,
 from web pages of other origins, and for more tokens than the model has positions.
 """

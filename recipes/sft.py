@@ -1,5 +1,5 @@
 """
-Fine-tune a MiniMind on conversations, with the loss on the assistant's messages.
+Fine-tune a MiniMind model on conversations, with the loss on the assistant's messages.
 
     python recipes/sft.py --model_name_or_path out/pretrain-tiny
     python recipes/sft.py --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
@@ -10,7 +10,7 @@ Fine-tune a MiniMind on conversations, with the loss on the assistant's messages
 
 The fields of a record determine its format: `conversations` (MiniMind, ShareGPT), `messages`, `prompt` with
 `completion`, or `instruction` with `output`. The flags of `TrainingArguments` work, except those that
-docs/launching.md lists; `--help` prints all flags.
+docs/launching.md lists; `--help-all` prints all flags.
 """
 
 from hf_pretrain import MaskedLossTrainer

@@ -3,8 +3,8 @@ Train a tokenizer on the documents that a pretraining run would train on, and sa
 
     python recipes/tokenizer.py --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
 
-Pass it to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The recipe measures bytes per token
-on the validation set: more bytes mean shorter sequences.
+Pass the tokenizer to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The recipe prints the
+bytes per token on the validation set. With more bytes per token, the same text has fewer tokens.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class TokenizerArguments:
     max_training_chars: int = field(
         default=50_000_000, metadata={"help": "Train on evenly spaced documents with at most this many characters."}
     )
-    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Share of bad lines that the run tolerates."})
+    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Largest share of bad lines."})
     push_to_hub: bool = field(default=False, metadata={"help": "Push the tokenizer."})
     hub_model_id: str | None = field(
         default=None, metadata={"help": "Repository; by default the name of the directory."}
@@ -48,7 +48,7 @@ class TokenizerArguments:
 def main(args: TokenizerArguments) -> None:
     output_dir = Path(args.output_dir)
     if output_dir.is_dir() and any(output_dir.iterdir()):
-        raise ValueError(f"--output_dir {output_dir} is not empty. Name another one, or remove it.")
+        raise ValueError(f"--output_dir {output_dir} is not empty. Choose another directory, or remove this one.")
     if args.push_to_hub:
         # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
@@ -64,7 +64,7 @@ def main(args: TokenizerArguments) -> None:
         None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
     )
     save_tokenizer(tokenizer, output_dir)
-    print(f"The tokenizer of {len(tokenizer)} entries is in {output_dir}")
+    print(f"The tokenizer has {len(tokenizer)} entries and is in {output_dir}")
 
     # The tokenizer was not trained on these documents.
     texts = list(validation["text"])

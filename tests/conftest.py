@@ -70,8 +70,8 @@ def page():
     """Return an empty page of a headless Chromium."""
     from playwright.sync_api import sync_playwright
 
-    # The browser of the system; `playwright install` would download another one. Not one for the whole session: its
-    # driver would run beside all other tests, of which some kill processes.
+    # Use the system's browser: `playwright install` would download another one. Start one browser per test: the driver
+    # of a browser for the whole session would run during the tests that kill processes.
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

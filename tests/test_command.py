@@ -1,4 +1,4 @@
-"""The command `hf-pretrain`: what it starts, and that a wheel holds everything that it needs."""
+"""The command `hf-pretrain` starts the right commands, and a wheel holds everything that it needs."""
 
 import importlib.metadata
 import os
@@ -24,7 +24,7 @@ def no_gpus(monkeypatch):
 
 @pytest.fixture
 def four_gpus(monkeypatch, tmp_path):
-    # What the driver's program prints.
+    # Print the same lines as the program of NVIDIA's driver.
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA (UUID: GPU-$i)"; done\n')
     program.chmod(0o755)
@@ -123,7 +123,7 @@ def test_make_uses_the_gpus(four_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert made()[0] == {"CUDA_VISIBLE_DEVICES": "2,3"} and "--nproc_per_node 2 " in made()[1]
     assert made("GPUS=1")[0] == {"CUDA_VISIBLE_DEVICES": "2"}
-    # The CPU has devices of its own, whatever the variable says.
+    # On CPUs, the devices do not depend on CUDA_VISIBLE_DEVICES.
     command = made("GPUS=2", "LAUNCHER=deepspeed", "DEVICE=cpu", "MASTER_PORT=29511")[1]
     assert "--include localhost:0,1 " in command and command.count("--use_cpu") == 1
 
@@ -190,8 +190,8 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     wheels = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     built = run([*wheels, str(ROOT)])
     assert built.returncode == 0, built.stderr
-    # Only the wheel is new: the environment takes its dependencies from the one of the tests. Python reads no .pth
-    # files there, so the checkout is not on the path.
+    # Install only the wheel: the new environment takes the dependencies from the environment of the tests. Python does
+    # not read the .pth files there, so the checkout is not on the path.
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv/bin/python"
     packages = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).stdout.strip())

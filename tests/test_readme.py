@@ -105,7 +105,7 @@ def check_command(words: list[str]) -> None:
     if stage in ("list", "--version", "completion"):
         return
     if not rest or (stage, rest) in (("data", ["inspect"]), ("data", ["clean"])):
-        # The name of a command in a sentence.
+        # A sentence may name a command without its flags.
         assert stage in hf_pretrain_cli.STAGES + hf_pretrain_cli.TOOLS, f"hf-pretrain has no command {stage}"
         return
     _, command = hf_pretrain_cli.make_command(stage, rest)

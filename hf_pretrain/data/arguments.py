@@ -18,14 +18,17 @@ from .packing import PackingReport, prepare_rows
 
 @dataclass
 class SourceArguments:
-    """Arguments that choose the data to train on."""
+    """Data to train on."""
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
-        metadata={"help": "One or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision."},
+        metadata={
+            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id (name:config@revision), or "
+            "a file on the Hub (owner/name:file.jsonl)."
+        },
     )
     dataset_weights: list[float] | None = field(
-        default=None, metadata={"help": "Sampling weight of each dataset; without weights, they are concatenated."}
+        default=None, metadata={"help": "Sampling weight of each dataset. Without weights, the run concatenates them."}
     )
     validation_fraction: float = field(
         default=0.01,
@@ -39,7 +42,7 @@ class SourceArguments:
         metadata={"help": "Number of processes that read and tokenize large data; by default one per core, up to 8."},
     )
     max_rejected_ratio: float = field(
-        default=0.01, metadata={"help": "Share of bad lines that a run tolerates; it lists them in rejected.jsonl."}
+        default=0.01, metadata={"help": "Largest share of bad lines; the run lists them in rejected.jsonl."}
     )
 
     def load_documents(
@@ -89,7 +92,7 @@ class SourceArguments:
 
 @dataclass
 class DataArguments(SourceArguments):
-    """Arguments that choose the text to train on and how it becomes packed sequences."""
+    """Text to train on, and its packing into sequences."""
 
     streaming: bool = field(default=False, metadata={"help": "Read the data while training; needs --max_steps."})
     text_column: str = field(default="text", metadata={"help": "Column or JSON field that holds the text."})
@@ -155,7 +158,7 @@ class DataArguments(SourceArguments):
 @dataclass
 class ChatArguments(DataArguments):
     """
-    Arguments that choose the conversations to train on, and the tokens in them that are trained.
+    Conversations to train on, and the choice of the trained tokens.
 
     Conversations are truncated at `max_length` tokens.
     """
@@ -164,11 +167,12 @@ class ChatArguments(DataArguments):
         default="auto", metadata={"help": f"Kind of the records: auto, {', '.join(CONVERSATION_KEYS)} or text."}
     )
     chat_template: str | None = field(
-        default=None, metadata={"help": "Jinja file that replaces the tokenizer's own template; or minimind."}
+        default=None,
+        metadata={"help": "Jinja file that replaces the tokenizer's chat template; or minimind, MiniMind's template."},
     )
     enable_thinking: bool | None = field(
         default=None,
-        metadata={"help": "Variable of the template; false puts an empty thought in front of each answer."},
+        metadata={"help": "Variable of the chat template; false puts an empty thought in front of each answer."},
     )
     train_on_inputs: bool = field(
         default=False, metadata={"help": "Train on system, user and tool messages too, not only on the assistant's."}
@@ -176,7 +180,8 @@ class ChatArguments(DataArguments):
     span_weights: str = field(
         default="",
         metadata={
-            "help": "Weights within answers, e.g. <think>=10 for the marks and think=0.5 for the text between them."
+            "help": "Loss weights within answers: <think>=10 weights the tokens <think> and </think>, and think=0.5 "
+            "the thought between them."
         },
     )
     preview: int = field(

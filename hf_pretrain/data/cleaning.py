@@ -1,9 +1,9 @@
 """
-Clean text data: drop bad, short, repetitive, repeated and contaminated records, and count each that is dropped.
+Clean text data: drop bad lines, short and repetitive records, duplicates and contaminated records, and count them.
 
-The rules are few and simple, as in the first steps of Gopher's and C4's cleaning (https://arxiv.org/abs/2112.11446,
-table A1; https://arxiv.org/abs/1910.10683, section 2.2). Near duplicates are found by MinHash and locality-sensitive
-hashing (https://en.wikipedia.org/wiki/MinHash) with the library datasketch.
+The rules are few and simple, like the first steps of Gopher's and C4's cleaning (https://arxiv.org/abs/2112.11446,
+table A1; https://arxiv.org/abs/1910.10683, section 2.2). The library datasketch finds near duplicates by MinHash and
+locality-sensitive hashing (https://en.wikipedia.org/wiki/MinHash).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 from .records import Record
 
 
-# Length in characters of the pieces that two texts are compared by.
+# Length of a shingle in characters. The similarity of two texts is the Jaccard index of their sets of shingles.
 _SHINGLE = 8
 _NUM_HASHES = 64
 # A record that shares this many characters in a row with held-out text is contaminated.
@@ -29,14 +29,14 @@ OVERLAP_CHARS = 60
 @dataclass(frozen=True)
 class CleaningRules:
     """
-    Limits that a record must keep.
+    Limits for the records to keep.
 
     Args:
-        min_chars (`int`): characters at least, without white space at the ends.
-        max_repeated_lines (`float`): share of the characters in lines that occur earlier in the same text, at most.
-        min_letters (`float`): share of letters of any script among the characters that are not white space, at least.
-        near_duplicates (`float`, *optional*): similarity (estimated Jaccard index of pieces of eight characters) from
-            which on the later of two records is dropped; `None` keeps near duplicates.
+        min_chars (`int`): least number of characters, without white space at the ends.
+        max_repeated_lines (`float`): largest share of characters in lines that repeat an earlier line of the text.
+        min_letters (`float`): least share of letters, of any script, among the characters that are not white space.
+        near_duplicates (`float`, *optional*): least similarity, the estimated Jaccard index of the shingles, at which
+            the later of two records is dropped; `None` keeps near duplicates.
     """
 
     min_chars: int = 20
@@ -48,10 +48,10 @@ class CleaningRules:
 @dataclass
 class CleaningReport:
     """
-    What a cleaning did.
+    The result of a cleaning.
 
     Args:
-        num_records (`int`), num_kept (`int`): records that were read, and records that were written.
+        num_records (`int`), num_kept (`int`): number of records that were read, and that were written.
         dropped (`Counter`): number of dropped records for each reason.
     """
 
@@ -66,7 +66,7 @@ class CleaningReport:
 
 
 def plain_text(record: Record) -> str:
-    """Return the text of a record as people read it: of a conversation, the contents of all messages."""
+    """Return the text of a record as people read it. For a conversation, it is the contents of all messages."""
     if not record.text.startswith("{"):
         return record.text
     try:
@@ -80,7 +80,7 @@ def plain_text(record: Record) -> str:
 
 
 def normalize(text: str) -> str:
-    """Return a text in lower case and with single spaces, in which the same text looks the same."""
+    """Return a text in lower case, with single spaces and in Unicode's form NFKC, for the comparison of texts."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -105,8 +105,7 @@ class DuplicateFinder:
     Find exact and near duplicates of earlier texts.
 
     Args:
-        similarity (`float`, *optional*): Jaccard index from which on two texts are near duplicates; `None` finds
-            exact ones only.
+        similarity (`float`, *optional*): least Jaccard index of near duplicates; `None` finds exact duplicates only.
 
     Raises:
         `ImportError`: if near duplicates are wanted and datasketch is not installed.
@@ -127,7 +126,7 @@ class DuplicateFinder:
         self._similarity = similarity
 
     def add(self, text: str) -> str:
-        """Keep a text and return "", or return `exact duplicate` or `near duplicate` if an earlier one is like it."""
+        """Return `exact duplicate` or `near duplicate` if an earlier text is like it, else keep it and return ""."""
         text = normalize(text)
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if digest in self._digests:
@@ -138,7 +137,7 @@ class DuplicateFinder:
         pieces = {text[i : i + _SHINGLE] for i in range(max(1, len(text) - _SHINGLE + 1))}
         signature = self._new_hash(num_perm=_NUM_HASHES)
         signature.update_batch([piece.encode("utf-8", "surrogatepass") for piece in pieces])
-        # The index finds candidates; the signatures decide.
+        # The index finds candidates; the estimate from the signatures decides.
         for key in self._index.query(signature):
             if self._kept[key].jaccard(signature) >= self._similarity:
                 return "near duplicate"
@@ -172,7 +171,7 @@ def _windows(text: str) -> Iterator[str]:
 def clean_records(
     records: Iterable[Record], rules: CleaningRules, held_out: OverlapFinder
 ) -> Iterator[tuple[Record, str]]:
-    """Yield each record with the reason to drop it; "" for a record to keep."""
+    """Yield each record with the reason to drop it; the reason is "" for a record to keep."""
     duplicates = DuplicateFinder(rules.near_duplicates)
     for record in records:
         if record.reason:
@@ -187,13 +186,13 @@ def write_cleaned(
     records: Iterable[Record], path: Path, rules: CleaningRules, held_out: OverlapFinder
 ) -> CleaningReport:
     """
-    Write the records to keep as JSONL, and the others with their positions and reasons to `<path>.dropped.jsonl`.
+    Write the good records as JSONL, and list the dropped ones with line and reason in `<path>.dropped.jsonl`.
 
     Args:
-        records (`Iterable[Record]`): as of [`~data.records.read_records`].
+        records (`Iterable[Record]`): the result of [`~data.records.read_records`].
         path (`Path`): the file to write.
         rules ([`CleaningRules`]): the limits.
-        held_out ([`OverlapFinder`]): text that must not be among the records.
+        held_out ([`OverlapFinder`]): the held-out texts, which the good records must not overlap.
     """
     report = CleaningReport()
     dropped_path = path.with_name(f"{path.name}.dropped.jsonl")
@@ -209,7 +208,7 @@ def write_cleaned(
             report.num_kept += 1
             content = record.content if isinstance(record.content, dict) else {"text": record.text}
             kept.write(json.dumps(content, ensure_ascii=False) + "\n")
-    # Half a file must not look like a whole one.
+    # Rename the file once it is complete, so that no half file has this name.
     scratch.replace(path)
     return report
 

@@ -1,4 +1,4 @@
-"""Describe data before training: kind, lengths, tokens per byte, duplicates, languages, and what a run would use."""
+"""Describe data before training: bad lines, lengths, duplicates, languages, and tokens per parameter of a preset."""
 
 import json
 import random
@@ -16,23 +16,22 @@ from .cleaning import DuplicateFinder, plain_text
 from .records import Record
 
 
-# Figures that cost time come from this many records, evenly drawn.
+# The slow figures come from a random sample of this many records.
 SAMPLE_SIZE = 5_000
 # Below this many characters, no library can tell the language.
 _MIN_LANGUAGE_CHARS = 20
 _PERCENTILES = (1, 10, 50, 90, 99, 100)
-# Tokens per parameter from which on a model of a fixed size gains less than a larger one would
-# (https://huggingface.co/papers/2203.15556).
+# Compute-optimal number of tokens per parameter (Chinchilla, https://huggingface.co/papers/2203.15556).
 TOKENS_PER_PARAMETER = 20
 
 
 @dataclass
 class Survey:
     """
-    All records of some data, counted, and an even sample of them.
+    Counts over all records of some data, and a random sample of the records.
 
     Args:
-        num_records (`int`): records that can be trained on.
+        num_records (`int`): number of records that can be trained on.
         num_bytes (`int`): UTF-8 bytes of their texts.
         reasons (`Counter`): number of bad lines for each reason.
         sample (`list[Record]`): up to `SAMPLE_SIZE` records, drawn at random.
@@ -61,7 +60,7 @@ def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
 
 
 def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the tokens of a record as training sees them: a document, or a conversation in the chat template."""
+    """Return the tokens on which a run trains: a document, or a conversation in the form of the chat template."""
     messages = _messages(record)
     if messages is None:
         return encode_documents([record.text], tokenizer)[0]
@@ -70,7 +69,7 @@ def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 
 def _messages(record: Record) -> list[dict[str, Any]] | None:
-    """Return the messages of a conversation, or of the chosen side of a preference; `None` for text."""
+    """Return the messages of a conversation, or prompt and chosen answer of a preference; `None` for text."""
     if not isinstance(record.content, dict) or not record.text.startswith("{"):
         return None
     parts = json.loads(record.text)
@@ -84,8 +83,8 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     Return the findings as pairs of label and text.
 
     Args:
-        survey ([`Survey`]): the counted data.
-        tokenizer ([`PreTrainedTokenizerFast`]): gives the tokens.
+        survey ([`Survey`]): the counts and the sample.
+        tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the model to train.
         max_length (`int`): tokens per packed sequence.
 
     Raises:
@@ -106,7 +105,7 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(3)),
         ("Tokens", f"about {tokens:,}; {tokens_per_byte:.3f} per byte"),
         ("Tokens per record", places),
-        ("Longer than a row", f"{(lengths > max_length).mean():.1%} have more than {max_length} tokens"),
+        ("Over --max_length", f"{(lengths > max_length).mean():.1%} of the records exceed {max_length} tokens"),
         ("Exact duplicates", f"{duplicates['exact duplicate'] / len(sample):.1%} of {len(sample):,} sampled records"),
         ("Near duplicates", f"{duplicates['near duplicate'] / len(sample):.1%}"),
         ("Languages", ", ".join(f"{name} {n / len(sample):.0%}" for name, n in languages.most_common(6))),
@@ -115,7 +114,8 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     for preset in PRESETS:
         number = _num_parameters(preset)
         passes = TOKENS_PER_PARAMETER * number / max(1, tokens)
-        rows.append((f"For {preset}", f"{tokens / number:,.2f} tokens per parameter; {passes:,.1f} passes make 20"))
+        ratio = f"{tokens / number:,.2f} tokens per parameter in one pass"
+        rows.append((f"For {preset}", f"{ratio}, {TOKENS_PER_PARAMETER} in {passes:,.1f} passes"))
     return rows
 
 

@@ -42,7 +42,8 @@ ROW_FEATURES = Features(
 )
 # The validation set of a stream comes from this many documents at its start.
 VALIDATION_SCAN = 50_000
-# Up to about this many times, repeated text is nearly as good as new text.
+# Text that a run reads up to about this many times is nearly as good as new text
+# (https://huggingface.co/papers/2305.16264).
 MAX_REPEATS = 4
 
 
@@ -64,10 +65,10 @@ def load_documents(
     Load the training set and the validation set.
 
     A hash decides to which set a document belongs. It is the hash of the first question for conversations, preferences
-    and all embedded text, and the hash of the text for other documents. So the split does not depend on the order of
-    files, world size, seed or streaming, and equal documents land in the same set. In the embedded corpora, no stage
-    trains on a document that another stage uses for validation. Exact copies in the embedded corpora are dropped, and
-    counted in the description of the training set (`train.info.description`).
+    and all embedded text, and the hash of the text for other documents. The split therefore does not depend on the
+    order of files, world size, seed or streaming, and equal documents are in the same set. In the embedded corpora, no
+    stage trains on a document that another stage uses for validation. This function drops exact copies in the embedded
+    corpora. The description of the training set (`train.info.description`) has their number.
 
     Args:
         dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
@@ -172,9 +173,9 @@ def _describe_repeats(names: list[str], sizes: list[int], probabilities: list[fl
     often = {name: number for name, number in repeats.items() if number > MAX_REPEATS}
     if often:
         logger.warning(
-            f"Each pass reads {', '.join(f'{name} {number:.1f} times' for name, number in often.items())}. Beyond "
-            f"{MAX_REPEATS} times, repeated text teaches little (https://huggingface.co/papers/2305.16264). Lower the "
-            "weight in --dataset_weights, or add data."
+            f"Each pass reads {', '.join(f'{name} {number:.1f} times' for name, number in often.items())}. A model "
+            f"learns little from text that it reads more than {MAX_REPEATS} times "
+            "(https://huggingface.co/papers/2305.16264). Lower the weight in --dataset_weights, or add data."
         )
     return "each pass reads " + ", ".join(f"{name} {number:.1f} times" for name, number in repeats.items())
 

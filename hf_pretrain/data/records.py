@@ -1,4 +1,4 @@
-"""Read the records of named data with their positions, for the tools that look at data and clean them."""
+"""Read the records of data sources with their line numbers, to inspect and clean data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Record:
 
     Args:
         source (`str`): the file, or the name of the embedded part.
-        line (`int`): its number, counted from 1; 0 for a reason about the whole file.
+        line (`int`): the line number, counted from 1; 0 if the reason concerns the whole file.
         content: the parsed record; `None` for a bad line.
         text (`str`): the document: the text, or the conversation or preference in the internal form.
         reason (`str`): why a line is bad; empty for a good one.
@@ -33,10 +33,10 @@ class Record:
 
 def read_records(names: list[str], *, schema: str | None = None, text_column: str = "text") -> Iterator[Record]:
     """
-    Yield all records of files and embedded parts, the bad ones included.
+    Yield all records of files and embedded parts, with the bad lines.
 
     Args:
-        names (`list[str]`): as `--dataset_name`, but no whole datasets of the Hub.
+        names (`list[str]`): names in the form of `--dataset_name`, but no whole datasets of the Hub.
         schema (`str`, *optional*): `text`, or a key of `SCHEMAS`; by default the one that fits the first record.
         text_column (`str`): key of the text, for the schema `text`.
 
@@ -47,19 +47,19 @@ def read_records(names: list[str], *, schema: str | None = None, text_column: st
         sources = find_sources(name)
         if sources is None:
             raise ValueError(
-                f"{name} is a whole dataset of the Hub. Name one of its files: owner/name:file.jsonl, or download it."
+                f"{name} is no file here. To read a dataset on the Hub, name one of its files: owner/name:file.jsonl."
             )
         for source in sources:
             yield from _read_source(source, schema or find_schema(source, text_column), text_column)
 
 
 def find_schema(source: str, text_column: str = "text") -> str:
-    """Return the schema of a source by its first record: `text` if it has a text, otherwise one of `SCHEMAS`."""
+    """Return the schema that fits the first record of a source: `text` if it has a text, else one of `SCHEMAS`."""
     if source in EMBEDDED_SOURCES:
         return "text"
     for _, _, content in read_file(Path(source), text_column=text_column):
         if isinstance(content, dict) and text_column not in content:
-            # A preference also has messages.
+            # Try `preference` first: a preference may also pass as a conversation.
             return next((name for name in ("preference", "conversation") if _fits(name, content)), "text")
         return "text"
     return "text"

@@ -35,14 +35,14 @@ def check_unchanged(source: str, state: tuple[int, int]) -> None:
     if file_state(source) != state:
         raise ValueError(
             f"{source} changed while this run was reading it, so its rows are a mixture of two versions. "
-            "Start again, from a copy if a program still writes to it."
+            "Start again. If a program still writes to the file, use a copy."
         )
 
 
 def find_sources(name: str) -> list[str] | None:
     """
     Return the embedded parts or files that a name stands for, in order, or `None` for the Hub id of a whole dataset.
-    Single files on the Hub are downloaded.
+    Download single files on the Hub.
 
     Raises:
         `ValueError`: if there is no such part or file, or a file is empty or of an unknown format.
@@ -54,7 +54,7 @@ def find_sources(name: str) -> list[str] | None:
             raise ValueError(f"No embedded corpus {name!r}. There are: {', '.join(EMBEDDED_SOURCES)}, or embedded.")
         return [name]
     path = Path(name).expanduser()
-    # A local file of that name comes first.
+    # A local file takes precedence over a file on the Hub.
     hub_file = None if path.exists() else parse_hub_file(name)
     if hub_file is not None:
         return download_hub_files(hub_file)
@@ -65,7 +65,7 @@ def find_sources(name: str) -> list[str] | None:
         if len(paths) < len(files):
             ignored = next(file for file in files if file_format(file) is None)
             logger.warning(
-                f"Ignoring {len(files) - len(paths)} files under {name} that are no data, such as {ignored}"
+                f"Ignoring {len(files) - len(paths)} files under {name} that are not data files, such as {ignored}"
             )
         wanted = f"The directory {name} holds no file that ends in"
     elif path.is_file():

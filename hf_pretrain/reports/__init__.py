@@ -1,1 +1,1 @@
-"""Pages about runs: one HTML file without scripts and without network, for one run or several."""
+"""The history of a run, and its page: an HTML file without scripts that needs no network, for one or several runs."""

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
-# Of each run one colour, on every chart.
+# Each run has the same colour on all charts.
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 # A line: its label, its x and y values, and arguments of `Axes.plot`.
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
@@ -26,11 +26,11 @@ def line_chart(
         lines (`list`): label, x values, y values and arguments of `Axes.plot` of each line.
         x_label, y_label (`str`): titles of the axes, with the unit.
         marks (`Sequence`): x positions and names of events, drawn as vertical lines.
-        from_zero (`bool`): let the y axis begin at 0, for figures whose ratio counts.
+        from_zero (`bool`): let the y axis begin at 0, for figures whose ratios matter.
     """
     figure, axes = _make_axes(height=3.2)
     for label, x, y, style in lines:
-        # One point is no line: show it as a dot.
+        # A single point has no line: show it as a dot.
         default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
         axes.plot(x, y, label=label, **default | style)
     for position, name in marks:
@@ -69,9 +69,9 @@ def _make_axes(*, height: float) -> tuple[Figure, Axes]:
 
 
 def _to_svg(figure: Figure) -> str:
-    """Return the SVG element of a figure. It takes the width of the page."""
+    """Return the SVG element of a figure, without width and height, so that the page sets its size."""
     text = io.StringIO()
-    # Text stays text, in the font of the page, and the ids depend on the figure alone.
+    # Keep text as text, in the font of the page. The salt makes the ids depend on the figure alone.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_pretrain", "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     svg = text.getvalue()

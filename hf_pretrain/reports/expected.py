@@ -12,8 +12,8 @@ EXPECTED_NAME = "expected.json"
 
 def find_expected(run: Run) -> dict[str, Any] | None:
     """
-    Return the recorded results of the default run with the same YAML file: `hardware`, `seconds`, `steps`, `metrics`
-    and `curves`, lists of tokens and values. Return `None` if there are none.
+    Return the recorded results of the default run with the same YAML file; `None` if there are none. The results hold
+    `hardware`, `seconds`, `steps`, `metrics`, and `curves`, which are lists of pairs of tokens and value.
     """
     config = run.arguments.get("config")
     path = Path(str(config)).with_name(EXPECTED_NAME)
@@ -25,7 +25,7 @@ def find_expected(run: Run) -> dict[str, Any] | None:
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # A file of the user's own, or one that is gone.
+        # The user has another file of this name, or no such file.
         return None
     return recorded.get(Path(str(config)).stem)
 

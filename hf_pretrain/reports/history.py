@@ -1,9 +1,9 @@
 """
-The history of a run: `history.jsonl` in its `output_dir` holds one JSON object per line for all that happened.
+The history of a run: `history.jsonl` in its `output_dir` holds one JSON object per line for each event.
 
 Each line has the wall-clock `time` in seconds since 1970, the `step`, and a `kind`: `start`, `resume`, `log`,
-`samples`, `router_load`, `checkpoint`, `skipped_step`, `stop` or `end`. Each line is written at once, so a killed run
-loses none. [`~reports.runs.read_run`] reads the file.
+`samples`, `router_load`, `checkpoint`, `skipped_step`, `stop` or `end`. The run writes each line at once, so a killed
+run loses no line. [`~reports.runs.read_run`] reads the file.
 """
 
 import json
@@ -22,7 +22,7 @@ HISTORY_NAME = "history.jsonl"
 
 class History:
     """
-    Append lines to the history of a run. Before [`begin`] and on other processes than the first, nothing is written.
+    Append lines to the history of a run. Only the first process writes, and only after [`begin`].
 
     Args:
         output_dir (`str` or `Path`): the run's directory.
@@ -34,7 +34,7 @@ class History:
         self.is_writer, self.has_begun = is_writer, False
 
     def begin(self, step: int, *, checkpoint: str | None) -> None:
-        """Note the start of a run, or its resumption from a checkpoint."""
+        """Add a line for the start of a run, or for its resume from a checkpoint."""
         self.has_begun = True
         self.add("resume" if checkpoint else "start", step, **({"message": checkpoint} if checkpoint else {}))
 
@@ -52,7 +52,7 @@ class History:
                 file.write(line + "\n")
         except OSError as error:
             # The run matters more than its history.
-            logger.warning_once(f"{self.path} could not be written: {error}. The run continues without it.")
+            logger.warning_once(f"{self.path} could not be written: {error}. The run continues without its history.")
 
 
 __all__ = ["HISTORY_NAME", "History"]

@@ -1,5 +1,5 @@
 """
-`report.html`: the page of one run, or of several runs beside each other.
+`report.html`: the page of one run, or one page that compares several runs.
 
 The page is one file without scripts that needs no network: text, tables and SVG charts.
 """
@@ -18,7 +18,7 @@ from .runs import Run
 
 
 REPORT_NAME = "report.html"
-# Charts of a single figure each: title, name in the log, title of the axis.
+# Charts with one figure each: title, name in the log, title of the y axis.
 _CHARTS = (
     ("Reward", "reward", "mean reward"),
     ("Learning rate", "learning_rate", "learning rate"),
@@ -28,7 +28,7 @@ _CHARTS = (
     ("Memory", "peak_memory_gib", "GiB per process"),
 )
 _FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
-# Arguments that differ between any two runs.
+# Arguments that differ between any two runs and do not explain their results.
 _INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id")
 _EVENTS = {
     "start": "the run started",
@@ -62,7 +62,7 @@ def write_page(runs: list[Run], path: Path) -> None:
         events=_events(runs),
         samples=[(run.name, run.of_kind("samples")) for run in runs if run.of_kind("samples")],
     )
-    # Renaming is atomic: a reader never sees half a page.
+    # Renaming is atomic, so a browser never reads half a page.
     scratch = path.with_name(f".{path.name}")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
@@ -122,7 +122,7 @@ def _lines(
 
 
 def _expected_lines(run: Run) -> list[Line]:
-    """Return the validation loss of the preset's default run, to stand behind that of a run."""
+    """Return the line of the validation loss of the preset's default run, to draw behind the lines of a run."""
     expected = find_expected(run)
     points = expected["curves"].get("eval_loss", []) if expected else []
     if not points:
@@ -133,11 +133,11 @@ def _expected_lines(run: Run) -> list[Line]:
 
 
 def _marks(run: Run) -> list[tuple[float, str]]:
-    """Return where events of a run stand on the axis of tokens, in millions, and their names."""
+    """Return the marked events of a run: their position in millions of tokens, and their name."""
     tokens = {entry["step"]: entry["num_input_tokens_seen"] for entry in run.logs if "num_input_tokens_seen" in entry}
     marks = []
     for entry in run.of_kind(*_MARKED):
-        # Between two logs the number of tokens is unknown; take the last one before the event.
+        # Between two logs, the number of tokens is unknown: take the number of the last log before the event.
         before = [step for step in tokens if step <= entry["step"]]
         marks.append((tokens[max(before)] / 1e6 if before else 0.0, _MARKED[entry["kind"]]))
     return marks
@@ -153,7 +153,7 @@ def _draw_router_load(run: Run) -> tuple[int, str] | None:
 
 
 def _events(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the events of all runs in the order of time."""
+    """Return the events of all runs in chronological order."""
     rows = [
         {
             "run": run.name,

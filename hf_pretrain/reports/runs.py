@@ -1,4 +1,4 @@
-"""Read what runs have written into their directories: `run.json` and `history.jsonl`."""
+"""Read `run.json` and `history.jsonl`, which a run writes into its directory."""
 
 import json
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Run:
     Args:
         name (`str`): the name of its directory.
         launches (`list[dict]`): the entries of `run.json`, one per launch.
-        entries (`list[dict]`): the lines of `history.jsonl`, without the steps that a resumed run did again.
+        entries (`list[dict]`): the lines of `history.jsonl`, without the figures of steps that a resumed run repeated.
     """
 
     name: str
@@ -40,8 +40,8 @@ class Run:
 
     def training_seconds(self) -> dict[int, float]:
         """
-        Return the seconds of training before each logged step. They leave out evaluation and saving: the speed in the
-        log is that of the training alone.
+        Return the seconds of training before each logged step, without evaluation and saving. They follow from the
+        logged speed, which is the speed of the training alone.
         """
         seconds, tokens, found = 0.0, 0, {0: 0.0}
         for entry in self.logs:
@@ -53,7 +53,7 @@ class Run:
 
     def series(self, key: str, *, over: str = "tokens") -> tuple[list[float], list[float]]:
         """
-        Return the values of a logged figure and where they stand.
+        Return the x and y values of a logged figure.
 
         Args:
             key (`str`): name of the figure in the log.
@@ -102,15 +102,15 @@ def read_launches(directory: str | Path) -> list[dict[str, Any]]:
 
 def _read_history(path: Path) -> list[dict[str, Any]]:
     """
-    Return the lines of a history. A new run replaces an earlier one. A resumed run replaces the figures of the steps
-    that it does again, but not the events.
+    Return the lines of a history. A new run replaces all earlier lines. A resumed run replaces the figures of the
+    steps that it repeats, but not the events.
     """
     entries: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             entry = json.loads(line)
         except ValueError:
-            # The machine lost power within a line.
+            # The machine lost power, or the disk was full, while the run wrote this line.
             continue
         if entry["kind"] == "start":
             entries = []

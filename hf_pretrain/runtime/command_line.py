@@ -50,7 +50,7 @@ class RecipeParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: Any = None, **kwargs: Any):
-        # A parser of single arguments has a text of its own.
+        # A parser without dataclasses prints argparse's own help.
         if dataclass_types is not None:
             kwargs.setdefault("formatter_class", FlagFormatter)
         super().__init__(dataclass_types, **kwargs)

@@ -1,4 +1,4 @@
-"""The checks of `hf-pretrain doctor`: versions, devices, disk, compiler, two ranks, port and Hub login."""
+"""The checks of `hf-pretrain doctor`: versions, devices, disk, compiler, port, Hub login, and a run of two ranks."""
 
 import importlib.metadata
 import json
@@ -49,7 +49,7 @@ class Finding:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Compare the installed packages with the ranges that the tests have run with."""
+    """Compare the installed versions with the tested version ranges, which the package's metadata hold."""
     yield Finding("Python", OK, platform.python_version())
     for line in importlib.metadata.requires("hf_pretrain") or []:
         requirement = Requirement(line)
@@ -68,33 +68,31 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Look at the devices, their memory and their bfloat16 units."""
+    """Check the devices, their free memory and their bfloat16 units."""
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(number)
             name = torch.cuda.get_device_name(number)
             is_free = free > _MIN_MEMORY_GB * 1e9
-            advice = "" if is_free else "Another program uses it: look with nvidia-smi."
+            advice = "" if is_free else "Another program uses this GPU: find it with nvidia-smi."
             message = f"{name}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
             yield Finding(f"GPU {number}", OK if is_free else NOTE, message, advice)
     else:
-        # A driver without a GPU in torch is the common mistake: a CPU build of torch.
+        # If there is a driver but torch finds no GPU, the usual cause is a CPU build of torch.
         has_driver = shutil.which("nvidia-smi") is not None
-        advice = (
-            "torch sees no GPU although a driver is installed: install a CUDA build of torch." if has_driver else ""
-        )
+        advice = "A driver is installed, but torch finds no GPU: install a CUDA build of torch." if has_driver else ""
         yield Finding("GPU", BAD if has_driver else NOTE, f"none ({describe_search()})", advice)
     capability = torch.backends.cpu.get_cpu_capability()
     units = "with" if has_bfloat16_units("cpu") else "without"
     yield Finding("CPU", OK, f"{os.cpu_count()} cores, {capability}, {units} bfloat16 units")
     free = psutil.virtual_memory().available / 1e9
     is_enough = free > _MIN_MEMORY_GB
-    advice = "" if is_enough else "End other programs; the tiny preset needs about 2 GB."
+    advice = "" if is_enough else "Stop other programs; the preset tiny needs about 2 GB."
     yield Finding("memory", OK if is_enough else BAD, f"{free:.1f} GB free", advice)
 
 
 def check_disk() -> Iterator[Finding]:
-    """Look at the free space of the working directory, of the caches, and of the shared memory."""
+    """Check the free space for runs, for the Hub's caches, and in the shared memory."""
     for name, path, variable in (("disk", Path.cwd(), "--output_dir"), ("caches", Path(HF_HOME), "HF_HOME")):
         while not path.exists():
             path = path.parent
@@ -102,15 +100,15 @@ def check_disk() -> Iterator[Finding]:
         is_writable = os.access(path, os.W_OK)
         status = BAD if not is_writable else OK if free > _MIN_DISK_GB else NOTE
         message = f"{path}: {free:.0f} GB free" + ("" if is_writable else ", not writable")
-        yield Finding(name, status, message, "" if status == OK else f"Choose another place with {variable}.")
+        yield Finding(name, status, message, "" if status == OK else f"Choose another directory with {variable}.")
     if sys.platform == "linux":
         free = shutil.disk_usage("/dev/shm").free / 1e6 if Path("/dev/shm").is_dir() else 0
-        advice = "" if free > _MIN_SHARED_MB else "Start the container with --shm-size 1g."
+        advice = "" if free > _MIN_SHARED_MB else "If this is a container, start it with --shm-size 1g."
         yield Finding("shared memory", NOTE if advice else OK, f"{free:,.0f} MB free", advice)
 
 
 def check_compiler() -> Iterator[Finding]:
-    """Look for what torch needs to compile DeepSpeed's kernels."""
+    """Look for a C++ compiler and ninja, with which torch compiles DeepSpeed's kernels."""
     compiler, ninja = (shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja", path=_path()))
     advice = "DeepSpeed cannot compile its kernels: apt-get install g++" if compiler is None else ""
     yield Finding("C++ compiler", NOTE if advice else OK, compiler or "none", advice)
@@ -119,7 +117,7 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_ranks() -> Iterator[Finding]:
-    """Run processes of each backend that is present, through torchrun."""
+    """Run the ranks of [`~runtime.probe`] on each kind of device of this machine."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     probes = [("cpu", 2, [])] + [("cuda", min(2, num_gpus), [])] * bool(num_gpus)
     zero = ("cuda", min(2, num_gpus), ["zero"]) if num_gpus else ("cpu", 2, ["zero"])
@@ -128,7 +126,7 @@ def check_ranks() -> Iterator[Finding]:
 
 
 def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
-    """Run the ranks of [`~runtime.probe`], and yield a finding per line of theirs."""
+    """Run the ranks of [`~runtime.probe`] under torchrun, and yield a finding for each line that they print."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     # DeepSpeed takes the number of CPU devices from LOCAL_SIZE.
     own = {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(num_ranks), "PATH": _path()}
@@ -151,15 +149,14 @@ def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
         ranks.communicate()
         yield _no_answer(what)
         return
+    rerun = f"For the traceback, run {' '.join([*launch, '-m', 'hf_pretrain.runtime.probe', kind, *words])}"
     found = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
     for result in found:
         status = OK if result["is_ok"] else BAD
-        advice = "" if result["is_ok"] else "The whole error is in the output of --json."
-        yield Finding(f"{result['check']}, {what}", status, result["message"], advice)
+        yield Finding(f"{result['check']}, {what}", status, result["message"], "" if result["is_ok"] else rerun)
     if ranks.returncode or not found:
         last = [line for line in errors.splitlines() if "Error" in line][-1:] or ["no output"]
-        advice = f"Run {' '.join([*launch, '-m', 'hf_pretrain.runtime.probe', kind, *words])}"
-        yield Finding(what, BAD, last[0].strip(), advice)
+        yield Finding(what, BAD, last[0].strip(), rerun)
 
 
 def _no_answer(what: str) -> Finding:
@@ -171,39 +168,39 @@ def _no_answer(what: str) -> Finding:
         return Finding(
             what, NOTE, f"{message}, with a load of {load:.0f} on {num_cores} cores", "Repeat this when idle."
         )
-    advice = "Firewalls and network names are common causes. Try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
+    advice = "A firewall or a wrong host name may be the cause. Try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
     return Finding(what, BAD, message, advice)
 
 
 def check_port() -> Iterator[Finding]:
-    """Look whether the port of the deepspeed and accelerate launchers is free."""
+    """Check whether the default port of the deepspeed and accelerate launchers is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", _PORT))
         except OSError:
-            advice = "Pass another one to deepspeed and accelerate: hf-pretrain ... --master_port 29501"
+            advice = "Choose another port for deepspeed and accelerate: hf-pretrain ... --master_port 29501"
             yield Finding("port", NOTE, f"{_PORT} is in use", advice)
             return
     yield Finding("port", OK, f"{_PORT} is free")
 
 
 def check_visible_devices() -> Iterator[Finding]:
-    """Warn about `CUDA_VISIBLE_DEVICES`, which DeepSpeed ignores beside `--include`."""
+    """Warn about `CUDA_VISIBLE_DEVICES`, which the deepspeed launcher ignores if it gets `--include`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        advice = "`deepspeed --include` ignores it. `hf-pretrain --launcher deepspeed` passes these GPUs on."
+        advice = "`deepspeed --include` ignores this variable; `hf-pretrain ... --launcher deepspeed` obeys it."
         yield Finding("CUDA_VISIBLE_DEVICES", NOTE, repr(visible), advice)
 
 
 def check_hub() -> Iterator[Finding]:
-    """Look whether the Hub can be reached and knows the token. The token itself is never shown."""
+    """Check whether the Hub can be reached and accepts the token. No finding contains the token."""
     token, endpoint = get_token(), HfApi().endpoint
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
         yield Finding("Hub", NOTE, "HF_HUB_OFFLINE is set: no downloads, no pushes", "Unset it to use the Hub.")
         return
     if token is None:
-        yield Finding("Hub", NOTE, f"not logged in at {endpoint}", "To push models: hf auth login")
+        yield Finding("Hub", NOTE, f"not logged in at {endpoint}", "To push models, log in: hf auth login")
         return
     try:
         name = HfApi().whoami()["name"]
@@ -211,15 +208,15 @@ def check_hub() -> Iterator[Finding]:
         message = f"{endpoint} refuses the token ({error.response.status_code})"
         yield Finding("Hub", BAD, message, "Log in again: hf auth login")
     except Exception as error:
-        # Libraries for HTTP raise many kinds of errors.
-        advice = "Training works without. For a mirror, set HF_ENDPOINT."
+        # HTTP libraries raise many kinds of errors.
+        advice = "Training works without the Hub. To use a mirror, set HF_ENDPOINT."
         yield Finding("Hub", NOTE, f"{endpoint} cannot be reached ({type(error).__name__})", advice)
     else:
         yield Finding("Hub", OK, f"logged in as {name} at {endpoint}")
 
 
 def _path() -> str:
-    """Return PATH with the programs of this environment."""
+    """Return PATH with the directory of this environment's programs in front."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
@@ -236,14 +233,14 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 def examine() -> Iterator[Finding]:
-    """Yield the findings of all checks. The slow ones run at the same time as the others."""
+    """Yield the findings of all checks, in order. The checks run in threads, because some are slow."""
     with ThreadPoolExecutor() as pool:
         for findings in pool.map(_collect, CHECKS):
             yield from findings
 
 
 def print_findings(*, as_json: bool) -> bool:
-    """Print the findings of all checks, and return whether nothing is broken."""
+    """Print the findings of all checks, and return whether the machine has no defect."""
     findings = []
     for finding in examine():
         findings.append(finding)

@@ -1,6 +1,6 @@
 """
-The text of `--help`: this package's flags in groups, then the flags of libraries that people use most. `--help-all`
-shows all flags of the libraries, too.
+The text of `--help`: this package's flags in groups, then the flags of Trainer that are often used. `--help-all` also
+shows all other flags of transformers and TRL.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 
 
-# Flags of transformers' `TrainingArguments` that most users meet sooner or later.
+# Flags of transformers' `TrainingArguments` that are often used.
 _COMMON = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps", "seed"),
     *("use_cpu", "fp16", "deepspeed", "activation_checkpointing", "dataloader_num_workers", "eval_on_start"),
@@ -20,7 +20,7 @@ _PACKAGE = __package__.partition(".")[0]
 
 
 class FlagFormatter(argparse.RawDescriptionHelpFormatter):
-    """Show each flag once, and its default unless the text names it."""
+    """Show one spelling of each flag, and its default unless the help text already names it."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=36)
@@ -50,7 +50,7 @@ def format_groups(parser: argparse.ArgumentParser, dataclass_types: Iterable[typ
     Args:
         parser (`ArgumentParser`): the parser.
         dataclass_types (`Iterable[type]`): the dataclasses whose fields are its flags.
-        shows_all (`bool`): also show the flags of libraries that few people use.
+        shows_all (`bool`): also show the flags of libraries that are rarely used.
     """
     formatter = parser._get_formatter()
     formatter.add_text(parser.description)
@@ -76,7 +76,7 @@ def format_groups(parser: argparse.ArgumentParser, dataclass_types: Iterable[typ
 
 
 def _groups(dataclass_types: list[type], *, shows_all: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield title and names of each group: this package's fields of each dataclass, and those of libraries."""
+    """Yield title and names of each group: for each dataclass its fields of this package, then fields of libraries."""
     theirs: list[str] = []
     for cls in dataclass_types:
         mine = [name for base in reversed(cls.__mro__) if base.__module__.startswith(_PACKAGE) for name in _own(base)]

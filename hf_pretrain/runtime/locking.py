@@ -174,7 +174,7 @@ def _lock(descriptor: int) -> bool | None:
 def _stands_still(path: Path, holder: dict) -> bool:
     """Return whether the counter of a holder on another machine stands still."""
     logger.warning(
-        f"{path.parent} was in use by {_describe(holder)}: watching its counter for {_SILENCE_SECONDS:.0f} s."
+        f"{path.parent} was in use by {_describe(holder)}: watching its heartbeat for {_SILENCE_SECONDS:.0f} s."
     )
     deadline = time.monotonic() + _SILENCE_SECONDS
     while time.monotonic() < deadline:
@@ -242,7 +242,7 @@ if hasattr(os, "register_at_fork"):
 @cache
 def watch_launcher(launcher: str) -> None:
     """
-    Stop this process, as by SIGTERM, when its launcher dies.
+    Stop this process, as after SIGTERM, when its launcher dies.
 
     A dead launcher can neither forward signals nor end its ranks. A process that a user started (`launcher` is
     `python`) may outlive its shell, so it is not watched.
@@ -255,7 +255,7 @@ def watch_launcher(launcher: str) -> None:
         # When a parent dies, the kernel gives its children another parent.
         while _ancestors(len(chain)) == chain:
             time.sleep(1)
-        logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone. This rank stops, as by SIGTERM.")
+        logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone. This rank stops, as after SIGTERM.")
         # Send the signal to this process itself: the run then saves a checkpoint and ends, as after a scheduler's
         # signal.
         os.kill(os.getpid(), signal.SIGTERM)

@@ -20,7 +20,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def check_collective(device: torch.device) -> str:
-    """Sum a number over the ranks, and compare it with the sum by hand."""
+    """Sum the rank numbers, counted from 1, with an all-reduce, and compare the result with the formula."""
     value = torch.tensor(float(dist.get_rank() + 1), device=device)
     dist.all_reduce(value)
     expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
@@ -35,7 +35,7 @@ def check_complex(device: torch.device) -> str:
     table = torch.polar(torch.ones(4, device=device), torch.arange(4.0, device=device))
     module.register_buffer("pos_cis", table * (1 if dist.get_rank() == 0 else 0))
     nn.parallel.DistributedDataParallel(module)(torch.ones(1, 2, device=device)).sum().backward()
-    # Forward sends the buffers of rank 0.
+    # The forward pass sends the buffers of rank 0 to all ranks.
     if not torch.equal(torch.view_as_real(module.pos_cis), torch.view_as_real(table)):
         raise ValueError("the complex buffer arrived with other values")
     return "a complex buffer in DDP"
@@ -47,14 +47,14 @@ def check_bfloat16(device: torch.device) -> str:
     left, right = torch.randn(64, 64, device=device), torch.randn(64, 64, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         product = left @ right
-    # 64 products with 8 bits of mantissa each.
+    # Each entry is the sum of 64 products, and bfloat16 has 8 bits of mantissa.
     if product.dtype != torch.bfloat16 or (product.float() - left @ right).abs().max() > 1.0:
         raise ValueError("the product under bfloat16 autocast is wrong")
     return "a product in bfloat16"
 
 
 def check_zero(device: torch.device) -> str:
-    """Take a step with ZeRO-2, and compare the weights with AdamW's formula: the first update is the learning rate."""
+    """Take a step of AdamW under ZeRO-2, and compare it with the formula: the first update is the learning rate."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=BACKENDS[device.type], verbose=False)
@@ -73,7 +73,7 @@ def check_zero(device: torch.device) -> str:
     engine.backward(engine(torch.ones(1, 8, device=device)).sum())
     engine.step()
     if not torch.allclose(before - engine.module.weight, torch.full_like(before, rate), atol=1e-5):
-        raise ValueError("the first step of AdamW under ZeRO-2 is not the learning rate")
+        raise ValueError("the first update of AdamW under ZeRO-2 is not the learning rate")
     return "a step of AdamW under ZeRO-2"
 
 

@@ -10,7 +10,7 @@ from .command_line import RecipeParser
 
 
 class _ParserFound(BaseException):
-    """Carries the parser out of a recipe; no `except Exception` on the way stops it."""
+    """Carries the parser out of a recipe. It is a `BaseException`, so no `except Exception` of the recipe stops it."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self.parser = parser
@@ -21,7 +21,7 @@ def recipe_parser(path: str | Path) -> argparse.ArgumentParser:
     Return the parser of a recipe, without running the recipe.
 
     Args:
-        path (`str` or `Path`): the recipe's file.
+        path (`str` or `Path`): the file of the recipe.
 
     Raises:
         `ValueError`: if the file parses no command line.

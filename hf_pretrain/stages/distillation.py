@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class DistillationArguments:
-    """Arguments that name the teacher and describe the loss."""
+    """Teacher and loss."""
 
     teacher_name_or_path: str | None = field(
         default=None, metadata={"help": "Directory or Hub id of a causal language model with the same tokenizer."}
@@ -51,7 +51,7 @@ class DistillationArguments:
         metadata={"help": "forward: KL(teacher || student); reverse: KL(student || teacher)."},
     )
     temperature: float = field(
-        default=1.5, metadata={"help": "Divides the logits of teacher and student in the KL term."}
+        default=1.5, metadata={"help": "Divisor of the logits of teacher and student in the KL term."}
     )
     ce_weight: float = field(
         default=0.5,

@@ -23,11 +23,11 @@ RESULTS_NAME = "evaluation.json"
 
 @dataclass
 class ValidationArguments(ChatArguments):
-    """Arguments that choose the validation set: text, or conversations with `--dataset_kind auto`."""
+    """Validation set: text, or conversations with `--dataset_kind auto`."""
 
     dataset_kind: str = field(
         default="text",
-        metadata={"help": "The kind of the records: text, or, for conversations, auto or one of their kinds."},
+        metadata={"help": "Kind of the records: text, or for conversations auto or the name of a kind."},
     )
 
 
@@ -52,15 +52,18 @@ class EvaluationArguments(LMTrainingArguments):
     )
     tasks: str | None = field(
         default=None,
-        metadata={"help": f"Tasks of lm-eval or groups ({', '.join(GROUPS)}), separated by commas."},
+        metadata={"help": f"Tasks of lm-eval, or the groups {' and '.join(GROUPS)}, separated by commas."},
     )
     apply_chat_template: bool | None = field(
         default=None,
-        metadata={"help": "Ask as in a chat. By default for models that were trained on conversations."},
+        metadata={
+            "help": "Put the questions of the tasks into the chat template. On by default for models that were "
+            "trained on conversations."
+        },
     )
     include_path: list[str] | None = field(default=None, metadata={"help": "Directories with further task YAMLs."})
     num_fewshot: int | None = field(default=None, metadata={"help": "Examples before each question of a task."})
-    limit: float | None = field(default=None, metadata={"help": "Number of examples per task; below 1, their share."})
+    limit: float | None = field(default=None, metadata={"help": "Number of examples per task, or a share if below 1."})
 
     def __post_init__(self):
         # In a training config, --output_dir names the run to evaluate. `settle` later sets it to the directory of the

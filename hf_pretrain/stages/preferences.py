@@ -109,7 +109,9 @@ class _WholeBatchesMixin(RunTrainer):
             multiple *= self.args.gradient_accumulation_steps
         elif len(dataset) % multiple:
             left_out = len(dataset) % multiple
-            logger.warning_once(f"{description}: {left_out} of {len(dataset)} rows fill no batch and are left out.")
+            logger.warning_once(
+                f"{description}: {left_out} of {len(dataset)} rows do not fill a batch. The run leaves them out."
+            )
         # Padding rows are not possible here: unlike the loss of pretraining, a preference loss has no row weights.
         if len(dataset) < multiple:
             raise ValueError(

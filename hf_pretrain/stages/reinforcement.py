@@ -38,7 +38,7 @@ try:
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
-    raise ImportError('Reinforcement needs TRL: pip install "hf_pretrain[trl]"') from error
+    raise ImportError('Reinforcement learning needs TRL: pip install "hf_pretrain[trl]"') from error
 
 # Maximum number of nested brackets in a tool call. Real arguments have one or two levels.
 MAX_NESTING = 64
@@ -46,7 +46,7 @@ MAX_NESTING = 64
 
 @dataclass
 class TaskArguments:
-    """Arguments that choose the tasks to train on, and the rewards of their answers."""
+    """Tasks to train on, and the rewards for their answers."""
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded:answer-format"],
@@ -59,7 +59,7 @@ class TaskArguments:
         default=0.01, metadata={"help": "Share of the tasks in the validation set, chosen by a hash of the prompt."}
     )
     max_rejected_ratio: float = field(
-        default=0.01, metadata={"help": "Share of bad lines that a run tolerates; they are listed in rejected.jsonl."}
+        default=0.01, metadata={"help": "Largest share of bad lines; the run lists them in rejected.jsonl."}
     )
     rewards: list[str] = field(
         default_factory=lambda: ["format"],

@@ -3,11 +3,11 @@
 from typing import Any
 
 
-# Names that `--tasks` accepts beside lm-eval's own.
+# Names that `--tasks` accepts in addition to lm-eval's.
 GROUPS = {
     # The table of MiniMind's README.
     "minimind": ("ceval-valid", "cmmlu", "arc_easy", "piqa", "openbookqa", "hellaswag", "social_iqa"),
-    # Pairs of a right and a wrong sentence: also models of a few million parameters do better than chance here.
+    # Pairs of a grammatical and an ungrammatical sentence. Models with a few million parameters beat chance here.
     "small": ("blimp", "zhoblimp"),
 }
 # Accuracies in percent from https://github.com/jingyaogong/minimind (README.md, in the order of the group `minimind`).
@@ -18,18 +18,18 @@ PUBLISHED = {
     "SmolLM2-135M": (24.44, 24.71, 58.50, 68.17, 32.80, 43.15, 39.46),
     "TinyLlama-1.1B": (25.71, 25.03, 54.80, 74.43, 35.60, 60.38, 43.09),
 }
-# Accuracy in percent of a guess.
+# Accuracies of random guesses in percent, in the same order.
 CHANCE = (25.0, 25.0, 25.0, 50.0, 25.0, 25.0, 33.3)
 
 
 def expand_tasks(names: str) -> list[str]:
-    """Return the tasks that a list with commas names, with groups replaced by their tasks."""
+    """Return the tasks of a comma-separated list, with each group replaced by its tasks."""
     return [task for name in names.split(",") for task in GROUPS.get(name.strip(), (name.strip(),))]
 
 
 def compare_with_published(results: dict[str, Any]) -> str:
     """
-    Return a table of accuracies in percent beside published ones; "" without a task of the group `minimind`.
+    Return a table of accuracies in percent, beside published ones. Return "" if no task belongs to `minimind`.
 
     Args:
         results (`dict`): the result of [`~stages.harness.evaluate_tasks`].
@@ -40,11 +40,11 @@ def compare_with_published(results: dict[str, Any]) -> str:
     rows = [["accuracy in %", *(task for _, task in tasks)]]
     own = [results[task]["metrics"].get("acc", {}).get("value") for _, task in tasks]
     rows.append(["this model", *("-" if value is None else f"{100 * value:.2f}" for value in own)])
-    for name, figures in (("a guess", CHANCE), *PUBLISHED.items()):
+    for name, figures in (("random guess", CHANCE), *PUBLISHED.items()):
         rows.append([name, *(f"{figures[number]:.2f}" for number, _ in tasks)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "Published figures: MiniMind's README, where they were measured with lm-eval."])
+    return "\n".join([*lines, "The published figures are from MiniMind's README, which measured them with lm-eval."])
 
 
 __all__ = ["CHANCE", "GROUPS", "PUBLISHED", "compare_with_published", "expand_tasks"]

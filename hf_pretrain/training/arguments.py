@@ -47,7 +47,8 @@ class LMTrainingArguments(TrainingArguments):
     config: str | None = field(
         default=None,
         metadata={
-            "help": "YAML file with values of these flags. The command line wins. By default the preset's file."
+            "help": "YAML file with values of these flags; by default the preset's file. Flags on the command line "
+            "override it."
         },
     )
     output_dir: str | None = field(default="out/pretrain", metadata={"help": "Directory of the run."})
@@ -57,7 +58,7 @@ class LMTrainingArguments(TrainingArguments):
     tp_size: int = field(default=1, metadata={"help": "Tensor parallelism: split matrices over this many GPUs."})
     ep_size: int = field(
         default=1,
-        metadata={"help": "Expert parallelism: split the experts over this many of the FSDP and tensor ranks."},
+        metadata={"help": "Expert parallelism: split the experts over this many FSDP and tensor-parallel ranks."},
     )
     dp_replicate_size: int = field(
         default=1,
@@ -73,7 +74,7 @@ class LMTrainingArguments(TrainingArguments):
     )
     on_nonfinite: str = field(
         default="stop",
-        metadata={"help": "Reaction to a non-finite loss or gradient: stop the run, or skip the step."},
+        metadata={"help": "At a non-finite loss or gradient: stop the run, or skip the step."},
     )
     trust_checkpoint: bool = field(
         default=False,
@@ -86,7 +87,7 @@ class LMTrainingArguments(TrainingArguments):
     optim_preset: str | None = field(
         default=None,
         metadata={
-            "help": "adamw (or what --optim names), or muon for the matrices of the layers. By default muon in "
+            "help": "adamw (or the optimizer of --optim), or muon for the matrices of the layers. By default muon in "
             "pretraining, unless --optim is given or Muon is not possible (ZeRO-3, offloading, adapters)."
         },
     )
@@ -96,7 +97,7 @@ class LMTrainingArguments(TrainingArguments):
     )
     dry_run: bool = field(
         default=False,
-        metadata={"help": "Print the plan of the run with its time, memory and disk, train four steps, and stop."},
+        metadata={"help": "Train four steps, print the plan of the run (time, memory, disk space), and stop."},
     )
     report_to: None | str | list[str] = field(
         default=None,
@@ -109,7 +110,9 @@ class LMTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
     )
     profile_interval: int = field(default=100, metadata={"help": "Steps per trace of --profile."})
-    hub_license: str | None = field(default=None, metadata={"help": "License of the pushed model, for its card."})
+    hub_license: str | None = field(
+        default=None, metadata={"help": "Licence of the pushed model, for the model card."}
+    )
     hub_language: list[str] | None = field(
         default=None, metadata={"help": "ISO codes of the data's languages, for the model card."}
     )
@@ -224,7 +227,7 @@ class LMTrainingArguments(TrainingArguments):
         check_launch(self)
         if self.report_to is None:
             self.report_to = "trackio" if importlib.util.find_spec("trackio") else "none"
-        # What `--dry_run` turns off (`plan.py`).
+        # The values that `--dry_run` replaces (`plan.py`).
         self.planned: dict[str, Any] = {}
         self.left_out: set[str] = set()
         self.why_adamw: str | None = None
@@ -294,8 +297,8 @@ class LMTrainingArguments(TrainingArguments):
         sys.argv = [word.replace(self.hub_token, "<token>") for word in sys.argv]
         self.hub_token = None
         logger.warning(
-            "--hub_token stands in the process list of this machine and in the logs of some launchers. Log in with "
-            "`hf auth login` or set HF_TOKEN instead."
+            "--hub_token is visible in the process list of this machine and in the logs of some launchers. Log in "
+            "with `hf auth login` or set HF_TOKEN instead."
         )
 
     def _check_amounts(self):

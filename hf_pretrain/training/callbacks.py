@@ -67,8 +67,8 @@ class SampleCallback(TrainerCallback):
     Generate texts for the same prompts at each evaluation, and print the first one.
 
     Args:
-        sample (`Callable`): returns pairs of prompt and text of a model. All ranks call it.
-        history ([`~training.history.History`]): where the texts are kept.
+        sample (`Callable`): returns pairs of a prompt and the text that a model generates. All ranks call it.
+        history ([`~reports.history.History`]): keeps the texts.
     """
 
     def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History):
@@ -80,7 +80,7 @@ class SampleCallback(TrainerCallback):
         self.history.add("samples", state.global_step, samples=self.latest)
         if state.is_world_process_zero and self.latest:
             prompt, text = self.latest[0]
-            # Above a progress bar, which would overwrite the line.
+            # `tqdm.write` prints above a progress bar, which would overwrite the line of a `print`.
             tqdm.write(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
 
 

@@ -1,4 +1,4 @@
-"""Read the DeepSpeed config of a run. Check for changes that DeepSpeed makes without a message, and repair them."""
+"""Read the DeepSpeed config of a run, refuse or repair what DeepSpeed silently changes, and remove stale locks."""
 
 import os
 import sys
@@ -19,8 +19,8 @@ from .optimizers import optimizer_name
 
 logger = logging.get_logger(__name__)
 
-# NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine, which
-# takes a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
+# NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine. The
+# import takes a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
 other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
 
 
@@ -46,8 +46,8 @@ def find_deepspeed_config(args: TrainingArguments) -> dict[str, Any] | None:
 
 def refill_deepspeed_config(args: TrainingArguments) -> None:
     """
-    Replace the values `"auto"` in the config of `--deepspeed` again, because arguments have changed since the
-    constructor of the arguments did it. For `accelerate launch`, Trainer replaces them.
+    Replace the values `"auto"` in the config of `--deepspeed` again. The constructor of the arguments has replaced
+    them before, but arguments have changed since then. For `accelerate launch`, Trainer replaces them.
     """
     if not args.deepspeed:
         return
@@ -61,8 +61,8 @@ def refill_deepspeed_config(args: TrainingArguments) -> None:
 
 def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> None:
     """
-    Warn about blocks that override the arguments of the run and about gradients that nothing clips, and refuse what
-    DeepSpeed would do differently.
+    Warn about blocks that override the arguments of the run, and about a `--max_grad_norm` without effect. Refuse
+    arguments that DeepSpeed would not follow.
 
     Raises:
         `ValueError`: for an offloaded optimizer other than AdamW and Adagrad, and for skipped steps.
@@ -78,7 +78,7 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
     if args.max_grad_norm and not is_default and "gradient_clipping" not in config:
         logger.warning(
             f"--max_grad_norm {args.max_grad_norm:g} has no effect, because the DeepSpeed config lacks "
-            '`gradient_clipping`. To clip gradients, set it to "auto" in the config.'
+            '`gradient_clipping`. To clip gradients, add `"gradient_clipping": "auto"` to the config.'
         )
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
     if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
@@ -86,7 +86,7 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
         # not know.
         raise ValueError(
             f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam, without a message. "
-            "Use --optim adamw_torch, or a config that does not offload (ds_configs/zero2.json)."
+            "Use --optim adamw_torch, or a config without offloading (ds_configs/zero2.json)."
         )
     # Plain `TrainingArguments` lack the flag.
     if getattr(args, "on_nonfinite", "stop") == "skip":
@@ -98,21 +98,21 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
 
 def remove_stale_build_locks() -> None:
     """
-    Remove the locks that killed runs of this user left in torch's build directories. The first process of a run on one
-    machine does this, before the other processes can get to a build.
+    Remove the lock files that killed runs of this user left in torch's build directories.
 
-    NOTE: torch builds DeepSpeed's kernels under a lock file and waits for ever until it is gone. The process that
-    builds keeps the file open. A build on another machine that shares the directory cannot be seen, so runs on several
-    machines leave all locks alone.
+    NOTE: torch builds DeepSpeed's kernels under a lock file, and waits without a limit until the file is gone. The
+    process that builds keeps the file open, so a lock file that no process has open is stale. The first process of the
+    run checks this before the other processes can start a build. A run on several machines leaves all lock files
+    alone, because it cannot see builds on other machines that share the directory.
     """
-    # An import of half a second, which only runs under DeepSpeed need.
+    # The import takes half a second, and only runs under DeepSpeed need it.
     from torch.utils.cpp_extension import get_default_build_root
 
     sizes = {os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     if sys.platform != "linux" or os.environ.get("LOCAL_RANK", "0") != "0" or len(sizes) > 1:
         return
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    # A kernel's directory lies in one of the Python and CUDA version, or directly in TORCH_EXTENSIONS_DIR.
+    # The directory of a kernel lies in a directory for the Python and CUDA version, or in TORCH_EXTENSIONS_DIR itself.
     locks = [path for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern)]
     mine = [path for path in locks if path.stat().st_uid == os.getuid()]
     if not mine:

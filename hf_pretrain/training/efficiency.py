@@ -131,7 +131,7 @@ class PeakRate:
             if reached > self._known:
                 logger.warning_once(
                     f"The run reaches {reached:.3g} FLOP/s, and the data sheet of this GPU says {self._known:.3g}. "
-                    "mfu shows 100 % instead."
+                    "The run takes the higher one as the peak, so mfu does not exceed 100%."
                 )
             return max(self._known, reached)
         if self._num_measurements_left > 0:

@@ -45,7 +45,7 @@ def choose_device(*, use_cpu: bool) -> str:
     if plug_ins and not strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")):
         raise ValueError(
             f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, "
-            "and the run would train on the CPU. hf_pretrain has not been tried with this plug-in. Pass "
+            "and the run would train on the CPU. hf_pretrain has not been tested with this plug-in. Pass "
             "--use_cpu, or check `torch.accelerator.current_accelerator()`."
         )
     return "cpu"
@@ -67,13 +67,15 @@ def check_launch(args: "LMTrainingArguments") -> None:
         )
     if args.deepspeed and isinstance(args.deepspeed, str):
         if not Path(args.deepspeed).is_file():
-            raise ValueError(f"--deepspeed {args.deepspeed}: no such file. The repository's are in ds_configs/.")
+            raise ValueError(
+                f"--deepspeed {args.deepspeed}: no such file. The repository's configs are in ds_configs/."
+            )
         # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
         read_json(Path(args.deepspeed))
     if args.deepspeed and "RANK" not in os.environ:
         # Without the environment variables of a launcher, DeepSpeed would look for MPI.
         raise ValueError(
-            "--deepspeed needs a launcher, also for one process. Replace `python` before "
+            "--deepspeed needs a launcher, even for one process. Replace `python` before "
             f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
         )
     # Workers of the data loader and DeepSpeed's CPU kernels pass data through shared memory.
@@ -109,8 +111,8 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
     if args.distributed_config is not None and args.save_on_each_node:
         raise ValueError(
             "--save_on_each_node is not possible with --fsdp_size, --tp_size and --ep_size: only the first process "
-            "gathers the optimizer's state, and the other machines would save an empty one. Let all machines share "
-            "--output_dir, and leave the flag out."
+            "holds the gathered optimizer state, and the other machines would save an empty one. Put --output_dir on "
+            "a disk that all machines share, and leave the flag out."
         )
 
 

@@ -56,8 +56,8 @@ def embedding_factor(hidden_size: int) -> float:
     """
     Return the learning rate of the embedding beside Muon, as a multiple of Muon's: 2.5 up to width 192.
 
-    AdamW trains the embedding, so for larger widths its rate falls as AdamW's default does. At width 512, a factor of
-    2.5 ended higher than a factor of 1 (`benchmarks/results/learning-minimind2-small.json`).
+    AdamW trains the embedding, so for larger widths its learning rate falls like AdamW's default. At width 512, the
+    loss with a factor of 2.5 was higher than with a factor of 1 (`benchmarks/results/learning-minimind2-small.json`).
     """
     return 2.5 * min(1.0, 192 / hidden_size)
 

@@ -1,8 +1,8 @@
 """
-The plan of a run (`--dry_run`): what it would train, how long, with how much memory and disk, and where its files go.
+The plan of a run (`--dry_run`): model, data, steps, learning rate, memory, time, disk space and files.
 
-A dry run prepares the data and the model as the run would, and trains four steps, three of them timed. It writes
-nothing into `output_dir`.
+A dry run prepares the data and the model like the run itself, and trains four steps. It times the last three. It
+writes nothing into `output_dir`.
 """
 
 import atexit
@@ -39,7 +39,7 @@ _CURVE_WIDTH = 60
 # The forward pass alone takes about a third of a step.
 _FORWARD_SHARE = 1 / 3
 _STRATEGIES = {"one file": "ddp", "FSDP": "fsdp"}
-# What the run would do, and a dry run does not.
+# A dry run neither saves, evaluates, pushes nor reports to trackers.
 _TURNED_OFF: dict[str, Any] = {
     "save_strategy": "no",
     "eval_strategy": "no",
@@ -51,7 +51,7 @@ _TURNED_OFF: dict[str, Any] = {
 
 
 def begin_dry_run(args: LMTrainingArguments) -> None:
-    """Turn off everything that a dry run does not do, and give it a directory that is removed at its end."""
+    """Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory."""
     args.planned = {name: getattr(args, name) for name in ("output_dir", *_TURNED_OFF)}
     for name, value in _TURNED_OFF.items():
         setattr(args, name, value)
@@ -67,7 +67,7 @@ def format_plan(trainer: Any) -> str:
         trainer ([`~training.run_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
     """
     clock = _Clock()
-    # The losses of these steps are of no use to anybody.
+    # The losses of four steps tell the user nothing.
     for printer in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printer)
     trainer.add_callback(clock)
@@ -104,15 +104,15 @@ def format_plan(trainer: Any) -> str:
             f"{args.planned['output_dir']}: model, checkpoints, run.json, history.jsonl, report.html, train.log",
         ),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
-        ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "nothing is pushed"),
-        ("Random", f"first weights, order of the rows and dropout, all from --seed {args.seed}"),
+        ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "the run pushes nothing"),
+        ("Random", f"initial weights, order of the rows and dropout follow from --seed {args.seed}"),
     ]
     width = max(len(label) for label, _ in lines) + 2
     return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
 
 
 class _Clock(TrainerCallback):
-    """Time the steps after the first one, which allocates and compiles, and end the training."""
+    """Time all steps but the first, which allocates memory and compiles, and stop the training."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -125,12 +125,12 @@ class _Clock(TrainerCallback):
         if args.device.type != "cpu":
             torch.accelerator.synchronize()
         self.times.append(time.perf_counter())
-        # Count the tokens, which a log does.
+        # Trainer counts the tokens when it logs.
         control.should_log = control.should_training_stop = state.global_step >= NUM_STEPS
 
 
 def _on_meta(model: Any) -> MiniMindForCausalLM:
-    """Return the whole model without memory. A rank may hold a part of it."""
+    """Return the whole model on the meta device. A rank may hold only a part of the model."""
     with torch.device("meta"):
         return MiniMindForCausalLM(base_model_of(model).config)
 
@@ -145,7 +145,8 @@ def _passes(trainer: Any, rows: int, num_steps: int) -> str:
 def _describe_rollouts(args: Any) -> str:
     reference = "with a reference model" if getattr(args, "beta", 0) else "without a reference model"
     return (
-        f"{args.num_generations} completions per prompt, of {args.max_completion_length} tokens at most, {reference}"
+        f"{args.num_generations} completions per prompt, each of at most {args.max_completion_length} tokens, "
+        f"{reference}"
     )
 
 
@@ -167,11 +168,11 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
     args = trainer.args
     peak, free = peak_memory_bytes(args.device), available_memory_bytes(args.device)
     if args.device.type == "cpu":
-        # All processes share the memory of the machine. This one holds a part of it already.
+        # All processes share the memory of the machine, and this process already uses a part of it.
         free = (free + psutil.Process().memory_info().rss) / max(1, args.world_size)
-    text = f"{peak / 2**30:.2f} GiB per process at the peak of the measured steps, of {free / 2**30:.1f} GiB"
+    text = f"peak of {peak / 2**30:.2f} GiB per process in the measured steps, of {free / 2**30:.1f} GiB"
     row_length = getattr(trainer.data_collator, "max_length", None)
-    # The estimate is for training all weights of one model on rows of equal length.
+    # The estimate holds if the run trains all weights of one model on rows of equal length.
     if row_length is None or hasattr(args, "num_generations") or is_adapted(trainer.model):
         return text
     layout = trainer._layout
@@ -185,11 +186,14 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
         device_type=args.device.type,
     )
     largest = estimate.largest_batch(free)
-    return f"{text}; by estimate up to {largest:,} rows of {row_length} tokens fit (--per_device_train_batch_size)"
+    return f"{text}; an estimated {largest:,} rows of {row_length} tokens fit (--per_device_train_batch_size)"
 
 
 def _num_times(interval: float, num_steps: int) -> int:
-    """Return how often something happens every `interval` steps, or every such share of all steps, and at the end."""
+    """
+    Return how often something happens that Trainer does every `interval` steps and after the last step. An interval
+    below 1 is a share of all steps.
+    """
     return math.ceil(num_steps / (interval if interval >= 1 else max(1.0, math.ceil(interval * num_steps))))
 
 
@@ -225,7 +229,7 @@ def _describe_disk(trainer: Any, num_steps: int) -> str:
     needed = (kept + (number > kept)) * size
     return (
         f"{number} checkpoints of {size / 1e6:,.0f} MB, {kept} kept: {needed / 1e6:,.0f} MB of "
-        f"{shutil.disk_usage(directory).free / 1e9:,.0f} GB that are free"
+        f"{shutil.disk_usage(directory).free / 1e9:,.0f} GB free"
     )
 
 

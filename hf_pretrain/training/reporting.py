@@ -30,7 +30,7 @@ from .optimizers import optimizer_name
 
 logger = logging.get_logger(__name__)
 
-# Which stage usually comes after which.
+# The usual next stage after each stage.
 NEXT_STAGES = {"pretrain": "sft", "sft": "dpo", "distill": "dpo", "dpo": "grpo"}
 
 
@@ -157,9 +157,9 @@ def _generate(
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
     # Seed each text, so that it does not depend on the texts before it. Trainer restores torch's random state after an
-    # evaluation, and the other random numbers are not needed.
+    # evaluation, and `generate` draws only torch's random numbers.
     torch.manual_seed(seed)
-    # Compiled layers would be compiled again for the lengths of a growing text.
+    # A compiled layer would be compiled again for each length of the growing text.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output = model.generate(
             input_ids,
@@ -190,8 +190,8 @@ def plot_loss_curve(
         unigram (`float`, *optional*): the result of [`unigram_loss`], drawn as a line.
         loss_unit (`str`): unit on the axis of the loss.
     """
-    # A slow import, which no run needs before its end. Without pyplot, there is no global state and no search for a
-    # display.
+    # The import is slow, and no run needs it before its end. Without pyplot, there is no global state and no search
+    # for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
@@ -257,7 +257,7 @@ def format_report(
 
 def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str]]:
     """
-    Return what a user may do with the trained model, as pairs of label and command.
+    Return the commands that a user may run next with the trained model, as pairs of label and command.
 
     Args:
         args ([`LMTrainingArguments`]): the run's training arguments.
@@ -268,7 +268,7 @@ def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str
     if recipe in NEXT_STAGES:
         stage = NEXT_STAGES[recipe]
         words = ["hf-pretrain", stage, *model, "--output_dir", f"{args.output_dir.rstrip('/')}-{stage}"]
-        # The preset's file of the next stage lies beside the one of this run.
+        # The YAML file of the preset's next stage is in the same directory as the file of this run.
         config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
         if config is not None and config.is_file():
             is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent

@@ -4,19 +4,19 @@ import torch
 
 
 class RouterLoad:
-    """Sums over the batches of an evaluation."""
+    """Number of tokens per layer and expert, summed over the batches of an evaluation."""
 
     def __init__(self) -> None:
         self.counts: torch.Tensor | None = None
 
     def add(self, router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, *, top_k: int) -> None:
         """
-        Count the choices for the tokens of a batch, without padding.
+        Count the experts that the router chooses for the tokens of a batch. Leave out padding.
 
         Args:
             router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one per layer.
             labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): -100 for tokens that do not count.
-            top_k (`int`): experts of each token.
+            top_k (`int`): number of experts per token.
         """
         # (num_layers, batch_size * seq_len, num_experts)
         logits = torch.stack(router_logits).detach()
@@ -26,7 +26,7 @@ class RouterLoad:
 
 
 def to_shares(counts: torch.Tensor) -> list[list[float]]:
-    """Return counts of shape `(num_layers, num_experts)` as the share of each expert in the choices of its layer."""
+    """Return the share of each expert in the counts of its layer, from counts of shape `(num_layers, num_experts)`."""
     return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
 
 

@@ -79,7 +79,7 @@ class _LoggedStream:
 def begin_log(path: Path | None) -> None:
     """
     Copy everything that this process prints from now on to a file, and survive errors of its own streams. With a file,
-    also print what the run is doing while it is silent ([`~runtime.activity`]).
+    also name the current activity of the run while it prints nothing else ([`~runtime.activity`]).
 
     Args:
         path (`Path`, *optional*): file to append to. Without one, only errors of the streams are survived.

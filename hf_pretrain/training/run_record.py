@@ -97,7 +97,7 @@ def _write(path: Path, entries: list[dict[str, Any]]) -> None:
         scratch.replace(path)
     except OSError as error:
         # The run matters more than its record.
-        logger.warning(f"{path} could not be written: {error}. The run continues without it.")
+        logger.warning(f"{path} could not be written: {error}. The run continues without its record.")
 
 
 def _now() -> str:

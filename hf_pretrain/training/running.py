@@ -40,11 +40,11 @@ from .tracking import continue_tracking, direct_tensorboard
 @dataclass
 class RunResults:
     """
-    What a finished training reports.
+    The results of a finished training, for the report.
 
     Args:
         metrics (`dict[str, float]`): validation metrics of the saved model; empty without a validation set.
-        samples (`list[tuple[str, str]]`): prompts and texts that it generated.
+        samples (`list[tuple[str, str]]`): prompts, and the texts that the model generated.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         )
     if training_args.dry_run:
         if not training_args.resume_from_checkpoint:
-            # Refuses a directory in use, as the run would.
+            # Like the run itself, refuse a directory that is in use or not empty.
             checkpoint_to_resume(training_args)
         begin_dry_run(training_args)
         keep_optimizer(training_args, others, checkpoint=None)
@@ -200,7 +200,7 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         end_record(
             training_args, steps=trainer.state.global_step, metrics=results.metrics, report=report.strip().splitlines()
         )
-        # Draws charts, which no run needs before its end.
+        # Import matplotlib only now: the import is slow, and no run needs charts before its end.
         from ..reports.page import REPORT_NAME, write_page
         from ..reports.runs import read_run
 

@@ -261,7 +261,7 @@ class MaskedLossTrainer(RunTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
             # A divisor of 1 gives the sum over the batch. `evaluation_loop` adds the sums of all batches and divides.
-            # If the caller reads the other outputs too, router logits must not be among them.
+            # Ask for router logits only if the caller reads nothing but the loss: other outputs must not contain them.
             asked = {"output_router_logits": True} if self._has_experts and self._wants_loss_alone else {}
             outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits, **asked)
             self._check_outputs(outputs)

@@ -36,11 +36,13 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 @dataclass
 class AdapterArguments:
     """
-    Flags that turn on and describe an adapter to train instead of all weights. TRL's `ModelConfig` has the same names.
+    Adapter to train instead of all weights.
+
+    TRL's `ModelConfig` has fields with the same names.
     """
 
     use_peft: bool = field(
-        default=False, metadata={"help": "Train a LoRA adapter on top of --model_name_or_path, which stays frozen."}
+        default=False, metadata={"help": "Train a LoRA adapter. The weights of --model_name_or_path stay frozen."}
     )
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter, also for each stacked expert."})
     lora_alpha: int = field(
@@ -58,9 +60,7 @@ class AdapterArguments:
     )
     use_dora: bool = field(
         default=False,
-        metadata={
-            "help": "Train the magnitude of each weight vector separately (DoRA). Stacked experts do not support it."
-        },
+        metadata={"help": "With --use_peft, train a DoRA adapter instead of LoRA. Stacked experts do not support it."},
     )
     load_in_4bit: bool = field(
         default=False,

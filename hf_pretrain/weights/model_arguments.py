@@ -63,23 +63,24 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
 
 @dataclass
 class ModelArguments:
-    """The model to train: a preset or a checkpoint, its tokenizer, and its attention implementation."""
+    """Model (a preset or a checkpoint), tokenizer and attention implementation."""
 
     model_preset: str | None = field(
         default=None,
         metadata={"help": f"One of {', '.join(PRESETS)}. By default minimind2-small on a GPU, tiny on a CPU."},
     )
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Start from the weights of this directory or Hub id instead of from scratch."}
+        default=None,
+        metadata={"help": "Start from the weights of this directory or Hub id instead of random weights."},
     )
     config_overrides: str | None = field(
-        default=None, metadata={"help": "Config fields on top of the preset: num_hidden_layers=4,hidden_size=128"}
+        default=None, metadata={"help": "Config fields that override the preset: num_hidden_layers=4,hidden_size=128"}
     )
     tokenizer_name_or_path: str | None = field(
         default=None,
         metadata={"help": "Tokenizer directory or Hub id. By default the run trains one on the data and saves it."},
     )
-    vocab_size: int = field(default=6400, metadata={"help": "Entries of the tokenizer that the run trains."})
+    vocab_size: int = field(default=6400, metadata={"help": "Number of entries of the tokenizer that the run trains."})
     attn_implementation: str = field(
         default="auto", metadata={"help": "auto (packed), eager, sdpa or flex_attention."}
     )

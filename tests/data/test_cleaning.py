@@ -1,4 +1,4 @@
-"""`recipes/data.py clean` and `inspect`: each dropped record is counted, and nothing else is dropped."""
+"""`recipes/data.py`: `clean` drops bad records only and counts each one; the figures of `inspect` are right."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def test_near_duplicates_are_those_of_the_jaccard_index():
     finder = DuplicateFinder(0.8)
     texts = sentences(50)
     assert [finder.add(text) for text in texts] == [""] * 50
-    # Other white space, case and width of characters make no other text.
+    # Texts that differ only in white space, case and character width are equal.
     assert finder.add(f"  {texts[0].upper()}\n") == "exact duplicate"
     near, far = texts[1].replace(" of ", " off ", 1), " ".join(reversed(texts[2].split()))
     assert jaccard(texts[1], near) > 0.9 and finder.add(near) == "near duplicate"
@@ -127,7 +127,7 @@ def test_the_description_agrees_with_the_data(tmp_path):
     found = dict(describe(survey, tokenizer, max_length=16))
     lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) + 2 for text in [*texts, texts[0]]]
     assert found["Tokens"].startswith(f"about {sum(lengths):,};")
-    assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Longer than a row"].startswith("100.0%")
+    assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Over --max_length"].startswith("100.0%")
     assert found["Languages"] == "en 100%" and "For tiny" in found
 
 

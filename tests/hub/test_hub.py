@@ -499,7 +499,7 @@ def test_a_token_on_the_command_line_goes_no_further(run, server, tmp_path):
     result = run(*arguments, "--save_strategy", "steps", "--save_steps", "1", HF_TOKEN="")
     assert result.returncode == 0, result.stdout[-4000:]
     assert "model.safetensors" in files_of(server)
-    assert "--hub_token stands in the process list" in result.stdout
+    assert "--hub_token is visible in the process list" in result.stdout
     assert TOKEN not in result.stdout and TOKEN.encode() not in server.bytes_received()
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in paths if TOKEN.encode() in path.read_bytes()]

@@ -1,4 +1,4 @@
-"""`history.jsonl`: what a run writes, and what is read back after resumes and kills."""
+"""`history.jsonl`: the lines that a run writes, and their reader, after resumes and kills."""
 
 import math
 
@@ -60,7 +60,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path):
     run = read(tmp_path)
     assert [(entry["step"], entry["loss"]) for entry in run.logs] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert [entry["kind"] for entry in run.of_kind("start", "stop", "resume")] == ["start", "stop", "resume"]
-    # A new run in the same directory begins again.
+    # A new run in the same directory replaces all earlier lines.
     history.begin(0, checkpoint=None)
     assert read(tmp_path).logs == []
 

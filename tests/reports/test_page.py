@@ -1,4 +1,4 @@
-"""`report.html` in a real browser: no script error, no empty plot, nothing wider than a phone."""
+"""`report.html` in a real browser: no error, no empty chart, and nothing wider than a phone's screen."""
 
 import io
 import json
@@ -17,7 +17,7 @@ PHONE = {"width": 390, "height": 844}
 
 
 def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
-    """Write a run as a recipe does, with experts and samples, that was stopped and resumed."""
+    """Write the files of a run with experts and samples that was stopped and resumed."""
     directory.mkdir()
     launch = {
         "command": "python recipes/pretrain.py --max_steps 40",
@@ -45,7 +45,7 @@ def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
 
 
 def open_page(page: Page, path: Path) -> list[str]:
-    """Open a file as on a phone, and return all errors and all requests to other places."""
+    """Open a file at a phone's width, and return all errors and all requests to other addresses."""
     found: list[str] = []
     page.set_viewport_size(PHONE)
     page.on("pageerror", lambda error: found.append(str(error)))
@@ -76,7 +76,7 @@ def test_the_page_of_a_run(page, tmp_path):
         "Speed",
         "Share of the peak speed",
         "Memory",
-        "Load of the experts at step 40",
+        "Expert load at step 40",
     ]
     for number, caption in enumerate(captions):
         assert num_drawn_pixels(page, number) > 300, f"{caption} is empty"
@@ -89,7 +89,7 @@ def test_the_page_of_a_run(page, tmp_path):
         "checkpoint saved: checkpoint-40",
     ):
         assert expected in text
-    # The newest sample is open, and what a model writes is text.
+    # The newest sample is open, and the page escapes the model's text.
     assert "<script>alert(40)</script>" in text and "alert(10)" not in text
     assert "python recipes/pretrain.py --max_steps 40" in text and "43,162 documents" in text
 
@@ -109,7 +109,7 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
     write_page(runs, path)
     assert open_page(page, path) == []
     assert find_differences(runs) == {"learning_rate": [1e-3, 4e-3]}
-    assert page.locator("h2").all_inner_texts()[0] == "Different settings"
+    assert page.locator("h2").all_inner_texts()[0] == "Differences"
     assert page.locator("table").first.inner_text().split() == ["slow", "fast", "learning_rate", "0.001", "0.004"]
     # Both runs have a line in each chart.
     legend = page.locator("figure svg").nth(2).inner_html()

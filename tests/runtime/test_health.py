@@ -1,4 +1,4 @@
-"""`hf-pretrain doctor`: what is right is ok, what is broken is named with its mend, and the ranks really run."""
+"""`hf-pretrain doctor`: good parts are ok, each defect comes with advice, and the ranks really run."""
 
 import json
 import socket
@@ -76,7 +76,7 @@ def test_the_hub_login_is_checked_and_the_token_never_shown(monkeypatch):
 def test_a_wrong_result_of_a_rank_is_a_defect(monkeypatch):
     monkeypatch.setattr(probe.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(probe.dist, "get_world_size", lambda: 2)
-    # A sum that leaves the value as it is.
+    # This all-reduce leaves the value unchanged.
     monkeypatch.setattr(probe.dist, "all_reduce", lambda tensor: None)
     with pytest.raises(ValueError, match="the sum over the ranks is 1.0 instead of 3.0"):
         probe.check_collective(torch.device("cpu"))
@@ -85,7 +85,7 @@ def test_a_wrong_result_of_a_rank_is_a_defect(monkeypatch):
 @pytest.mark.distributed
 def test_ranks_without_an_answer_are_ended(monkeypatch):
     monkeypatch.setattr(health, "_PROBE_SECONDS", 1)
-    for load, status, advice in ((0.1, BAD, "Firewalls"), (100.0, NOTE, "when idle")):
+    for load, status, advice in ((0.1, BAD, "firewall"), (100.0, NOTE, "when idle")):
         monkeypatch.setattr(health.psutil, "getloadavg", lambda load=load: (load, 0, 0))
         (found,) = health._probe("cpu", 2, [])
         assert found.status == status and advice in found.advice and found.message.startswith("no answer in 1 s")

@@ -1,4 +1,4 @@
-"""`--help`: this package's flags in groups, the common ones of Trainer, and no other."""
+"""`--help` shows this package's flags in groups and the often used flags of Trainer, and no others."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ def test_each_flag_stands_once_under_the_title_of_its_group(parser, monkeypatch)
     text = parser.format_help()
     assert len(flags(text)) == len(set(flags(text))) < 90
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert [title.split()[0] for title in titles] == ["The", "Flags", "Arguments", "Training,", "Flags"]
+    assert [title.split()[0] for title in titles] == ["Model", "Adapter", "Text", "Training,", "Flags"]
     groups = re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:]
     for group, name in zip(
         groups, ("model_preset", "lora_r", "dataset_name", "learning_rate", "max_steps"), strict=True

@@ -18,7 +18,7 @@ def test_the_comparison_has_the_figures_of_the_same_task():
     table = {line[0]: [cell.strip() for cell in line[1:] if cell.strip()] for line in lines}
     assert table["accuracy in %"] == ["arc_easy", "piqa"]
     assert table["this model"] == ["30.00", "51.23"]
-    assert table["minimind-3 (64M)"] == ["28.49", "50.65"] and table["a guess"] == ["25.00", "50.00"]
+    assert table["minimind-3 (64M)"] == ["28.49", "50.65"] and table["random guess"] == ["25.00", "50.00"]
     assert compare_with_published({"blimp": results["blimp"]}) == ""
 
 

@@ -203,5 +203,5 @@ def test_doctor_prints_the_estimate():
     words += ["--memory_gib", "1", "--device", "cpu"]
     result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert re.search(r"the largest batch in 1.0 GiB: \d+ rows", result.stdout), result.stdout
+    assert re.search(r"the largest batch in 1.0 GiB: \d+ sequences", result.stdout), result.stdout
     assert result.stdout.startswith("tiny, muon, ddp")

@@ -1,4 +1,4 @@
-"""Samples at each evaluation: the same prompts, kept in the history, without any effect on the training."""
+"""Samples at each evaluation have the same prompts, are in the history, and do not change the training."""
 
 import torch
 from transformers import TrainerCallback
