@@ -228,7 +228,8 @@ class DistillationTrainer(MaskedLossTrainer):
         # For each evaluated batch, the sum of w * KL and the sum of w.
         self._eval_divergences: list[torch.Tensor] = []
         self._targets: dict[str, torch.Tensor] = {}
-        if distillation_args.cache_teacher_logits is not None:
+        # The cache takes the teacher a pass over all data, and a dry run takes four steps.
+        if distillation_args.cache_teacher_logits is not None and not self.args.dry_run:
             self._ask_once(distillation_args.cache_teacher_logits)
 
     def _extra_flops_per_token(self) -> float:

@@ -7,9 +7,11 @@ writes nothing into `output_dir`.
 
 import atexit
 import math
+import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ import datasets
 import psutil
 import torch
 from datasets.config import HF_DATASETS_CACHE
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.processes import on_main_process
 from ..weights.adapters import base_model_of, is_adapted
-from .arguments import LMTrainingArguments
+from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .efficiency import (
     available_memory_bytes,
     estimate_memory,
@@ -31,6 +35,7 @@ from .efficiency import (
     peak_memory_bytes,
 )
 from .optimizers import optimizer_name
+from .trainer import MaskedLossTrainer
 
 
 NUM_STEPS = 4
@@ -51,11 +56,16 @@ _TURNED_OFF: dict[str, Any] = {
 
 
 def begin_dry_run(args: LMTrainingArguments) -> None:
-    """Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory."""
+    """
+    Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory. All ranks must
+    call this function.
+    """
     args.planned = {name: getattr(args, name) for name in ("output_dir", *_TURNED_OFF)}
     for name, value in _TURNED_OFF.items():
         setattr(args, name, value)
-    args.output_dir = tempfile.mkdtemp(prefix="hf_pretrain-dry-run-")
+    args.output_dir = on_main_process(args, lambda: tempfile.mkdtemp(prefix="hf_pretrain-dry-run-"))
+    # Another machine has no such directory yet.
+    os.makedirs(args.output_dir, exist_ok=True)
     atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
 
 
@@ -71,6 +81,9 @@ def format_plan(trainer: Any) -> str:
     for printer in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printer)
     trainer.add_callback(clock)
+    with suppress(OSError):
+        # From here on, Linux counts the peak memory anew, without the preparation of the data.
+        Path("/proc/self/clear_refs").write_text("5")
     trainer.train()
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     num_steps = trainer.state.max_steps
@@ -86,7 +99,7 @@ def format_plan(trainer: Any) -> str:
             f"{flops_per_token(whole) / 1e6:,.0f} MFLOP per token",
         ),
         *(("" if i else "Data", line) for i, line in enumerate(trainer.run_facts.data)),
-        ("Steps", f"{num_steps:,} of {rows} rows each, {_passes(trainer, rows, num_steps)}"),
+        ("Steps", f"{num_steps:,} of {rows} rows each, {_passes(trainer, num_steps)}"),
     ]
     if tokens:
         lines.append(("Tokens", f"about {tokens:,.0f}, {tokens / number:,.1f} per parameter"))
@@ -112,21 +125,31 @@ def format_plan(trainer: Any) -> str:
 
 
 class _Clock(TrainerCallback):
-    """Time all steps but the first, which allocates memory and compiles, and stop the training."""
+    """Time the steps, and end the training. The first step counts only if it is the only one: it also compiles."""
 
     def __init__(self) -> None:
+        # The beginning of the training, and the end of each step.
         self.times: list[float] = []
 
     @property
+    def num_steps(self) -> int:
+        """Number of steps that count."""
+        return max(1, len(self.times) - 2)
+
+    @property
     def step_seconds(self) -> float:
-        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
+        return (self.times[-1] - self.times[-1 - self.num_steps]) / self.num_steps
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.times = [time.perf_counter()]
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.device.type != "cpu":
             torch.accelerator.synchronize()
         self.times.append(time.perf_counter())
-        # Trainer counts the tokens when it logs.
-        control.should_log = control.should_training_stop = state.global_step >= NUM_STEPS
+        if state.global_step >= min(NUM_STEPS, state.max_steps):
+            # Trainer counts the tokens when it logs.
+            control.should_log = control.should_training_stop = True
 
 
 def _on_meta(model: Any) -> MiniMindForCausalLM:
@@ -135,10 +158,11 @@ def _on_meta(model: Any) -> MiniMindForCausalLM:
         return MiniMindForCausalLM(base_model_of(model).config)
 
 
-def _passes(trainer: Any, rows: int, num_steps: int) -> str:
-    dataset = trainer.train_dataset
+def _passes(trainer: Any, num_steps: int) -> str:
+    dataset, state = trainer.train_dataset, trainer.state
     if isinstance(dataset, datasets.Dataset):
-        return f"{num_steps * rows / len(dataset):,.2f} passes over {len(dataset):,} rows"
+        # The sampler decides how many steps a pass has. GRPO's repeats each row.
+        return f"{num_steps * state.epoch / state.global_step:,.2f} passes over {len(dataset):,} rows"
     return "streamed"
 
 
@@ -169,12 +193,16 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
     peak, free = peak_memory_bytes(args.device), available_memory_bytes(args.device)
     if args.device.type == "cpu":
         # All processes share the memory of the machine, and this process already uses a part of it.
-        free = (free + psutil.Process().memory_info().rss) / max(1, args.world_size)
+        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        free = (free + psutil.Process().memory_info().rss) / max(1, num_here)
     text = f"peak of {peak / 2**30:.2f} GiB per process in the measured steps, of {free / 2**30:.1f} GiB"
     row_length = getattr(trainer.data_collator, "max_length", None)
     # The estimate holds if the run trains all weights of one model on rows of equal length.
-    if row_length is None or hasattr(args, "num_generations") or is_adapted(trainer.model):
+    is_plain = type(trainer) is MaskedLossTrainer and not is_adapted(trainer.model)
+    if row_length is None or not is_plain or args.fp16 or args.gradient_checkpointing or args.activation_checkpointing:
         return text
+    # NOTE: under ZeRO-3, transformers would shard the model of the estimate, too.
+    unset_hf_deepspeed_config()
     layout = trainer._layout
     estimate = estimate_memory(
         whole,
@@ -189,21 +217,21 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
     return f"{text}; an estimated {largest:,} rows of {row_length} tokens fit (--per_device_train_batch_size)"
 
 
-def _num_times(interval: float, num_steps: int) -> int:
-    """
-    Return how often something happens that Trainer does every `interval` steps and after the last step. An interval
-    below 1 is a share of all steps.
-    """
-    return math.ceil(num_steps / (interval if interval >= 1 else max(1.0, math.ceil(interval * num_steps))))
+def _in_steps(interval: float, num_steps: int) -> int:
+    """Return an interval in steps. Below 1, it is a share of all steps, which Trainer rounds up."""
+    return int(interval) if interval >= 1 else math.ceil(interval * num_steps)
 
 
 def _describe_time(trainer: Any, clock: _Clock, num_steps: int) -> str:
     args = trainer.args
     training = clock.step_seconds * num_steps
-    text = f"{clock.step_seconds:.2f} s per step (mean of {len(clock.times) - 1}), {_duration(training)} of training"
+    text = f"{clock.step_seconds:.2f} s per step (mean of {clock.num_steps}), {_duration(training)} of training"
     evaluations = 0
     if args.planned["eval_strategy"] == "steps":
-        evaluations = _num_times(args.eval_steps, num_steps) + args.planned["eval_on_start"]
+        interval = _in_steps(args.eval_steps, num_steps)
+        if args.spaces_evaluations:
+            interval = max(interval, MIN_EVAL_STEPS)
+        evaluations = math.ceil(num_steps / interval) + args.planned["eval_on_start"]
     elif args.planned["eval_strategy"] == "epoch":
         evaluations = math.ceil(args.num_train_epochs)
     if evaluations and trainer.eval_dataset is not None:
@@ -218,7 +246,7 @@ def _describe_disk(trainer: Any, num_steps: int) -> str:
     size = checkpoint_bytes(trainer.model, args, uses_deepspeed=trainer.is_deepspeed_enabled)
     number = 0
     if args.planned["save_strategy"] == "steps":
-        number = _num_times(args.save_steps, num_steps)
+        number = math.ceil(num_steps / _in_steps(args.save_steps, num_steps))
     elif args.planned["save_strategy"] == "epoch":
         number = math.ceil(args.num_train_epochs)
     kept = min(number, args.save_total_limit or number)

@@ -3,8 +3,9 @@
 import re
 
 import pytest
+from datasets import Dataset
 
-from hf_pretrain.training.plan import _num_times, begin_dry_run, format_plan
+from hf_pretrain.training.plan import begin_dry_run, format_plan
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
 from tests.toys import write_jsonl
@@ -18,9 +19,49 @@ def field(plan: str, label: str) -> str:
 @pytest.mark.parametrize(
     ("interval", "num_steps", "expected"), [(10, 95, 10), (0.1, 100, 10), (0.34, 900, 3), (0.5, 7, 2), (200, 100, 1)]
 )
-def test_the_number_of_saves_is_that_of_trainer(interval, num_steps, expected):
+def test_the_number_of_saves_is_that_of_trainer(tmp_path, interval, num_steps, expected):
     # Trainer rounds a share of all steps up to whole steps, and saves at its multiples and after the last step.
-    assert _num_times(interval, num_steps) == expected
+    trainer = make_run_trainer(tmp_path / "run", max_steps=num_steps, save_steps=interval, save_total_limit=None)
+    begin_dry_run(trainer.args)
+    assert field(format_plan(trainer), "Disk").startswith(f"{expected} checkpoints")
+
+
+@pytest.mark.parametrize(("max_steps", "eval_steps", "expected"), [(100, None, 2), (1000, None, 10), (100, 0.1, 10)])
+def test_the_number_of_evaluations_is_that_of_the_run(tmp_path, max_steps, eval_steps, expected):
+    # By default, a run evaluates at most every 50 steps.
+    trainer = make_run_trainer(tmp_path / "run", max_steps=max_steps, eval_strategy="steps", eval_steps=eval_steps)
+    begin_dry_run(trainer.args)
+    assert f"; {expected} evaluations" in field(format_plan(trainer), "Time")
+
+
+def test_a_run_shorter_than_the_dry_run_is_not_exceeded(tmp_path):
+    trainer = make_run_trainer(tmp_path / "run", max_steps=1)
+    begin_dry_run(trainer.args)
+    plan = format_plan(trainer)
+    assert trainer.state.global_step == 1
+    assert "mean of 1" in field(plan, "Time") and not field(plan, "Time").startswith("0.00 s")
+
+
+def test_passes_follow_from_the_steps_of_a_pass(tmp_path):
+    # Thirteen rows do not fill a batch of 64, so each step is a pass.
+    trainer = make_run_trainer(tmp_path / "run", max_steps=20, per_device_train_batch_size=64)
+    trainer.train_dataset = Dataset.from_list(trainer.train_dataset)
+    begin_dry_run(trainer.args)
+    assert "20.00 passes over 13 rows" in field(format_plan(trainer), "Steps")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.distributed
+def test_two_ranks_plan_together(tmp_path, launcher):
+    data = write_jsonl(tmp_path / "a.jsonl", [f"{number} is a number, {number + 1} the next." for number in range(60)])
+    words = ["--dataset_name", data, "--output_dir", str(tmp_path / "out"), "--max_length", "32", "--use_cpu"]
+    words += ["--bf16", "false", "--vocab_size", "300", "--max_steps", "200", "--dry_run", "--report_to", "none"]
+    words += ["--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4"]
+    if launcher == "deepspeed":
+        words += ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
+    result = start([*launcher_command(launcher), str(ROOT / "recipes/pretrain.py"), *words])
+    assert result.returncode == 0, result.stdout
+    assert "200 of 16 rows each" in result.stdout and "rows of 32 tokens fit" in result.stdout
 
 
 def test_the_plan_has_the_figures_of_the_run(tmp_path):
