@@ -141,7 +141,7 @@ def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
     try:
         output, errors = ranks.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
-        # Killing torchrun alone would leave its ranks behind. A suspended torchrun starts no further ones.
+        # Killing torchrun alone would leave its ranks behind. A suspended torchrun starts no new ranks.
         torchrun = psutil.Process(ranks.pid)
         torchrun.suspend()
         for process in [*torchrun.children(recursive=True), torchrun]:
@@ -166,7 +166,10 @@ def _no_answer(what: str) -> Finding:
     # The doctor's own ranks are up to four processes.
     if load > 2 * num_cores:
         return Finding(
-            what, NOTE, f"{message}, with a load of {load:.0f} on {num_cores} cores", "Repeat this when idle."
+            what,
+            NOTE,
+            f"{message}, with a load of {load:.0f} on {num_cores} cores",
+            "Stop other programs, and run the doctor again.",
         )
     advice = "A firewall or a wrong host name may be the cause. Try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
     return Finding(what, BAD, message, advice)
@@ -240,7 +243,7 @@ def examine() -> Iterator[Finding]:
 
 
 def print_findings(*, as_json: bool) -> bool:
-    """Print the findings of all checks, and return whether the machine has no defect."""
+    """Print the findings of all checks, and return whether this machine has no defect."""
     findings = []
     for finding in examine():
         findings.append(finding)

@@ -85,7 +85,7 @@ def test_a_wrong_result_of_a_rank_is_a_defect(monkeypatch):
 @pytest.mark.distributed
 def test_ranks_without_an_answer_are_ended(monkeypatch):
     monkeypatch.setattr(health, "_PROBE_SECONDS", 1)
-    for load, status, advice in ((0.1, BAD, "firewall"), (100.0, NOTE, "when idle")):
+    for load, status, advice in ((0.1, BAD, "A firewall"), (100.0, NOTE, "Stop other programs")):
         monkeypatch.setattr(health.psutil, "getloadavg", lambda load=load: (load, 0, 0))
         (found,) = health._probe("cpu", 2, [])
         assert found.status == status and advice in found.advice and found.message.startswith("no answer in 1 s")
