@@ -12,8 +12,9 @@ EXPECTED_NAME = "expected.json"
 
 def find_expected(run: Run) -> dict[str, Any] | None:
     """
-    Return the recorded results of the default run with the same YAML file; `None` if there are none. The results hold
-    `hardware`, `seconds`, `steps`, `metrics`, and `curves`, which are lists of pairs of tokens and value.
+    Return the recorded results of the default run with the same YAML file and number of steps; `None` if there are
+    none. The results hold `hardware`, `seconds`, `steps`, `metrics`, and `curves`, which are lists of pairs of tokens
+    and value.
     """
     config = run.arguments.get("config")
     path = Path(str(config)).with_name(EXPECTED_NAME)
@@ -24,10 +25,13 @@ def find_expected(run: Run) -> dict[str, Any] | None:
     path = Path(directory) / path
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        # The user has another file of this name, or no such file.
+        found = recorded[Path(str(config)).stem]
+        # The learning rate of a run with another number of steps decays elsewhere, and so does its loss.
+        is_default = found["steps"] in (run.arguments.get("max_steps"), run.launches[-1].get("steps"))
+        return found if is_default and isinstance(found["curves"], dict) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # There is no such file, or it is another file of the user's.
         return None
-    return recorded.get(Path(str(config)).stem)
 
 
 __all__ = ["EXPECTED_NAME", "find_expected"]

@@ -8,6 +8,7 @@ run loses no line. [`~reports.runs.read_run`] reads the file.
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ class History:
         }
         line = json.dumps({"kind": kind, "time": time.time(), "step": step} | figures, ensure_ascii=False, default=str)
         try:
-            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(line + "\n")
+            with self.path.open("ab+") as file:
+                # A full disk or a power failure may have cut the last line off.
+                is_torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+                file.write(b"\n" * is_torn + line.encode(errors="backslashreplace") + b"\n")
         except OSError as error:
             # The run matters more than its history.
             logger.warning_once(f"{self.path} could not be written: {error}. The run continues without its history.")

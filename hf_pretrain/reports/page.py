@@ -64,7 +64,8 @@ def write_page(runs: list[Run], path: Path) -> None:
     )
     # Renaming is atomic, so a browser never reads half a page.
     scratch = path.with_name(f".{path.name}")
-    scratch.write_text(text, encoding="utf-8")
+    # A sample may hold half of a surrogate pair, which UTF-8 cannot write.
+    scratch.write_text(text, encoding="utf-8", errors="replace")
     scratch.replace(path)
 
 
@@ -98,7 +99,9 @@ def _draw_charts(runs: list[Run]):
     for over, x_label in (("tokens", "tokens (millions)"), ("minutes", "minutes of training")):
         lines = of("loss", over=over, label="training", style={"alpha": 0.45})
         lines += of("eval_loss", over=over, label="validation", style={"marker": "o", "markersize": 3})
-        if lines and not has_reward:
+        # DPO logs no speed, so the minutes of its steps are unknown.
+        is_known = over == "tokens" or any(max(run.training_seconds().values()) for run in runs)
+        if lines and is_known and not has_reward:
             marks = _marks(runs[0]) if len(runs) == 1 and over == "tokens" else ()
             if len(runs) == 1 and over == "tokens":
                 lines = _expected_lines(runs[0]) + lines

@@ -53,19 +53,20 @@ class Run:
 
     def series(self, key: str, *, over: str = "tokens") -> tuple[list[float], list[float]]:
         """
-        Return the x and y values of a logged figure.
+        Return the x and y values of a logged figure, one point per step. With `--load_best_model_at_end`, a second
+        validation at the last step belongs to an earlier step, and is left out.
 
         Args:
             key (`str`): name of the figure in the log.
             over (`str`): `tokens` (millions that the run has seen) or `minutes` (of training).
         """
         seconds = self.training_seconds()
-        points = [
-            (entry["num_input_tokens_seen"] / 1e6 if over == "tokens" else seconds[entry["step"]] / 60, entry[key])
-            for entry in self.logs
-            if isinstance(entry.get(key), (int, float)) and "num_input_tokens_seen" in entry
-        ]
-        return [x for x, _ in points], [y for _, y in points]
+        points: dict[int, tuple[float, float]] = {}
+        for entry in self.logs:
+            if isinstance(entry.get(key), (int, float)) and "num_input_tokens_seen" in entry:
+                x = entry["num_input_tokens_seen"] / 1e6 if over == "tokens" else seconds[entry["step"]] / 60
+                points.setdefault(entry["step"], (x, entry[key]))
+        return [x for x, _ in points.values()], [y for _, y in points.values()]
 
     def last(self, key: str) -> float | None:
         """Return the last value of a logged figure; `None` if it was never logged."""
@@ -106,7 +107,9 @@ def _read_history(path: Path) -> list[dict[str, Any]]:
     steps that it repeats, but not the events.
     """
     entries: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    # Other ends of lines than "\n" may stand within a sample.
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    for line in filter(None, lines):
         try:
             entry = json.loads(line)
         except ValueError:

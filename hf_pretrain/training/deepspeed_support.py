@@ -114,7 +114,12 @@ def remove_stale_build_locks() -> None:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     # The directory of a kernel lies in a directory for the Python and CUDA version, or in TORCH_EXTENSIONS_DIR itself.
     locks = [path for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern)]
-    mine = [path for path in locks if path.stat().st_uid == os.getuid()]
+    mine = []
+    for path in locks:
+        # A build that ends now removes its lock.
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                mine.append(path)
     if not mine:
         return
     held: set[Path] = set()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_pretrain.reports.history import HISTORY_NAME, History
+from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.runs import RECORD_NAME, read_run
 from tests.training.test_trainer import make_documents, make_model, make_trainer
 
@@ -73,6 +74,36 @@ def test_a_torn_line_and_a_figure_that_is_not_finite_are_survived(tmp_path):
         file.write('{"kind": "lo')
     (entry,) = read(tmp_path).logs
     assert entry["loss"] is None
+    # The next line does not become a part of the torn one: the resume replaces the step after its checkpoint.
+    history.begin(0, checkpoint="checkpoint-0")
+    assert read(tmp_path).logs == [] and len(read(tmp_path).of_kind("resume")) == 1
+    # Half of a character, as at the end of a full disk.
+    with (tmp_path / HISTORY_NAME).open("ab") as file:
+        file.write("好".encode()[:2])
+    assert len(read(tmp_path).of_kind("resume")) == 1
+
+
+def test_a_sample_may_hold_any_character(tmp_path):
+    history = History(tmp_path, is_writer=True)
+    history.begin(0, checkpoint=None)
+    text = "a\u2028b\u0085c\nd\udcff"
+    history.add("samples", 1, samples=[["prompt", text]])
+    run = read(tmp_path)
+    assert run.of_kind("samples")[0]["samples"] == [["prompt", text]]
+    write_page([run], tmp_path / "report.html")
+    assert "a\u2028b" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_an_evaluation_after_the_end_is_no_point_of_the_curve(tmp_path):
+    history = History(tmp_path, is_writer=True)
+    history.begin(0, checkpoint=None)
+    for step, loss in ((5, 3.3), (10, 4.0)):
+        history.add("log", step, eval_loss=loss, num_input_tokens_seen=1000 * step)
+    history.add("end", 10)
+    # --load_best_model_at_end evaluates the model of step 5 again.
+    history.add("log", 10, eval_loss=3.3, num_input_tokens_seen=10_000)
+    run = read(tmp_path)
+    assert run.series("eval_loss") == ([0.005, 0.01], [3.3, 4.0]) and run.last("eval_loss") == 3.3
 
 
 def test_only_the_first_process_writes_and_only_a_run(tmp_path):

@@ -119,17 +119,30 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
 
 def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):
     run = write_run(tmp_path / "mine")
-    recorded = {"pretrain": {"curves": {"eval_loss": [[10_000, 4.0], [40_000, 1.5]]}}}
+    recorded = {"pretrain": {"steps": 40, "curves": {"eval_loss": [[10_000, 4.0], [40_000, 1.5]]}}}
     (tmp_path / "expected.json").write_text(json.dumps(recorded))
     legends = []
-    for config in ("pretrain.yaml", "sft.yaml"):
-        run.launches[-1] |= {"directory": str(tmp_path)}
-        run.arguments["config"] = config
+    for config, max_steps in (("pretrain.yaml", 40), ("sft.yaml", 40), ("pretrain.yaml", 80)):
+        run.launches[-1] |= {"directory": str(tmp_path), "steps": max_steps}
+        run.arguments.update(config=config, max_steps=max_steps)
         write_page([run], tmp_path / "report.html")
         open_page(page, tmp_path / "report.html")
         legends.append("validation, default run" in page.locator("figure svg").first.inner_html())
-    # There is no record of the other stage.
-    assert legends == [True, False]
+    # There is no record of the other stage, nor of a run of that length.
+    assert legends == [True, False, False]
+    # Another file of this name is the user's own.
+    (tmp_path / "expected.json").write_text('{"pretrain": ["mine"]}')
+    write_page([run], tmp_path / "report.html")
+
+
+def test_runs_without_a_logged_speed_have_no_chart_over_minutes(page, tmp_path):
+    run = write_run(tmp_path / "dpo")
+    for entry in run.logs:
+        entry.pop("tokens_per_second", None)
+    write_page([run], tmp_path / "report.html")
+    assert open_page(page, tmp_path / "report.html") == []
+    captions = page.locator("figcaption").all_inner_texts()
+    assert "Loss over tokens" in captions and "Loss over minutes" not in captions
 
 
 def test_a_run_without_figures_has_a_page(page, tmp_path):
