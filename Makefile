@@ -27,6 +27,9 @@ ARGS ?=
 ifeq ($(filter $(DEVICE),cuda cpu auto),)
   $(error DEVICE=$(DEVICE) is unknown: use cuda, cpu or auto)
 endif
+ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null | grep ^GPU)),cuda)
+  $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=cpu)
+endif
 ifeq ($(filter $(LAUNCHER),torchrun deepspeed accelerate),)
   $(error LAUNCHER=$(LAUNCHER) is unknown: use torchrun, accelerate or deepspeed)
 endif

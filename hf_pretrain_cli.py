@@ -129,6 +129,9 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         preset = ("minimind2-small" if gpus else "tiny") if args.preset == "auto" else args.preset
         rest = ["--config", _shorten(RECIPES / preset / f"{stage}.yaml"), *rest]
     nproc = args.nproc if args.nproc is not None else len(gpus) or 1
+    if flags & {"-h", "--help", "--help-all"}:
+        # One process prints the help.
+        nproc, args.launcher = 1, "torchrun"
     if nproc < 1 or (gpus and nproc > len(gpus)):
         fail(
             f"--nproc {nproc} is not possible: this machine has {len(gpus) or 'no'} GPU(s) to use. Start at least one "
@@ -153,7 +156,9 @@ def _shorten(path: Path) -> str:
 def _launch(args: argparse.Namespace, nproc: int, gpus: list[str]) -> list[str]:
     """Return the words of the command before the recipe."""
     python = Path(sys.executable)
-    program = _shorten(python.with_name(args.launcher))
+    # The programs lie beside Python or, after `pip install --user`, beside this command.
+    places = [path for path in (python, Path(sys.argv[0]).absolute()) if path.with_name(args.launcher).is_file()]
+    program = _shorten((places or [python])[0].with_name(args.launcher))
     if args.launcher == "torchrun":
         torchrun = [program, "--standalone", "--nproc_per_node", str(nproc)]
         return [_shorten(python)] if nproc == 1 else torchrun

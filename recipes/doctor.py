@@ -63,6 +63,8 @@ class DoctorArguments:
 def main(args: DoctorArguments):
     if args == DoctorArguments(json=args.json):
         raise SystemExit(0 if print_findings(as_json=args.json) else 1)
+    if args.json:
+        raise ValueError("--json is for the findings about the machine. Leave it out to estimate the memory of a run.")
     preset = args.model_preset or default_preset()
     recipe = read_config(Path(__file__).parent / preset / "pretrain.yaml")
     default = "adamw" if args.strategy == "zero3" else recipe.get("optim_preset", "muon")

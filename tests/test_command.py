@@ -128,6 +128,25 @@ def test_make_uses_the_gpus(four_gpus, monkeypatch):
     assert "--include localhost:0,1 " in command and command.count("--use_cpu") == 1
 
 
+def test_make_refuses_cuda_without_a_gpu(no_gpus):
+    result = run(["make", "-n", "pretrain", f"VENV={sys.prefix}", "DEVICE=cuda"], cwd=ROOT)
+    assert result.returncode != 0 and "DEVICE=cuda: nvidia-smi lists no GPU." in result.stderr
+
+
+def test_one_process_prints_the_help(four_gpus):
+    _, command = command_of("pretrain", "--nproc", "4", "--launcher", "accelerate", "--help")
+    assert re.fullmatch(r"python\S* recipes/pretrain.py --help", command)
+
+
+def test_a_launcher_beside_the_command_is_found(no_gpus, monkeypatch, tmp_path):
+    # `pip install --user` puts programs into another directory than Python.
+    (tmp_path / "torchrun").touch()
+    monkeypatch.setattr(hf_pretrain_cli.sys, "executable", "/nowhere/python3")
+    monkeypatch.setattr(hf_pretrain_cli.sys, "argv", [str(tmp_path / "hf-pretrain")])
+    _, command = hf_pretrain_cli.make_command("pretrain", ["--nproc", "2"])
+    assert command[0] == str(tmp_path / "torchrun")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -95,8 +95,8 @@ def check_make(words: list[str]) -> None:
     assert result.returncode == 0 and "Nothing to be done" not in result.stdout, result.stdout + result.stderr
     for line in result.stdout.replace("\\\n", " ").splitlines():
         started = shlex.split(line)
-        if "hf_pretrain_cli.py" in started:
-            check_command(started[started.index("hf_pretrain_cli.py") + 1 :])
+        if started[1:2] == ["hf_pretrain_cli.py"]:
+            check_command(started[2:])
 
 
 def check_command(words: list[str]) -> None:

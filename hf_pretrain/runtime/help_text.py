@@ -39,7 +39,7 @@ class FlagFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         # Switches are off by default.
-        is_known = action.default in (None, False, argparse.SUPPRESS) or "default" in text
+        is_known = action.default in (None, False, "", argparse.SUPPRESS) or "default" in text
         return text if is_known or not action.option_strings else f"{text} (default: %(default)s)"
 
 
@@ -79,7 +79,9 @@ def _groups(dataclass_types: list[type], *, shows_all: bool) -> Iterator[tuple[s
     """Yield title and names of each group: for each dataclass its fields of this package, then fields of libraries."""
     theirs: list[str] = []
     for cls in dataclass_types:
-        mine = [name for base in reversed(cls.__mro__) if base.__module__.startswith(_PACKAGE) for name in _own(base)]
+        # A recipe runs as `__main__`, and may define a dataclass of its own.
+        ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith((_PACKAGE, "__main__"))]
+        mine = [name for base in ours for name in _own(base)]
         sentence = (inspect.getdoc(cls) or cls.__name__).split("\n\n")[0].replace("\n", " ").rstrip(".")
         yield getattr(cls, "help_title", sentence), list(dict.fromkeys(mine))
         theirs += [field.name for field in dataclasses.fields(cls) if field.init and field.name not in mine]

@@ -264,10 +264,11 @@ def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str
         recipe (`str`): the recipe of the run, such as `pretrain`.
     """
     model = ["--model_name_or_path", args.output_dir]
-    commands = [("Talk to it", ["hf-pretrain", "chat", *model])]
+    program = _program()
+    commands = [("Talk to it", [program, "chat", *model])]
     if recipe in NEXT_STAGES:
         stage = NEXT_STAGES[recipe]
-        words = ["hf-pretrain", stage, *model, "--output_dir", f"{args.output_dir.rstrip('/')}-{stage}"]
+        words = [program, stage, *model, "--output_dir", f"{args.output_dir.rstrip('/')}-{stage}"]
         # The YAML file of the preset's next stage is in the same directory as the file of this run.
         config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
         if config is not None and config.is_file():
@@ -280,6 +281,15 @@ def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str
             words.append("--use_cpu")
         commands.append(("Next stage", words))
     return [(label, shlex.join(words)) for label, words in commands]
+
+
+def _program() -> str:
+    """Return the name of the command, or its path if its environment is not active in the shell of the user."""
+    is_active = sys.prefix in (sys.base_prefix, os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX"))
+    path = Path(sys.executable).with_name("hf-pretrain")
+    if is_active or not path.is_file():
+        return "hf-pretrain"
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def write_run_card(

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def test_report_names_everything(monkeypatch):
 def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     args = LMTrainingArguments(output_dir="out/a/", config=str(ROOT / "recipes/tiny/pretrain.yaml"), use_cpu=True)
     monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/pretrain.py"), "--use_cpu"])
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     chat, sft = next_commands(args, "pretrain")
     assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/a/")
     start = "hf-pretrain sft --model_name_or_path out/a/ --output_dir out/a-sft"
@@ -54,6 +56,11 @@ def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     assert next_commands(args, "pretrain")[1][1] == f"{start} --config {ROOT}/recipes/tiny/sft.yaml"
     monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
     assert "--nproc 2" in next_commands(args, "sft")[1][1] and "hf-pretrain dpo" in next_commands(args, "sft")[1][1]
+    # Outside of its environment, the shell does not find the command by name.
+    monkeypatch.setenv("VIRTUAL_ENV", "elsewhere")
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    program = Path(shlex.split(next_commands(args, "sft")[0][1])[0])
+    assert sys.prefix == sys.base_prefix or program.absolute() == Path(sys.executable).with_name("hf-pretrain")
     # After the last stage, there is only the chat.
     assert [label for label, _ in next_commands(args, "grpo")] == ["Talk to it"]
 
