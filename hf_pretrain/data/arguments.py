@@ -22,7 +22,9 @@ class SourceArguments:
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
-        metadata={"help": "One or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision."},
+        metadata={
+            "help": "One or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision, modelscope://id."
+        },
     )
     dataset_weights: list[float] | None = field(
         default=None, metadata={"help": "Sampling weight of each dataset; without weights, they are concatenated."}
