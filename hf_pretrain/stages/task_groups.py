@@ -11,7 +11,8 @@ GROUPS = {
     "small": ("blimp", "zhoblimp"),
 }
 # Accuracies in percent from https://github.com/jingyaogong/minimind (README.md, in the order of the group `minimind`).
-# They are normalised by length (acc_norm) wherever lm-eval computes that: TinyLlama's acc on hellaswag lies near 46.
+# The README does not name the metric. Its figures of known models are acc_norm wherever lm-eval computes that:
+# TinyLlama's acc on hellaswag lies near 46. Chat models were asked through their chat templates.
 PUBLISHED = {
     "minimind-3 (64M)": (24.89, 25.38, 28.49, 50.65, 23.60, 28.28, 34.19),
     "minimind-3-moe (198M)": (25.48, 24.32, 27.74, 50.71, 26.20, 27.43, 34.03),
@@ -65,10 +66,11 @@ def format_comparison(results: dict[str, Any]) -> str:
     cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     cells.insert(1, ["-" * width for width in widths])
     notes = [
-        "Published figures: MiniMind's README, measured with lm-eval; acc_norm, or acc where there is no acc_norm."
+        "Published figures: MiniMind's README, measured with lm-eval; acc_norm, or acc where there is no acc_norm.",
+        "Chat models, also the published ones, were asked through their chat templates, all others in plain text.",
     ]
-    if results["apply_chat_template"]:
-        notes.append("They were measured without a chat template; --apply_chat_template false measures this model so.")
+    if results["apply_chat_template"] is False:
+        notes[1] += " This model was asked in plain text."
     if results["limit"] is not None:
         notes.append(f"With --limit {results['limit']:g}, this model answered only a part of the questions.")
     return "\n".join([*(f"| {' | '.join(row)} |" for row in cells), "", *notes])

@@ -36,9 +36,10 @@ def test_the_comparison_as_a_table():
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert table[0] == ["accuracy in %", "piqa", "social_iqa"] and ["this model", "51.23", "30.00"] in table
     assert ["TinyLlama-1.1B", "74.43", "43.09"] in table
-    assert "chat template" not in lines[-1]
+    assert lines[-1].endswith("This model was asked in plain text.")
     notes = format_comparison(results | {"limit": 10, "apply_chat_template": True})
-    assert "measured without a chat template" in notes and "With --limit 10, this model answered only a part" in notes
+    assert "in plain text." in notes and "This model was asked" not in notes
+    assert "With --limit 10, this model answered only a part" in notes
     assert format_comparison({"comparison": {}}) == format_comparison({}) == ""
 
 
