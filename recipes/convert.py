@@ -11,7 +11,8 @@ Convert MiniMind weights of any generation into one of seven formats, and merge 
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
 The recipe reads the result back, and compares its logits with the logits of the source. The output and the model card
-state the largest difference.
+state the largest difference. For a GGUF file with rounded weights, they also state the perplexity on validation text
+before and after.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from hf_pretrain.weights.adapters import adapter_base, merge_adapter
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
 from hf_pretrain.weights.loading import UPSTREAM_FIELDS, load_upstream
 from hf_pretrain.weights.model_arguments import parse_fields
+from hf_pretrain.weights.perplexity import validation_documents
 
 
 def main(args: argparse.Namespace) -> None:
@@ -44,6 +46,8 @@ def main(args: argparse.Namespace) -> None:
     repo_id = args.hub_model_id or Path(args.to).name
     if args.push:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
+    # A GGUF file with rounded weights costs perplexity: measure how much.
+    is_rounded = args.format == "gguf" and args.dtype not in (None, "float32")
     report = export(
         model,
         args.to,
@@ -64,6 +68,7 @@ def main(args: argparse.Namespace) -> None:
             has_tokenizer=tokenizer is not None,
         ),
         overwrite=args.overwrite,
+        documents=validation_documents(args.dataset_name, tokenizer) if is_rounded and tokenizer else None,
     )
     print(f"{args.to}: {report}")
     if args.push:
@@ -83,6 +88,12 @@ if __name__ == "__main__":
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
+    parser.add_argument(
+        "--dataset_name",
+        nargs="+",
+        default=["embedded"],
+        help="for GGUF: the perplexity is measured on the validation set of these data",
+    )
     parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default the source's")
     parser.add_argument(
         "--stage", help="for upstream: first part of the file name; by default the source's, or full_sft"

@@ -5,12 +5,14 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     python recipes/evaluate.py --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
     python recipes/evaluate.py --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
     python recipes/evaluate.py --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny
+    python recipes/evaluate.py --tasks minimind,small --validation_fraction 0
     python recipes/evaluate.py --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
 By default, the recipe evaluates the newest run in `out/`. With the flags or the `--config` of a pretraining run, it
 reproduces the validation metrics that this run printed at its end. It writes all results to `evaluation.json` and to
-the `model-index` of the model card, in the model's directory.
+the `model-index` of the model card, in the model's directory. It also compares the tasks of the group `minimind` with
+published figures, in `comparison.md`.
 """
 
 import importlib.metadata
@@ -84,12 +86,11 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
             batch_size=training_args.per_device_eval_batch_size,
             is_chat=is_chat,
         )
+        results["comparison"] = compare_with_published(results["tasks"])
     # All ranks hold the same figures; one writes them.
     if is_main:
         path = write_results(results, facts, directory=training_args.output_dir)
         print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")
-        if comparison := compare_with_published(results["tasks"]):
-            print(f"\n{comparison}")
         if training_args.push_to_hub:
             print(f"Pushed to {push_folder(name, trainer.hub_model_id, message='Evaluation')}")
 

@@ -23,8 +23,8 @@ class SourceArguments:
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
         metadata={
-            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id (name:config@revision), or "
-            "a file on the Hub (owner/name:file.jsonl)."
+            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id (name:config@revision), a "
+            "file on the Hub (owner/name:file.jsonl), or modelscope://owner/name:file.jsonl."
         },
     )
     dataset_weights: list[float] | None = field(

@@ -72,8 +72,9 @@ def load_documents(
 
     Args:
         dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
-            `name[:config][@revision]` (its split `train`), or a file on the Hub, `owner/name:file.jsonl[@revision]` or
-            `hf://datasets/owner/name[@revision]/file.jsonl`. Files are JSONL (`.jsonl`), `.json` (an array of
+            `name[:config][@revision]` (its split `train`), a file on the Hub, `owner/name:file.jsonl[@revision]` or
+            `hf://datasets/owner/name[@revision]/file.jsonl`, or files on ModelScope,
+            `modelscope://owner/name[:file.jsonl][@revision]`. Files are JSONL (`.jsonl`), `.json` (an array of
             objects, or one object per line), `.parquet` and `.txt` (blank lines separate documents); all but parquet
             also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is

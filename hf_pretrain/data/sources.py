@@ -10,9 +10,11 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from ..runtime.names import MODELSCOPE
 from .corpora import EMBEDDED_CORPORA
 from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
 from .hub_files import download_hub_files, parse_hub_file
+from .modelscope_files import download_modelscope_files
 
 
 logger = logging.get_logger(__name__)
@@ -42,7 +44,7 @@ def check_unchanged(source: str, state: tuple[int, int]) -> None:
 def find_sources(name: str) -> list[str] | None:
     """
     Return the embedded parts or files that a name stands for, in order, or `None` for the Hub id of a whole dataset.
-    Download single files on the Hub.
+    Download single files on the Hub, and all files on ModelScope.
 
     Raises:
         `ValueError`: if there is no such part or file, or a file is empty or of an unknown format.
@@ -53,6 +55,8 @@ def find_sources(name: str) -> list[str] | None:
         if name not in EMBEDDED_SOURCES:
             raise ValueError(f"No embedded corpus {name!r}. There are: {', '.join(EMBEDDED_SOURCES)}, or embedded.")
         return [name]
+    if name.startswith(MODELSCOPE):
+        return download_modelscope_files(name)
     path = Path(name).expanduser()
     # A local file takes precedence over a file on the Hub.
     hub_file = None if path.exists() else parse_hub_file(name)

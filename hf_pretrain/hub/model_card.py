@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ..data.corpora import LANGUAGES
+from ..data.hub_files import parse_hub_file
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
-from ..runtime.names import DatasetName, is_path, split_hub_name
+from ..runtime.names import MODELSCOPE, DatasetName, is_path, split_hub_name
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME, unsupported_feature
 from ..weights.gguf import FILE_NAME, gguf_layout
@@ -65,13 +66,14 @@ class RunFacts:
     @property
     def hub_datasets(self) -> list[str]:
         """The Hub ids among the datasets, for the card's metadata."""
-        names = [DatasetName.parse(name) for name in self.datasets if not _is_local(name)]
+        elsewhere = [name for name in self.datasets if not _is_local(name) and not name.startswith(MODELSCOPE)]
+        names = [parse_hub_file(name) or DatasetName.parse(name) for name in elsewhere]
         return [name.repo_id for name in names if not name.is_embedded]
 
 
 def _is_local(name: str) -> bool:
     """Return whether a dataset or model name is a path or a glob on this machine."""
-    return is_path(name) or any(mark in name for mark in "*?[")
+    return "://" not in name and (is_path(name) or any(mark in name for mark in "*?["))
 
 
 def _hub_id(name: str | None) -> str | None:

@@ -125,14 +125,18 @@ def _lines(
 
 
 def _expected_lines(run: Run) -> list[Line]:
-    """Return the line of the validation loss of the preset's default run, to draw behind the lines of a run."""
-    expected = find_expected(run)
-    points = expected["curves"].get("eval_loss", []) if expected else []
-    if not points:
-        return []
-    x, y = zip(*points, strict=True)
-    style = {"color": "#6b7280", "linestyle": "--", "marker": "s", "markersize": 3}
-    return [("validation, default run", [tokens / 1e6 for tokens in x], y, style)]
+    """Return the lines of the preset's default run, to draw behind the lines of a run."""
+    curves = (find_expected(run) or {"curves": {}})["curves"]
+    styles: dict[str, dict[str, Any]] = {
+        "loss": {"alpha": 0.3},
+        "eval_loss": {"linestyle": "--", "marker": "s", "markersize": 3},
+    }
+    lines: list[Line] = []
+    for key, name in (("loss", "training, default run"), ("eval_loss", "validation, default run")):
+        if key in curves:
+            x, y = zip(*curves[key], strict=True)
+            lines.append((name, [tokens / 1e6 for tokens in x], y, {"color": "#6b7280"} | styles[key]))
+    return lines
 
 
 def _marks(run: Run) -> list[tuple[float, str]]:

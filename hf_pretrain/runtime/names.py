@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+# Datasets on ModelScope: modelscope://owner/name:file.jsonl@revision.
+MODELSCOPE = "modelscope://"
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
@@ -82,4 +84,4 @@ def may_be_checkpoint(name: str | Path) -> bool:
     return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
 
 
-__all__ = ["DatasetName", "is_path", "may_be_checkpoint", "model_name", "split_hub_name"]
+__all__ = ["MODELSCOPE", "DatasetName", "is_path", "may_be_checkpoint", "model_name", "split_hub_name"]

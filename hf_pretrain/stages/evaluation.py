@@ -1,5 +1,5 @@
 """
-Arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json`, a table, and the card's `model-index`.
+Arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json`, tables, and the card's `model-index`.
 """
 
 import importlib.util
@@ -15,10 +15,10 @@ from ..data.arguments import ChatArguments
 from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
 from ..runtime.metrics import METRICS
 from ..training.arguments import LMTrainingArguments
-from .task_groups import GROUPS
+from .task_groups import GROUPS, format_comparison
 
 
-RESULTS_NAME = "evaluation.json"
+RESULTS_NAME, COMPARISON_NAME = "evaluation.json", "comparison.md"
 
 
 @dataclass
@@ -105,7 +105,7 @@ class EvaluationArguments(LMTrainingArguments):
 
 
 def format_results(results: dict[str, Any]) -> str:
-    """Return the results as a table for the terminal."""
+    """Return the results as tables for the terminal."""
     rows = [("on", "metric", "value", "")]
     # The key keeps its older name, held_out, because other programs read the saved file.
     figures = results["held_out"]
@@ -119,12 +119,14 @@ def format_results(results: dict[str, Any]) -> str:
             rows.append((task, metric, f"{entry['value']:.4f}", error))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    comparison = format_comparison(results)
+    return "\n".join([*lines, "", comparison] if comparison else lines)
 
 
 def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
     """
-    Write `evaluation.json`, and the same figures into the `model-index` of the model card.
+    Write `evaluation.json`, and the same figures into the `model-index` of the model card. If the results hold a
+    comparison with published figures, also write it to `comparison.md`.
 
     The text of an existing card does not change. A missing card is created with only these figures.
 
@@ -135,6 +137,8 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if comparison := format_comparison(results):
+        (directory / COMPARISON_NAME).write_text(comparison + "\n", encoding="utf-8")
     entries = validation_results(results["held_out"], facts)
     # With --limit, a score covers only a part of the task's examples, so it must not go into the card.
     if results.get("limit") is None:

@@ -10,6 +10,7 @@ import copy
 import difflib
 from typing import Any
 
+from datasets.exceptions import DatasetNotFoundError
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -82,7 +83,8 @@ def evaluate_tasks(
             holds the `value` and `stderr` of each metric.
 
     Raises:
-        `ValueError`: for a task that lm-eval does not know. The message names the nearest one.
+        `ValueError`: for a task that lm-eval does not know (naming the nearest one), or if the data of a task cannot
+            be downloaded (naming the datasets of all tasks).
     """
     manager = TaskManager(include_path=include_path, include_defaults=False)
     # Indexing the thousands of tasks in lm-eval takes about ten seconds, so search the user's own tasks first.
@@ -92,20 +94,44 @@ def evaluate_tasks(
         if not manager.match_tasks([task]):
             nearest = difflib.get_close_matches(task, manager.all_tasks, n=1, cutoff=0)[0]
             raise ValueError(f"--tasks: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
-    output = simple_evaluate(
-        # A rendered conversation begins with the template's own token.
-        model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-        if is_chat
-        else BosHFLM(model, tokenizer, batch_size=batch_size),
-        apply_chat_template=is_chat,
-        tasks=tasks,
-        task_manager=manager,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        # Logged samples would keep every question and answer in memory.
-        log_samples=False,
-    )
+    try:
+        output = simple_evaluate(
+            # A rendered conversation begins with the template's own token.
+            model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+            if is_chat
+            else BosHFLM(model, tokenizer, batch_size=batch_size),
+            apply_chat_template=is_chat,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            # Logged samples would keep every question and answer in memory.
+            log_samples=False,
+        )
+    except (ConnectionError, DatasetNotFoundError) as error:
+        raise ValueError(
+            f"--tasks {','.join(tasks)}: {error}. The tasks need these datasets from the Hub: "
+            f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
+            "datasets that were downloaded once need no connection."
+        ) from error
     return {name: _summary(name, output) for name in output["results"]}
+
+
+def find_datasets(manager: TaskManager, tasks: list[str]) -> list[str]:
+    """Return the datasets that tasks, groups and tags read, as their YAML files name them."""
+    datasets: list[str] = []
+    for task in tasks:
+        entry = manager.task_index[task]
+        # A tag has no YAML file. A task's `tags` are the ones that it carries.
+        config = entry.cfg or {"task": sorted(entry.tags)}
+        members = config.get("task")
+        if isinstance(members, list):
+            names = [member["task"] if isinstance(member, dict) else member for member in members]
+            datasets += find_datasets(manager, [name for name in names if name in manager.task_index])
+        elif config.get("dataset_path"):
+            datasets.append(config["dataset_path"])
+    # Groups such as cmmlu have dozens of tasks on one dataset.
+    return list(dict.fromkeys(datasets))
 
 
 def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
@@ -130,4 +156,4 @@ def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-__all__ = ["BosHFLM", "evaluate_tasks"]
+__all__ = ["BosHFLM", "evaluate_tasks", "find_datasets"]

@@ -26,6 +26,7 @@ from ..tokenizer.loading import check_tokenizer, save_tokenizer
 from .gguf import check_gguf, check_gguf_fields, gguf_layout, read_ernie_weights, write_gguf, write_modelfile
 from .layouts import LAYOUTS, describe_layout, to_half_split
 from .loading import V3_YARN, load_upstream
+from .perplexity import perplexity
 
 
 logger = logging.get_logger(__name__)
@@ -256,6 +257,8 @@ class ExportReport:
             is the model's, it must be rounding error. It is the difference of the weights, or of all logits. For a
             model with experts it is the difference of the second-worst row, because rounding may decide a near tie
             between two experts, and then a whole row differs.
+        perplexity (`tuple[float, float]`, *optional*): the perplexity before and after, for a GGUF file and with
+            documents to measure it on.
     """
 
     format: str
@@ -264,16 +267,22 @@ class ExportReport:
     relative_difference: float | None = None
     max_weight_difference: float | None = None
     decisive_difference: float = math.nan
+    perplexity: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         if self.max_difference is None:
             difference = f"largest difference of a weight {self.max_weight_difference:.2e}"
-            return f"{self.format}, {self.dtype}: read back; {difference}"
-        return (
-            f"{self.format}, {self.dtype}: read back; "
-            f"largest logit difference on {ROWS} rows {self.max_difference:.2e} "
-            f"({self.relative_difference:.1e} of the logits' norm)"
-        )
+        else:
+            difference = (
+                f"largest logit difference on {ROWS} rows {self.max_difference:.2e} "
+                f"({self.relative_difference:.1e} of the logits' norm)"
+            )
+        cost = ""
+        if self.perplexity is not None:
+            before, after = self.perplexity
+            change = f"{after / before - 1:+.2%}"
+            cost = f"; perplexity on validation text {before:.3f} before, {after:.3f} after ({change})"
+        return f"{self.format}, {self.dtype}: read back; {difference}{cost}"
 
 
 def export(
@@ -288,6 +297,7 @@ def export(
     stage: str = "full_sft",
     card: Callable[[str], str] | None = None,
     overwrite: bool = False,
+    documents: list[list[int]] | None = None,
 ) -> ExportReport:
     """
     Write `model` in another format, read it back, and compare the logits.
@@ -306,6 +316,7 @@ def export(
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
         card (`Callable`, *optional*): returns the model card, given the report as text.
         overwrite (`bool`, *optional*): replace the model in `output_dir`.
+        documents (`list[list[int]]`, *optional*): for GGUF, token ids to measure the perplexity on, before and after.
 
     Returns:
         [`ExportReport`]: how far the written model is from `model`.
@@ -367,7 +378,7 @@ def export(
             )
             if tokenizer is not None and "<|im_start|>" in (tokenizer.chat_template or ""):
                 write_modelfile(aside, tokenizer)
-            report = _compare_gguf(reference, path, dtype)
+            report = _compare_gguf(reference, path, dtype, documents)
         elif format == "upstream":
             # MiniMind's own scripts read only a pickled state dict, not safetensors.
             torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
@@ -461,8 +472,13 @@ def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, 
     )
 
 
-def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> ExportReport:
-    """Compare the logits through transformers' GGUF reader. It cannot read Ernie, so compare the weights there."""
+def _compare_gguf(
+    reference: MiniMindForCausalLM, path: Path, dtype: str, documents: list[list[int]] | None
+) -> ExportReport:
+    """
+    Compare the logits through transformers' GGUF reader. It cannot read Ernie, so compare the weights there. With
+    `documents`, also measure the perplexity of both models.
+    """
     layout = gguf_layout(reference.config)
     name = f"GGUF ({layout})"
     check_gguf_fields(path, reference.config)
@@ -477,13 +493,25 @@ def _compare_gguf(reference: MiniMindForCausalLM, path: Path, dtype: str) -> Exp
             )
         differences = torch.stack([(written[key] - tensor).abs().max() for key, tensor in expected.items()])
         difference = differences.max().item()
-        return ExportReport(name, dtype, max_weight_difference=difference, decisive_difference=difference)
+        report = ExportReport(name, dtype, max_weight_difference=difference, decisive_difference=difference)
+        written_model: PreTrainedModel = copy.deepcopy(reference)
+        # A tied head has no weights of its own.
+        written_model.load_state_dict(written, strict=False)
+    else:
+        written_model = _load_gguf(reference, path, layout)
+        report = _compare(reference, written_model, name, dtype)
+    if documents:
+        report.perplexity = perplexity(reference, documents), perplexity(written_model.eval(), documents)
+    return report
+
+
+def _load_gguf(reference: MiniMindForCausalLM, path: Path, layout: str) -> PreTrainedModel:
+    """Load a GGUF file with transformers, in float32."""
     # transformers reads the config from the file for llama, but not for the other architectures.
     loading: dict[str, Any] = {}
     if layout != "llama":
         loading["config"] = AutoConfig.for_model(layout, **_write_stock_fields(reference.config, layout))
-    stock = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **loading)
-    return _compare(reference, stock, name, dtype)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **loading)
 
 
 __all__ = [

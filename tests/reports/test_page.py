@@ -119,7 +119,8 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
 
 def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):
     run = write_run(tmp_path / "mine")
-    recorded = {"pretrain": {"steps": 40, "curves": {"eval_loss": [[10_000, 4.0], [40_000, 1.5]]}}}
+    curves = {"loss": [[5_000, 5.0], [40_000, 1.4]], "eval_loss": [[10_000, 4.0], [40_000, 1.5]]}
+    recorded = {"pretrain": {"steps": 40, "curves": curves}}
     (tmp_path / "expected.json").write_text(json.dumps(recorded))
     legends = []
     for config, max_steps in (("pretrain.yaml", 40), ("sft.yaml", 40), ("pretrain.yaml", 80)):
@@ -127,9 +128,10 @@ def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):
         run.arguments.update(config=config, max_steps=max_steps)
         write_page([run], tmp_path / "report.html")
         open_page(page, tmp_path / "report.html")
-        legends.append("validation, default run" in page.locator("figure svg").first.inner_html())
+        chart = page.locator("figure svg").first.inner_html()
+        legends.append([f"{name}, default run" in chart for name in ("training", "validation")])
     # There is no record of the other stage, nor of a run of that length.
-    assert legends == [True, False, False]
+    assert legends == [[True, True], [False, False], [False, False]]
     # Another file of this name is the user's own.
     (tmp_path / "expected.json").write_text('{"pretrain": ["mine"]}')
     write_page([run], tmp_path / "report.html")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 import runpy
 import shutil
 import sys
@@ -30,8 +31,10 @@ from hf_pretrain.weights.layouts import to_half_split, to_interleaved
 from hf_pretrain.weights.loading import is_native_checkpoint, load_native_checkpoint, load_upstream
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.perplexity import validation_documents
 from tests.invariants.launching import ROOT
 from tests.model.test_modeling_minimind import assert_near
+from tests.toys import write_jsonl
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -668,6 +671,28 @@ def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatc
     with pytest.raises(SystemExit):
         convert("num_attention_heads=4,rope_theta=1e6,rms_norm_eps=small", "other")
     assert "error: The config says rms_norm_eps='small'; it must be a number" in capsys.readouterr().err
+
+
+def test_a_rounded_gguf_costs_perplexity_on_validation_text(talker, tmp_path, monkeypatch, capsys):
+    write_jsonl(tmp_path / "text.jsonl", [f"It rains in Oslo, and {number} is four." for number in range(400)])
+
+    def convert(dtype: str) -> str:
+        words = ["--from", str(talker), "--to", str(tmp_path / dtype), "--format", "gguf", "--dtype", dtype]
+        monkeypatch.setattr(sys, "argv", ["convert.py", *words, "--dataset_name", str(tmp_path / "text.jsonl")])
+        runpy.run_path(str(ROOT / "recipes/convert.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    ((before, after),) = re.findall(r"perplexity on validation text ([\d.]+) before, ([\d.]+) after", convert("q4_0"))
+    # The model knows a few sentences by heart, and the text is none of them.
+    assert 1 < float(before) != float(after)
+    assert f"{before} before, {after} after" in (tmp_path / "q4_0/README.md").read_text()
+    assert "perplexity" not in convert("float32")
+
+
+def test_without_the_embedded_corpora_there_is_no_perplexity(talker, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "chitchat_dataset", None)
+    assert validation_documents(["embedded"], load_tokenizer(talker)) == []
+    assert "The perplexity is not measured: " in caplog.text and "corpora" in caplog.text
 
 
 def test_nine_ids_mean_the_same_in_all_published_tokenizers():

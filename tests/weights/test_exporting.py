@@ -1,6 +1,8 @@
 """Every format, read back by its own program; models that a format cannot hold are refused by name."""
 
+import copy
 import json
+import math
 import re
 import resource
 import shutil
@@ -11,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import models, normalizers, pre_tokenizers, processors
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
@@ -557,6 +560,31 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
             }
             bound = steps[types[name]].expand(-1, 32).reshape(expected.shape)
         assert ((tensor - expected).abs() <= bound + 1e-7).all(), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_perplexity_of_a_gguf_is_measured_before_and_after(architecture, with_vocabulary, tmp_path):
+    model = with_vocabulary(**ARCHITECTURES[architecture], max_position_embeddings=64)
+    # The first document is longer than the positions of the model.
+    documents = torch.randint(6400, (2, 80), generator=torch.Generator().manual_seed(0)).tolist()
+    documents[1] = documents[1][:40]
+
+    @torch.no_grad()
+    def expected(model) -> float:
+        rows = [torch.tensor([ids[:64]]) for ids in documents]
+        losses = [F.cross_entropy(model(row).logits[0, :-1], row[0, 1:]).item() for row in rows]
+        return math.exp((63 * losses[0] + 39 * losses[1]) / (63 + 39))
+
+    rounded = copy.deepcopy(model)
+    for name, parameter in rounded.named_parameters():
+        # Norms and routers stay as they are.
+        if parameter.dim() > 1 and not name.endswith("mlp.gate.weight"):
+            values = gguf.quantize(parameter.detach().numpy(), gguf.GGMLQuantizationType.Q4_0)
+            parameter.data = torch.from_numpy(gguf.dequantize(values, gguf.GGMLQuantizationType.Q4_0).copy())
+    report = export(model, tmp_path / "out", "gguf", dtype="q4_0", documents=documents)
+    assert report.perplexity == (pytest.approx(expected(model), rel=1e-4), pytest.approx(expected(rounded), rel=1e-4))
+    assert report.perplexity[0] != pytest.approx(report.perplexity[1], rel=1e-3)
+    assert export(model, tmp_path / "plain", "gguf", dtype="q4_0").perplexity is None
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

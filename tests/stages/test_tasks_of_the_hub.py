@@ -1,0 +1,149 @@
+"""Tasks of lm-eval with data from a Hub: data of a loopback Hub, no Hub at all, and what a chat model is asked."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from lm_eval.tasks import TaskManager
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.stages.harness import evaluate_tasks, find_datasets
+from hf_pretrain.stages.task_groups import GROUPS
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from tests.hub_server import HubServer, Repo
+from tests.stages.test_evaluation import EXAMPLES, evaluate, tasks  # noqa: F401
+
+
+# The datasets of lm-eval's tasks, as its YAML files name them.
+MINIMIND = [
+    *("ceval/ceval-exam", "haonan-li/cmmlu", "allenai/ai2_arc", "baber/piqa", "allenai/openbookqa"),
+    *("Rowan/hellaswag", "lighteval/siqa"),
+]
+SMALL = ["nyu-mll/blimp", "Junrui1202/zhoblimp"]
+# Records in the form of the real datasets.
+ARC = [
+    {"question": "weather in", "choices": {"text": ["Oslo", "four"], "label": ["A", "B"]}, "answerKey": "A"},
+    {"question": "two and", "choices": {"text": ["Oslo", "two"], "label": ["1", "2"]}, "answerKey": "2"},
+    {"question": "hello", "choices": {"text": ["YOU", "capitals"], "label": ["A", "B"]}, "answerKey": "B"},
+]
+PIQA = [
+    {"goal": "two and two?", "sol1": "It is four.", "sol2": "It rains in Oslo, and it is four again.", "label": 1},
+    {"goal": "weather in Oslo?", "sol1": "HELLO AGAIN", "sol2": "It rains in Oslo.", "label": 1},
+]
+ARC_CARD = "---\nconfigs:\n- config_name: ARC-Easy\n  data_files:\n"
+
+
+def parquet(records: list[dict]) -> bytes:
+    buffer = io.BytesIO()
+    Dataset.from_list(records).to_parquet(buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub with two of the datasets, laid out as on the real Hub."""
+    with HubServer() as server:
+        splits = ("train", "validation", "test")
+        names = {split: f"ARC-Easy/{split}-00000-of-00001.parquet" for split in splits}
+        card = ARC_CARD + "".join(f"  - split: {split}\n    path: ARC-Easy/{split}-*\n" for split in splits) + "---\n"
+        for repo_id, files in {
+            "allenai/ai2_arc": {"README.md": card.encode(), **{name: parquet(ARC) for name in names.values()}},
+            "baber/piqa": {f"data/{split}-00000-of-00001.parquet": parquet(PIQA) for split in splits[:2]},
+        }.items():
+            server.repos[repo_id] = Repo(private=False)
+            server.repos[repo_id].commit("all", files)
+        yield server
+
+
+def score(model, tokenizer, context: str, choice: str) -> float:
+    """Return the log-probability of a choice after bos and the context."""
+    ids = [tokenizer.bos_token_id, *tokenizer(context + choice, add_special_tokens=False).input_ids]
+    start = 1 + len(tokenizer(context, add_special_tokens=False).input_ids)
+    with torch.no_grad():
+        log_probabilities = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    return sum(log_probabilities[place - 1, ids[place]].item() for place in range(start, len(ids)))
+
+
+@pytest.mark.slow
+def test_tasks_from_the_hub_are_compared_with_published_figures(hub, talker, tmp_path):
+    arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path / "results"), "--bf16", "false"]
+    environment = hub.client_environment() | {"HF_HOME": str(tmp_path / "home")}
+    result = evaluate("python", *arguments, "--tasks", "arc_easy,piqa", "--validation_fraction", "0", **environment)
+    assert result.returncode == 0, result.stdout[-3000:]
+    results = json.loads((tmp_path / "results/evaluation.json").read_text())
+
+    model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
+    questions = {
+        "arc_easy": [
+            (record["question"], record["choices"]["text"], record["choices"]["label"].index(record["answerKey"]))
+            for record in ARC
+        ],
+        "piqa": [(record["goal"], [record["sol1"], record["sol2"]], record["label"]) for record in PIQA],
+    }
+    for task, rows in questions.items():
+        right, right_by_length = [], []
+        for question, choices, label in rows:
+            scores = [score(model, tokenizer, f"Question: {question}\nAnswer:", f" {choice}") for choice in choices]
+            right.append(max(range(2), key=scores.__getitem__) == label)
+            lengths = [value / len(choice) for value, choice in zip(scores, choices, strict=True)]
+            right_by_length.append(max(range(2), key=lengths.__getitem__) == label)
+        metrics = results["tasks"][task]["metrics"]
+        assert metrics["acc"]["value"] == pytest.approx(sum(right) / len(rows)), task
+        assert metrics["acc_norm"]["value"] == pytest.approx(sum(right_by_length) / len(rows)), task
+        assert results["comparison"]["this model"][task] == round(100 * sum(right_by_length) / len(rows), 2)
+    assert results["tasks"]["arc_easy"]["dataset"] == "allenai/ai2_arc" and results["apply_chat_template"] is False
+    table = (tmp_path / "results/comparison.md").read_text()
+    assert "| minimind-3 (64M)" in table and table.strip() in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}, {}])
+def test_without_a_connection_the_datasets_are_named(environment, talker, tmp_path):
+    arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--validation_fraction", "0"]
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")} | environment
+    result = evaluate("python", *arguments, "--tasks", "minimind,small", **environment)
+    output = result.stdout
+    assert result.returncode != 0 and "Traceback" not in output, output[-3000:]
+    assert f"The tasks need these datasets from the Hub: {', '.join([*MINIMIND, *SMALL])}. Check the" in output
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+@pytest.mark.slow
+def test_every_task_of_the_groups_exists_and_has_its_dataset():
+    manager = TaskManager()
+    assert find_datasets(manager, list(GROUPS["minimind"])) == MINIMIND
+    assert find_datasets(manager, list(GROUPS["small"])) == SMALL
+    # A tag, which several tasks carry.
+    assert find_datasets(manager, ["ai2_arc"]) == ["allenai/ai2_arc"]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_only_a_chat_model_is_asked_in_its_template(is_chat, talker, tasks):  # noqa: F811
+    model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
+    seen: list[list[int]] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.extend(args[0].tolist()), with_kwargs=True)
+    evaluate_tasks(model, tokenizer, ["toy_choice"], include_path=[str(tasks)], batch_size=1, is_chat=is_chat)
+    for example in EXAMPLES:
+        message = {"role": "user", "content": example["question"]}
+        chat = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)["input_ids"]
+        plain = [tokenizer.bos_token_id, *tokenizer(example["question"], add_special_tokens=False).input_ids]
+        for choice in example["choices"]:
+            # The model does not read the last token, which it has to predict.
+            rest = tokenizer(choice if is_chat else f" {choice}", add_special_tokens=False).input_ids[:-1]
+            assert [*(chat if is_chat else plain), *rest] in seen, tokenizer.decode(seen[0])
+
+
+@pytest.mark.slow
+def test_a_model_that_was_trained_on_conversations_is_a_chat_model(talker, tasks, tmp_path):  # noqa: F811
+    model = MiniMindForCausalLM.from_pretrained(talker)
+    # Training on conversations turns sampling on.
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path / "chat")
+    load_tokenizer(talker).save_pretrained(tmp_path / "chat")
+    arguments = ["--model_name_or_path", str(tmp_path / "chat"), "--validation_fraction", "0", "--tasks", "toy_choice"]
+    result = evaluate("python", *arguments, "--include_path", str(tasks))
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert json.loads(Path(tmp_path, "chat/evaluation.json").read_text())["apply_chat_template"] is True
