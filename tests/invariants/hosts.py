@@ -6,9 +6,9 @@ All hosts and the test reach each other through a bridge. Nothing is shared but 
 
 import os
 import shutil
-import signal
 import subprocess
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ import psutil
 from tests.invariants.launching import ROOT, cpu_environment
 
 
+_numbers = count()
 NETWORK = "10.77.31"
 # The address of the test itself, for its servers.
 TEST_ADDRESS = f"{NETWORK}.254"
@@ -68,19 +69,17 @@ class Host:
         own = {"GLOO_SOCKET_IFNAME": "eth0", "HF_HOME": str(self.cluster.disk / "home"), "LOCAL_SIZE": "1"}
         env = cpu_environment(**own | environment)
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self._processes.append(subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **streams))
+        self._processes.append(subprocess.Popen(words, cwd=ROOT, env=env, **streams))
         return self._processes[-1]
 
     def die(self) -> None:
         """Kill all processes of this host at once. Its disk stays."""
         for process in self._processes:
             with suppress(psutil.NoSuchProcess):
-                # The first process of a process namespace takes all others with it.
+                # The first process of a process namespace takes all others with it. `unshare` waits for its end.
                 for child in psutil.Process(process.pid).children():
                     child.kill()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(timeout=60)
 
 
 class Cluster:
@@ -89,33 +88,41 @@ class Cluster:
     def __init__(self, path: Path, size: int = 2):
         self.path, self.disk, self.names = path, path / "disk", path / "hosts"
         self.disk.mkdir()
-        # Interface names have at most 15 characters.
-        self.prefix = f"hp{os.getpid()}-"
-        self._bridge = f"hpbr{os.getpid()}"
+        # Interface names have at most 15 characters. The kernel removes those of an earlier cluster with a delay.
+        self.prefix = f"h{os.getpid()}-{next(_numbers)}-"
+        self._bridge = f"{self.prefix}br"
         self.hosts = [Host(self, number) for number in range(size)]
 
     def __enter__(self) -> "Cluster":
+        try:
+            self._connect()
+        except subprocess.CalledProcessError:
+            self.__exit__()
+            raise
+        return self
+
+    def _connect(self) -> None:
+        """Make the namespaces of the hosts, and a network with a bridge between them and the test."""
         addresses = {host.name: f"{NETWORK}.{host.number + 1}" for host in self.hosts}
         self.names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in addresses.items()))
         _ip(f"link add {self._bridge} type bridge")
         _ip(f"address add {TEST_ADDRESS}/24 dev {self._bridge}")
         _ip(f"link set {self._bridge} up")
         for host in self.hosts:
-            space, port = self.prefix + host.name, f"hp{os.getpid()}v{host.number}"
+            space, port = self.prefix + host.name, f"{self.prefix}{host.number}"
             _ip(f"netns add {space}")
             _ip(f"link add {port} type veth peer name eth0 netns {space}")
             _ip(f"link set {port} master {self._bridge} up")
             _ip(f"-n {space} address add {addresses[host.name]}/24 dev eth0")
             _ip(f"-n {space} link set eth0 up")
             _ip(f"-n {space} link set lo up")
-        return self
 
     def __exit__(self, *args):
         for host in self.hosts:
             host.die()
-            _ip(f"netns delete {self.prefix + host.name}")
-        _ip(f"link delete {self._bridge}")
+            _ip(f"netns delete {self.prefix + host.name}", check=False)
+        _ip(f"link delete {self._bridge}", check=False)
 
 
-def _ip(words: str) -> None:
-    subprocess.run(["ip", *words.split()], check=True)
+def _ip(words: str, *, check: bool = True) -> None:
+    subprocess.run(["ip", *words.split()], check=check)
