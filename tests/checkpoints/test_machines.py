@@ -92,6 +92,14 @@ def check_directories_that_are_not_shared(rank: int) -> None:
     assert names() == [".lock"]
 
 
+def check_a_directory_that_is_shared(rank: int) -> None:
+    args = arguments()
+    # Both processes see the same directory.
+    args.output_dir = str(Path.cwd().parents[1] / "shared")
+    with pytest.raises(ValueError, match="is in use by"):
+        resuming.occupy_output_dir(args)
+
+
 CASES = [name for name in dir() if name.startswith("check_")]
 
 
@@ -114,7 +122,7 @@ def test_two_machines_agree(tmp_path):
         )
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert outputs[0].count("passed") == outputs[1].count("passed") == len(CASES) == 7
+    assert outputs[0].count("passed") == outputs[1].count("passed") == len(CASES) == 8
 
 
 if __name__ == "__main__":
