@@ -197,9 +197,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @cache
-def _server() -> _Server:
+def _server(address: str) -> _Server:
     """Return the server of this process. Its port stays, so that `tests/warm.py` can fork the clients of all tests."""
-    server = _Server(("127.0.0.1", 0), _Handler)
+    server = _Server((address, 0), _Handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
 
@@ -221,6 +221,7 @@ class HubServer:
 
     Args:
         token (`str`): The only valid token. Its owner, `user`, may write to every repo.
+        address (`str`): The address to listen at.
 
     Attributes:
         endpoint (`str`): The URL to set as `HF_ENDPOINT`.
@@ -232,24 +233,25 @@ class HubServer:
         preupload_seconds (`float`): Delay before a commit begins, as on a slow line.
     """
 
-    def __init__(self, token: str = TOKEN):
+    def __init__(self, token: str = TOKEN, address: str = "127.0.0.1"):
         self.token = token
+        self._server = _server(address)
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.fail: Callable[[str, str], int | None] | None = None
         self.preupload_seconds = 0.0
         self._lock = threading.Lock()
-        self.endpoint = f"http://127.0.0.1:{_server().server_port}"
+        self.endpoint = f"http://{address}:{self._server.server_port}"
         self.client_home = _home()
 
     def __enter__(self) -> "HubServer":
-        assert _server().hub is None, "another HubServer is serving"
+        assert self._server.hub is None, "another HubServer is serving"
         shutil.rmtree(self.client_home, ignore_errors=True)
-        _server().hub = self
+        self._server.hub = self
         return self
 
     def __exit__(self, *args):
-        _server().hub = None
+        self._server.hub = None
 
     def client_environment(self) -> dict[str, str]:
         """Return the environment of a machine that is logged in. Its caches are empty when the server begins."""

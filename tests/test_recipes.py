@@ -185,7 +185,7 @@ def test_a_checkpoint_is_resumed(workspace):
 
 
 def test_the_slurm_script_is_bash():
-    subprocess.run(["bash", "-n", str(ROOT / "recipes/slurm/pretrain.sbatch")], check=True)
+    subprocess.run(["bash", "-n", str(ROOT / "recipes/clusters/slurm.sbatch")], check=True)
 
 
 # Launchers

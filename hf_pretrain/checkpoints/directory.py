@@ -40,9 +40,8 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
     for path in map(Path, reversed(found)):
         damage = find_damage(path)
         if not damage or (unverified and not (path / MANIFEST_NAME).exists()):
-            logger.warning(
-                f"Resuming from {path}." if not damage else f"Resuming from {path}, unverified: {damage[0]}."
-            )
+            if damage:
+                logger.warning(f"{path} was not verified: {damage[0]}.")
             check_shards(path)
             return str(path)
         if not (path / MANIFEST_NAME).exists():
@@ -50,7 +49,6 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
             raise ValueError(_no_manifest(path))
         aside = set_aside(path)
         logger.warning(f"{path} is damaged and was renamed to {aside.name}: {summarize(damage)}.")
-    logger.warning(f"No checkpoint in {output_dir}: starting from the first step.")
     return None
 
 

@@ -3,6 +3,7 @@ Write checkpoints and models completely or not at all.
 
 All files go into `.saving/` inside the output directory. The writer flushes them to the disk and only then renames
 them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it back and compares it after the rename.
+With `--save_on_each_node`, all machines save the same files (`machines.py`).
 """
 
 import errno
@@ -30,6 +31,7 @@ from ..tokenizer.loading import save_tokenizer
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME
 from .directory import SAVING, remove_leftovers, set_aside, summarize
+from .machines import equalize
 from .manifest import find_damage, flush, write_manifest
 
 
@@ -96,10 +98,9 @@ class CheckpointWriter:
         """
 
         def publish(source: Path) -> None:
-            add_files(source)
             _publish_checkpoint(source, target, run)
 
-        return self._writing(target.parent / SAVING / target.name, target, publish)
+        return self._writing(target.parent / SAVING / target.name, target, publish, add_files)
 
     def writing_model(self, target: Path) -> AbstractContextManager[Path]:
         """
@@ -109,7 +110,13 @@ class CheckpointWriter:
         return self._writing(target / SAVING / "model", target / CONFIG_NAME, partial(_publish_model, target=target))
 
     @contextmanager
-    def _writing(self, source: Path, target: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
+    def _writing(
+        self,
+        source: Path,
+        target: Path,
+        publish: Callable[[Path], None],
+        add_files: Callable[[Path], None] = lambda source: None,
+    ) -> Iterator[Path]:
         def make_room() -> None:
             # A killed run may have left files there.
             remove_leftovers(target.parent)
@@ -126,7 +133,15 @@ class CheckpointWriter:
         # Every rank must have written its shards before one of them renames the directory.
         if self.args.world_size > 1:
             wait_for_everyone()
-        on_saving_processes(self.args, reporting(partial(publish, source)))
+        on_saving_processes(self.args, reporting(partial(add_files, source)))
+        error = equalize(source, self.args) if self.args.save_on_each_node and self.args.world_size > 1 else None
+
+        def finish() -> None:
+            if error is not None:
+                raise error
+            publish(source)
+
+        on_saving_processes(self.args, reporting(finish))
 
     def check_space(self) -> None:
         """End the process with `EXIT_NOT_SAVED` if the checkpoints that the run will save do not fit on the disk."""

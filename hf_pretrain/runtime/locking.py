@@ -68,6 +68,19 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) ->
     return True
 
 
+def lock_holder(output_dir: str | Path) -> dict:
+    """Return host, process id and start of the process that locked `output_dir`; an empty dictionary if unreadable."""
+    # Open the file again in each call: NFS does not show changes to a file that stays open.
+    with suppress(FileNotFoundError):
+        descriptor = os.open(Path(output_dir) / LOCK_NAME, os.O_RDONLY)
+        try:
+            holder = _read(descriptor)
+        finally:
+            os.close(descriptor)
+        return {name: holder[name] for name in ("host", "pid", "started") if name in holder}
+    return {}
+
+
 def release_output_dir(output_dir: str | Path) -> None:
     """Release the lock of `output_dir`, if this process holds it."""
     lock = _held.pop(Path(output_dir).absolute() / LOCK_NAME, None)
@@ -275,4 +288,4 @@ def _ancestors(number: int) -> list[int]:
     return found
 
 
-__all__ = ["LOCK_NAME", "hold_output_dir", "release_output_dir", "watch_launcher"]
+__all__ = ["LOCK_NAME", "hold_output_dir", "lock_holder", "release_output_dir", "watch_launcher"]

@@ -1,4 +1,4 @@
-"""Run a function on the main process or on the processes that write files, with the same outcome on every rank."""
+"""Run a function on the main process, all processes or those that write files, with the same outcome on every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -33,24 +33,36 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def on_saving_processes(args: TrainingArguments, action: Callable[[], None]) -> None:
+def on_saving_processes(args: TrainingArguments, action: Callable[[], T]) -> list[T | None]:
     """
-    Run `action` on the processes that write files. If one of them raises, all ranks raise. All ranks must call this
-    function.
+    Run `action` on the processes that write files: the main process, or with `--save_on_each_node` the first process
+    of each machine. If one of them raises, all ranks raise. All ranks must call this function.
+
+    Returns:
+        `list`: the result of each rank, and `None` for the ranks that do not write.
     """
-    error: BaseException | None = None
+    return on_processes(args, lambda: action() if args.should_save else None)
+
+
+def on_processes(args: TrainingArguments, action: Callable[[], T]) -> list[T]:
+    """
+    Run `action` on all ranks, and return the result of each. If one of them raises, all ranks raise. All ranks must
+    call this function.
+    """
+    outcome: tuple[Any, BaseException | None]
     try:
-        if args.should_save:
-            action()
+        outcome = (action(), None)
     except (ValueError, OSError, SystemExit) as raised:
-        error = raised
-    # Each saving rank may fail on its own disk, so gather the errors of all ranks.
-    errors: list[Any] = [error]
+        outcome = (None, raised)
+    # Each rank may fail on its own disk, so gather the errors of all ranks.
+    outcomes: list[Any] = [outcome]
     if args.world_size > 1:
-        errors = [None] * args.world_size
-        dist.all_gather_object(errors, error)
-    for error in filter(None, errors):
-        raise error
+        outcomes = [None] * args.world_size
+        dist.all_gather_object(outcomes, outcome)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
 
 
-__all__ = ["T", "on_main_process", "on_saving_processes"]
+__all__ = ["T", "on_main_process", "on_processes", "on_saving_processes"]

@@ -160,15 +160,17 @@ def start_cpu_ranks(args: "LMTrainingArguments") -> None:
     """
     Start the process group of CPU ranks. Do nothing for one process, on GPUs, and if the group exists.
 
-    NOTE: transformers ignores `--ddp_timeout` on CPUs. Also, torchrun keeps one store across restarts, and the ranks
-    of the next attempt would find the addresses of dead ranks in it. A prefix per attempt separates the attempts.
+    NOTE: transformers ignores `--ddp_timeout` on CPUs. Also, torchrun's agents keep one store across restarts, and the
+    ranks of the next attempt would find the addresses of dead ranks in it. A prefix per attempt separates the
+    attempts. A store that rank 0 opens is new in each attempt, and needs no prefix: the agent of a machine that came
+    back counts its attempts from 0, so that the prefixes of two machines would differ.
     """
     if not args.use_cpu or int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         return
     timeout = timedelta(seconds=args.ddp_timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     atexit.register(_end_gloo)
 

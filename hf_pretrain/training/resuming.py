@@ -1,20 +1,22 @@
-"""Choose the checkpoint that a run resumes from, and lock its `output_dir`. The main process decides for all ranks."""
+"""Choose the checkpoint that a run resumes from, and lock its `output_dir`. All ranks choose the same checkpoint."""
 
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
+from ..checkpoints.machines import share_checkpoint
 from ..reports.history import HISTORY_NAME
 from ..runtime.command_line import EXIT_NOT_SAVED
-from ..runtime.locking import LOCK_NAME, hold_output_dir, release_output_dir
-from ..runtime.processes import on_main_process
+from ..runtime.locking import LOCK_NAME, hold_output_dir, lock_holder, release_output_dir
+from ..runtime.processes import on_main_process, on_processes, on_saving_processes
 from .arguments import LMTrainingArguments
 from .run_log import LOG_NAME
 from .run_record import RECORD_NAME
@@ -24,6 +26,8 @@ logger = logging.get_logger(__name__)
 
 # A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
 _PATIENCE_SECONDS = 30.0
+# A file that one machine wrote may become visible to another one this much later, on a network file system.
+_VISIBLE_SECONDS = 30.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty.
 _NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
 
@@ -34,20 +38,21 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
 
     `auto` means the newest intact checkpoint in `output_dir`, if there is one. It is the default after a restart by
     torchrun's elastic agent or SLURM. Newer checkpoints that are damaged are renamed to `damaged-checkpoint-*`. All
-    ranks return the same directory.
+    ranks return the same directory. With `--save_on_each_node`, machines that lack the checkpoint get a copy.
 
     Raises:
         `ValueError`: if the named checkpoint does not exist, is damaged, or must be unpickled without
             `--trust_checkpoint`; or if a new run would start in an `output_dir` that holds files.
     """
     resume = args.resume_from_checkpoint
-    restarts = _num_restarts()
-    newest = partial(newest_checkpoint, args.output_dir, unverified=args.allow_inexact_resume)
+    # A machine that came back may count fewer restarts than the others.
+    restarts = max(on_processes(args, _num_restarts))
     # The flag is a string; Python callers may pass True, as transformers allows.
     if resume in ("auto", "true", "True", True) or (resume is None and restarts):
-        return on_main_process(args, newest)
+        return newest_of_all_machines(args, unverified=args.allow_inexact_resume)
     if resume is None:
-        return on_main_process(args, lambda: _refuse_used(Path(args.output_dir)))
+        on_saving_processes(args, lambda: _refuse_used(Path(args.output_dir)))
+        return None
     path = Path(resume)
     is_own = Path(args.output_dir).resolve() == path.resolve().parent
     is_unpickled = args.deepspeed_plugin is not None or any(path.glob("*/.metadata"))
@@ -57,18 +62,43 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
             "(DeepSpeed's global_step*/*.pt, torch's .metadata) are pickles: loading them runs whatever code they "
             "contain. Add --trust_checkpoint if you know who wrote them."
         )
+    # Before the restart, the run may have saved newer checkpoints than the one on its command line.
+    if restarts and (further := newest_of_all_machines(args, unverified=args.allow_inexact_resume)):
+        return further
+    verified = on_main_process(args, lambda: verify_checkpoint(path, unverified=args.allow_inexact_resume))
+    if _saves_on_each_machine(args):
+        share_checkpoint(path, args, source=0)
+    if is_own:
+        # Otherwise `auto` would later resume from the later checkpoints that this resume abandons.
+        on_saving_processes(args, lambda: abandon_later_checkpoints(path))
+    return verified
 
-    def decide() -> str:
-        # Before the restart, the run may have saved newer checkpoints than the one on its command line.
-        if restarts and (further := newest()):
-            return further
-        verified = verify_checkpoint(path, unverified=args.allow_inexact_resume)
-        if is_own:
-            # Otherwise `auto` would later resume from the later checkpoints that this resume abandons.
-            abandon_later_checkpoints(path)
-        return verified
 
-    return on_main_process(args, decide)
+def newest_of_all_machines(args: TrainingArguments, *, unverified: bool = False) -> str | None:
+    """
+    Return the newest intact checkpoint in `output_dir`, or `None`. With `--save_on_each_node`, look on all machines,
+    and copy the checkpoint to those that lack it. All ranks must call this function.
+
+    Args:
+        unverified (`bool`): accept a checkpoint without a manifest, as another program writes it.
+    """
+    found = on_saving_processes(args, lambda: newest_checkpoint(args.output_dir, unverified=unverified))
+    steps = {rank: int(path.rpartition("-")[2]) for rank, path in enumerate(found) if path is not None}
+    if not steps:
+        if args.process_index == 0:
+            logger.warning(f"No checkpoint in {args.output_dir}: starting from the first step.")
+        return None
+    # The first of the ranks with the newest checkpoint.
+    source = max(steps, key=lambda rank: steps[rank])
+    if args.process_index == 0:
+        logger.warning(f"Resuming from {found[source]}.")
+    if _saves_on_each_machine(args):
+        share_checkpoint(Path(found[source]), args, source=source)
+    return found[source]
+
+
+def _saves_on_each_machine(args: TrainingArguments) -> bool:
+    return args.save_on_each_node and args.world_size > 1
 
 
 def _num_restarts() -> int:
@@ -85,27 +115,50 @@ def _refuse_used(output_dir: Path) -> None:
 
 def occupy_output_dir(args: LMTrainingArguments) -> None:
     """
-    Create and lock `output_dir`.
+    Create and lock `output_dir`, with `--save_on_each_node` on each machine. All ranks must call this function.
 
     Raises:
-        `ValueError`: if another run holds the lock. A resumed run waits up to 30 seconds for the end of the other one.
+        `ValueError`: if another run holds the lock, or if the machines do not share `output_dir` without
+            `--save_on_each_node`. A resumed run waits up to 30 seconds for the end of the other one.
         `SystemExit`: with the status `EXIT_NOT_SAVED`, if `output_dir` cannot be written to.
     """
     is_resumed = args.resume_from_checkpoint is not None or _num_restarts() > 0
-    try:
-        hold_output_dir(args.output_dir, patience_seconds=_PATIENCE_SECONDS if is_resumed else 0)
-    except OSError as error:
-        print(
-            f"--output_dir {args.output_dir} cannot be written to: {error}. Choose another directory.", file=sys.stderr
-        )
-        raise SystemExit(EXIT_NOT_SAVED) from error
+
+    def hold() -> None:
+        try:
+            hold_output_dir(args.output_dir, patience_seconds=_PATIENCE_SECONDS if is_resumed else 0)
+        except OSError as error:
+            print(
+                f"--output_dir {args.output_dir} cannot be written to: {error}. Choose another directory.",
+                file=sys.stderr,
+            )
+            raise SystemExit(EXIT_NOT_SAVED) from error
+
+    on_saving_processes(args, hold)
+    if args.save_strategy != "no" and not args.save_on_each_node:
+        holder = on_main_process(args, lambda: lock_holder(args.output_dir))
+        on_processes(args, lambda: _wait_until_visible(args, holder))
+
+
+def _wait_until_visible(args: TrainingArguments, holder: dict) -> None:
+    """Raise `ValueError` if this machine does not see the lock of `output_dir` that the main process holds."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while args.local_process_index == 0 and lock_holder(args.output_dir) != holder:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"--output_dir {args.output_dir} on {socket.gethostname()} is not the directory of this name on "
+                f"{holder.get('host')}: each machine would save a part of every checkpoint. Pass --save_on_each_node, "
+                "or use a directory that all machines share."
+            )
+        time.sleep(0.2)
 
 
 @contextmanager
 def holding_output_dir(args: TrainingArguments) -> Iterator[None]:
     """Lock `output_dir` within the block, unless the caller has locked it already. All ranks must enter the block."""
-    output_dir = args.output_dir
-    is_new = args.save_strategy != "no" and on_main_process(args, lambda: hold_output_dir(output_dir))
+    output_dir, is_new = args.output_dir, False
+    if args.save_strategy != "no":
+        is_new = bool(on_saving_processes(args, lambda: hold_output_dir(output_dir))[args.process_index])
     try:
         yield
     finally:
@@ -113,4 +166,10 @@ def holding_output_dir(args: TrainingArguments) -> Iterator[None]:
             release_output_dir(output_dir)
 
 
-__all__ = ["EXIT_NOT_SAVED", "checkpoint_to_resume", "holding_output_dir", "occupy_output_dir"]
+__all__ = [
+    "EXIT_NOT_SAVED",
+    "checkpoint_to_resume",
+    "holding_output_dir",
+    "newest_of_all_machines",
+    "occupy_output_dir",
+]

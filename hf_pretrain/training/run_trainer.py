@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..checkpoints import sharded
-from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
+from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
@@ -37,7 +37,7 @@ from .nonfinite import EXIT_NOT_FINITE, NonfiniteGuard, find_suspects
 from .optimizer_choice import use_adamw_for_adapter
 from .optimizers import build_muon, complete_schedule_kwargs, optimizer_name
 from .reporting import write_run_card
-from .resuming import holding_output_dir
+from .resuming import holding_output_dir, newest_of_all_machines
 from .row_source import RowSource, is_stream, read_batches
 from .run_description import RunDescription
 from .stopping import EvaluationStopped, StopEvaluationCallback, end_all_ranks, resume_hint
@@ -182,7 +182,7 @@ class RunTrainer(Trainer):
             self.description = RunDescription(self.args, self._layout, self.train_dataset, model)
             self.description.check_same_data(self.ranks)
             if resume_from_checkpoint is True:
-                resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(self.args.output_dir))
+                resume_from_checkpoint = newest_of_all_machines(self.args)
             if resume_from_checkpoint:
                 self.description.check_resume(str(resume_from_checkpoint), self.state)
             on_saving_processes(self.args, self.writer.check_space)
@@ -346,7 +346,7 @@ class RunTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
         # Create and lock the directory again: a user may have renamed or deleted it during the run.
-        on_main_process(self.args, lambda: hold_output_dir(target.parent))
+        on_saving_processes(self.args, lambda: hold_output_dir(target.parent))
         run = self.description.after(self.state)
         activity.begin(f"saving {target.name}")
         with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:

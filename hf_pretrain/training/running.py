@@ -85,7 +85,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         return None
     # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
-    on_main_process(training_args, partial(occupy_output_dir, training_args))
+    occupy_output_dir(training_args)
     is_main = training_args.process_index == 0
     begin_log(Path(training_args.output_dir, LOG_NAME) if is_main else None)
     pull_checkpoint(training_args)

@@ -1,0 +1,150 @@
+"""Copy files between the machines of a run, which share no storage (`--save_on_each_node`)."""
+
+import errno
+import hashlib
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from ..runtime.processes import on_saving_processes
+from .directory import SAVING, remove_leftovers, set_aside, summarize
+from .manifest import MANIFEST_NAME, find_damage, flush
+
+
+logger = logging.get_logger(__name__)
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+def equalize(directory: Path, args: TrainingArguments) -> Exception | None:
+    """
+    Give all machines the same files in `directory`. All ranks must call this function.
+
+    Of files with the same name, the one of the first machine replaces the others. The path of the directory may differ
+    between the machines.
+
+    Returns:
+        `Exception`: the error of this process, if its disk refuses to write; otherwise `None`. It is not raised here,
+            because the other machines are still waiting for the next file.
+    """
+    # The first process of each machine copies.
+    group = _group_of_first_processes(args.ddp_timeout)
+    if args.local_process_index != 0:
+        return None
+    mine = {
+        path.relative_to(directory).as_posix(): (path.stat().st_size, _sha256(path))
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    theirs: list[dict[str, tuple[int, str]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(theirs, mine, group=group)
+    error = None
+    for name in sorted(set().union(*theirs)):
+        source = next(number for number, files in enumerate(theirs) if name in files)
+        expected = theirs[source][name]
+        # Machines with the same file must take part in the broadcast, too.
+        if any(files.get(name) != expected for files in theirs):
+            try:
+                _broadcast(directory / name, expected[0], source, group, is_written=mine.get(name) != expected)
+            except OSError as raised:
+                error = raised
+    return error
+
+
+def share_checkpoint(path: Path, args: TrainingArguments, *, source: int) -> None:
+    """
+    Give all machines the checkpoint `path` of the rank `source`. Set aside another checkpoint of this name. All ranks
+    must call this function.
+
+    Raises:
+        `OSError`: if a disk refuses to write the copy, or if the copy reads back differently.
+    """
+    manifests = on_saving_processes(args, lambda: _manifest(path))
+    is_missing = args.should_save and manifests[args.process_index] != manifests[source]
+    directory = path.parent / SAVING / path.name if is_missing else path
+
+    def make_room() -> None:
+        if is_missing:
+            remove_leftovers(path.parent)
+            directory.mkdir(parents=True)
+
+    on_saving_processes(args, make_room)
+    error = equalize(directory, args)
+
+    def publish() -> None:
+        if error is not None:
+            raise error
+        if not is_missing:
+            return
+        damage = find_damage(directory) if manifests[source] else []
+        if damage:
+            raise OSError(errno.EIO, f"the copy of {path} reads back differently: {summarize(damage)}")
+        if path.exists():
+            set_aside(path, "abandoned")
+        for written in (*directory.rglob("*"), directory):
+            flush(written)
+        directory.rename(path)
+        flush(path.parent)
+        remove_leftovers(path.parent)
+        logger.warning(f"{path} was copied to this machine from that of rank {source}.")
+
+    on_saving_processes(args, publish)
+
+
+def _manifest(path: Path) -> str | None:
+    """Return the text of the manifest of a checkpoint, empty if it has none; `None` if there is no checkpoint."""
+    if not path.is_dir():
+        return None
+    manifest = path / MANIFEST_NAME
+    return manifest.read_text(encoding="utf-8") if manifest.is_file() else ""
+
+
+def _broadcast(path: Path, size: int, source: int, group: dist.ProcessGroup, *, is_written: bool) -> None:
+    """Send a file of `size` bytes from the process `source` of the group, and write it where `is_written`."""
+    root, error = dist.get_global_rank(group, source), None
+    is_source = dist.get_rank(group) == source
+    file: Any = None
+    try:
+        if is_written:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("rb" if is_source else "wb") if is_source or is_written else None
+    except OSError as raised:
+        error = raised
+    for start in range(0, size, _CHUNK_BYTES):
+        chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
+        try:
+            if is_source and error is None:
+                file.readinto(chunk.numpy())
+            dist.broadcast(chunk, root, group=group)
+            if is_written and error is None:
+                file.write(chunk.numpy())
+        except OSError as raised:
+            # Take part until the end of the file, so that the other machines do not wait.
+            error = raised
+    if file is not None:
+        file.close()
+    if error is not None:
+        raise error
+
+
+@cache
+def _group_of_first_processes(timeout_seconds: float) -> dist.ProcessGroup:
+    """Return a gloo group of the first process of each machine. All ranks must call this function."""
+    local_ranks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(local_ranks, dist.get_node_local_rank(fallback_rank=0))
+    first = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]
+    return dist.new_group(first, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+__all__ = ["equalize", "share_checkpoint"]
