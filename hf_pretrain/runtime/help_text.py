@@ -76,14 +76,16 @@ def format_groups(parser: argparse.ArgumentParser, dataclass_types: Iterable[typ
 
 
 def _groups(dataclass_types: list[type], *, shows_all: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield title and names of each group: for each dataclass its fields of this package, then fields of libraries."""
+    """Yield title and names of each group: for each dataclass of this package its own fields, then the others."""
     theirs: list[str] = []
     for cls in dataclass_types:
-        # A recipe runs as `__main__`, and may define a dataclass of its own.
-        ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith((_PACKAGE, "__main__"))]
-        mine = [name for base in ours for name in _own(base)]
-        sentence = (inspect.getdoc(cls) or cls.__name__).split("\n\n")[0].replace("\n", " ").rstrip(".")
-        yield getattr(cls, "help_title", sentence), list(dict.fromkeys(mine))
+        mine: set[str] = set()
+        for base in cls.__mro__:
+            # A recipe runs as `__main__`, and may define a dataclass of its own.
+            if base.__module__.startswith((_PACKAGE, "__main__")) and (names := _own(base)):
+                sentence = (inspect.getdoc(base) or base.__name__).split("\n\n")[0].replace("\n", " ").rstrip(".")
+                yield base.__dict__.get("help_title", sentence), names
+                mine.update(names)
         theirs += [field.name for field in dataclasses.fields(cls) if field.init and field.name not in mine]
     yield "Flags of transformers' Trainer that are often used", [name for name in _COMMON if name in theirs]
     if shows_all:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub import EvalResult, ModelCard
 
@@ -41,6 +41,7 @@ class EvaluationArguments(LMTrainingArguments):
         `ValueError`: for tasks if lm-eval is not installed, or if there are several processes.
     """
 
+    help_title: ClassVar[str] = "Evaluation, and tasks of lm-eval"
     # An evaluation trains nothing, so it must not report that Muon is not possible.
     default_optim_preset = "adamw"
     output_dir: str | None = field(

@@ -16,7 +16,7 @@ device, KTO estimates its KL and ORPO averages its likelihood, so for these two 
 import argparse
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 from transformers import PreTrainedModel
@@ -43,6 +43,7 @@ logger = logging.get_logger(__name__)
 class PreferenceTrainingArguments(LMTrainingArguments):
     """Arguments that all algorithms share. TRL's configs add the others."""
 
+    help_title: ClassVar[str] = "Preference algorithm"
     default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="dpo", metadata={"help": "dpo, kto, orpo or simpo."})

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import torch
@@ -84,6 +84,7 @@ class TaskArguments:
 class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     """TRL's `GRPOConfig`. Flags that all recipes share keep this package's meaning and defaults."""
 
+    help_title: ClassVar[str] = "Reinforcement learning"
     default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(default="grpo", metadata={"help": "grpo (see --loss_type) or rloo."})

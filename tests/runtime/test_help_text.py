@@ -1,6 +1,7 @@
 """`--help` shows this package's flags in groups and the often used flags of Trainer, and no others."""
 
 import re
+import subprocess
 import sys
 
 import pytest
@@ -23,15 +24,26 @@ def test_each_flag_stands_once_under_the_title_of_its_group(parser, monkeypatch)
     text = parser.format_help()
     assert len(flags(text)) == len(set(flags(text))) < 90
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert [title.split()[0] for title in titles] == ["Model", "Adapter", "Text", "Training,", "Flags"]
+    assert [title.split()[0] for title in titles] == ["Model", "Adapter", "Text", "Data", "Training,", "Flags"]
     groups = re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:]
     for group, name in zip(
-        groups, ("model_preset", "lora_r", "dataset_name", "learning_rate", "max_steps"), strict=True
+        groups, ("model_preset", "lora_r", "max_length", "dataset_name", "learning_rate", "max_steps"), strict=True
     ):
         assert f"--{name}" in flags(group)
     # The default stands beside a flag, unless the text names it.
     assert re.search(r"--save_total_limit N\s+Number of checkpoints to keep. \(default:\s+2\)", text)
     assert "(default: None)" not in text
+
+
+def test_a_recipe_shows_flags_of_its_own_and_those_of_its_stage_apart(monkeypatch):
+    # recipes/doctor.py defines its dataclass itself.
+    words = [sys.executable, str(ROOT / "recipes/doctor.py"), "--help"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert {"--memory_gib", "--strategy"} <= set(flags(text))
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--help"])
+    text = recipe_parser(ROOT / "recipes/evaluate.py").format_help()
+    own = text.split("Evaluation, and tasks of lm-eval:")[1].split("Training, saving and sharding:")[0]
+    assert "--tasks" in flags(own) and "--save_steps" not in flags(own)
 
 
 def test_help_all_adds_the_other_flags(parser, monkeypatch):
