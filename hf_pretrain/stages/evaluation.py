@@ -114,7 +114,7 @@ def format_results(results: dict[str, Any]) -> str:
         if metric.key in figures:
             label = metric.name.replace("_", " ") + (f" ({metric.unit})" if metric.unit else "")
             rows.append(("validation", label, f"{figures[metric.key]:.4f}", ""))
-    for task, result in results["tasks"].items():
+    for task, result in _whole_tasks(results["tasks"]).items():
         for metric, entry in result["metrics"].items():
             error = f"± {entry['stderr']:.4f}" if entry["stderr"] is not None else ""
             rows.append((task, metric, f"{entry['value']:.4f}", error))
@@ -122,6 +122,11 @@ def format_results(results: dict[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     comparison = format_comparison(results)
     return "\n".join([*lines, "", comparison] if comparison else lines)
+
+
+def _whole_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
+    """Return the tasks that are no part of a group. A group such as cmmlu has dozens of parts, and its own mean."""
+    return {name: result for name, result in tasks.items() if result["group"] is None}
 
 
 def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
@@ -166,7 +171,7 @@ def _task_results(tasks: dict[str, Any]) -> list[EvalResult]:
             metric_name=f"{metric}, {result['num_fewshot']}-shot" if result["num_fewshot"] else metric,
             metric_value=round(entry["value"], 6),
         )
-        for task, result in tasks.items()
+        for task, result in _whole_tasks(tasks).items()
         for metric, entry in result["metrics"].items()
     ]
 

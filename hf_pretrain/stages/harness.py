@@ -79,8 +79,9 @@ def evaluate_tasks(
         is_chat (`bool`, defaults to `False`): put the questions into the chat template, as messages of the user.
 
     Returns:
-        `dict`: for each task its `dataset` (a Hub id, or `None`), `num_fewshot`, `num_examples`, and `metrics`, which
-            holds the `value` and `stderr` of each metric.
+        `dict`: for each task and each group of tasks its `dataset` (a Hub id, or `None`), `num_fewshot`,
+            `num_examples`, `metrics`, which holds the `value` and `stderr` of each metric, and the `group` that it is
+            a part of (or `None`).
 
     Raises:
         `ValueError`: for a task that lm-eval does not know (naming the nearest one), or if the data of a task cannot
@@ -114,7 +115,8 @@ def evaluate_tasks(
             f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
             "datasets that were downloaded once need no connection."
         ) from error
-    return {name: _summary(name, output) for name in output["results"]}
+    group_of = {task: group for group, members in output["group_subtasks"].items() for task in members}
+    return {name: _summary(name, output) | {"group": group_of.get(name)} for name in output["results"]}
 
 
 def find_datasets(manager: TaskManager, tasks: list[str]) -> list[str]:

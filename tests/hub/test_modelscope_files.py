@@ -110,6 +110,8 @@ def test_a_file_is_downloaded_again_only_if_it_has_changed(server):
     for _ in range(2):
         assert texts("modelscope://user/data:pretrain.jsonl") == ["one", "two"]
     assert server.downloads == ["pretrain.jsonl"]
+    # Another file in the cache is not taken for this one.
+    assert texts("modelscope://user/data:sft/mini.jsonl") == ["chat"]
     server.files["master"]["pretrain.jsonl"] = lines("new")
     assert texts("modelscope://user/data:pretrain.jsonl") == ["new"]
 

@@ -136,21 +136,18 @@ def test_an_unknown_task_names_the_nearest(model, tokenizer, monkeypatch, tasks)
         harness.evaluate_tasks(model, tokenizer, ["toy_chioce"], include_path=[str(tasks)])
 
 
+def task_result(value: float, stderr: float | None, **fields) -> dict:
+    metrics = {"acc": {"value": value, "stderr": stderr}}
+    return {"dataset": None, "num_fewshot": 0, "num_examples": 3, "metrics": metrics, "group": None} | fields
+
+
 RESULTS = {
     "held_out": {"eval_loss": 2.0, "eval_perplexity": math.exp(2), "eval_bits_per_byte": 1.25},
     "tasks": {
-        "first": {
-            "dataset": "a/b",
-            "num_fewshot": 5,
-            "num_examples": 3,
-            "metrics": {"acc": {"value": 0.5, "stderr": 0.1}},
-        },
-        "second": {
-            "dataset": None,
-            "num_fewshot": 0,
-            "num_examples": 3,
-            "metrics": {"acc": {"value": 1.0, "stderr": None}},
-        },
+        "first": task_result(0.5, 0.1, dataset="a/b", num_fewshot=5),
+        "second": task_result(1.0, None),
+        # Only evaluation.json holds the parts of a group.
+        "second_part": task_result(1.0, None, group="second"),
     },
 }
 

@@ -147,3 +147,17 @@ def test_a_model_that_was_trained_on_conversations_is_a_chat_model(talker, tasks
     result = evaluate("python", *arguments, "--include_path", str(tasks))
     assert result.returncode == 0, result.stdout[-3000:]
     assert json.loads(Path(tmp_path, "chat/evaluation.json").read_text())["apply_chat_template"] is True
+
+
+def test_the_parts_of_a_group_name_their_group(talker, tasks, tmp_path):  # noqa: F811
+    model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
+    (tmp_path / "group.yaml").write_text(
+        "group: toy_group\ntask: [toy_choice]\naggregate_metric_list: [{metric: acc, aggregation: mean}]\n"
+    )
+    results = evaluate_tasks(model, tokenizer, ["toy_group"], include_path=[str(tasks), str(tmp_path)])
+    assert {name: result["group"] for name, result in results.items()} == {
+        "toy_group": None,
+        "toy_choice": "toy_group",
+    }
+    means = [result["metrics"]["acc"]["value"] for result in results.values()]
+    assert means[0] == means[1]
