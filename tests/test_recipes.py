@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import HfArgumentParser
 
 import hf_pretrain_cli
 from hf_pretrain import PRESETS, MiniMindForCausalLM
 from hf_pretrain.data.arguments import ChatArguments, DataArguments, SourceArguments
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from hf_pretrain.stages.distillation import DistillationArguments
 from hf_pretrain.stages.preferences import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
@@ -184,8 +187,26 @@ def test_a_checkpoint_is_resumed(workspace):
     assert record[0]["data"] == record[1]["data"]
 
 
-def test_the_slurm_script_is_bash():
-    subprocess.run(["bash", "-n", str(ROOT / "recipes/clusters/slurm.sbatch")], check=True)
+@pytest.mark.parametrize("name", ["slurm.sbatch", "skypilot.yaml", "trainjob.yaml"])
+def test_the_files_for_clusters_start_torchrun_with_flags_of_the_recipe(name):
+    text = (ROOT / "recipes/clusters" / name).read_text(encoding="utf-8")
+    if name == "trainjob.yaml":
+        trainer = yaml.safe_load(text)["spec"]["trainer"]
+        words = trainer["command"] + trainer["args"]
+    else:
+        script = yaml.safe_load(text)["run"] if name == "skypilot.yaml" else text
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        (line,) = (
+            line for line in script.replace("\\\n", " ").splitlines() if "torchrun " in line and "#" not in line
+        )
+        # The script's own variables stand for words; `$@` and `&` end the command.
+        words = shlex.split(line[line.index("torchrun ") :].split(' "$@"')[0])
+    recipe = next(position for position, word in enumerate(words) if word.endswith("recipes/pretrain.py"))
+    options = [re.sub(r"\$.*", "2", word) for word in words[1:recipe]]
+    torchrun_parser().parse_args([*options, RECIPE])
+    flags = [word.replace("/workspace/", f"{ROOT}/") for word in words[recipe + 1 :]]
+    _, unknown = recipe_parser(Path(RECIPE)).parse_known_args(flags)
+    assert not unknown and any("recipes/minimind2/pretrain.yaml" in flag for flag in flags)
 
 
 # Launchers

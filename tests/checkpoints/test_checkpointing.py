@@ -28,6 +28,8 @@ def arguments(output_dir, resume=None, allow_inexact_resume=False):
         trust_checkpoint=False,
         process_index=0,
         world_size=1,
+        should_save=True,
+        save_on_each_node=False,
     )
 
 
