@@ -24,6 +24,7 @@ import argparse
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.tokenizer.encoding import check_chat_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 
 
@@ -39,6 +40,9 @@ def main(args: argparse.Namespace) -> None:
         from hf_pretrain.stages.web_chat import serve_page
 
         names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
+        # Report a mistake before any server starts.
+        for name in names:
+            check_chat_template(load_tokenizer(name))
         serve_page(__file__, vars(args), names)
         return
     name = args.model_name_or_path or find_newest_run()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..tokenizer.encoding import encode_prompt
+from ..tokenizer.encoding import check_chat_template, encode_prompt
 from .generating import COMMON_HELP, Generator, PartsStreamer, append_record, check_text
 
 
@@ -45,11 +45,7 @@ class Chat:
         enable_thinking: bool | None = None,
         tools: str | None = None,
     ):
-        if generator.tokenizer.chat_template is None:
-            raise ValueError(
-                f"The tokenizer {generator.tokenizer.name_or_path} has no chat template. Use a tokenizer of "
-                "recipes/tokenizer.py, or put a chat_template.jinja beside it."
-            )
+        check_chat_template(generator.tokenizer)
         # The system message comes from the command line, which may contain any bytes.
         check_text(system or "")
         self.generator = generator

@@ -109,6 +109,8 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
         # Without this limit, transformers' default or the number in a request could run past the rotary table, which
         # raises.
         config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
+        # NOTE: the server takes the temperature of a request, but samples only if the model's own config says so.
+        config.do_sample = bool(config.do_sample or config.temperature)
         return generate(self, model, processor, inputs, config, *args, **kwargs)
 
     return bounded
