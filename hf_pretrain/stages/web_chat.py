@@ -170,7 +170,7 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
     return page.queue(default_concurrency_limit=None)
 
 
-def serve_page(recipe: str, flags: dict[str, Any], models: list[str]) -> None:
+def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinking: bool) -> None:
     """
     Serve models and the chat page until the user stops it.
 
@@ -178,6 +178,7 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str]) -> None:
         recipe (`str`): the script that serves one model.
         flags (`dict`): its flags, with `host`, `port` (of the first server) and `web_port`.
         models (`list[str]`): names of one or two models.
+        thinking (`bool`): the initial setting.
 
     Raises:
         `ValueError`: if a port is in use.
@@ -198,7 +199,7 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str]) -> None:
         for server, endpoint in zip(servers, endpoints, strict=True):
             _wait_until_ready(server, endpoint)
         print(f"The chat page is at http://{host}:{flags['web_port']}", flush=True)
-        page = make_page(endpoints, thinking=flags["reasoning"] != "off")
+        page = make_page(endpoints, thinking=thinking)
         page.launch(
             server_name=flags["host"],
             server_port=flags["web_port"],
