@@ -63,10 +63,11 @@ def main(args: argparse.Namespace) -> None:
     )
     write = partial(print, end="", flush=True)
     if args.prompt is not None:
-        if chat.say(args.prompt):
-            chat.answer(write)
-            print()
-            print(generator.speed, file=sys.stderr)
+        if not chat.say(args.prompt):
+            raise ValueError("--prompt is empty. Give it a text, or leave it out to talk.")
+        chat.answer(write)
+        print()
+        print(generator.speed, file=sys.stderr)
         return
 
     # `say` refuses a line that is not UTF-8. Without this setting, Python would raise earlier and end the loop.

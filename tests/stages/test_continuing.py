@@ -116,5 +116,10 @@ def test_the_recipe_continues_or_answers(talker, tmp_path):
     assert len(re.findall(r"\[\d tokens?, [\d.]+ tokens/s\]", result.stdout)) == 2
     result = subprocess.run([*command, "--no-raw", "--think", "off", "--prompt", "two and two?"], **options)
     assert result.stdout == "It is four.\n", result.stderr[-3000:]
-    result = subprocess.run([*command, "--system", "Be brief."], **options)
-    assert result.returncode == 2 and "--system has no effect on raw continuation." in result.stderr
+    for words, message in (
+        (["--system", "Be brief."], "--system has no effect on raw continuation."),
+        (["--prompt", ""], "--prompt is empty."),
+        (["--temperature", "-1"], "The temperature -1.0 must be 0 or a positive number"),
+    ):
+        result = subprocess.run([*command[:2], *command[3:], *words], **options)
+        assert result.returncode == 2 and message in result.stderr

@@ -42,7 +42,9 @@ def serving(*words: str) -> Iterator[tuple[str, int, subprocess.Popen]]:
     process = subprocess.Popen(command, env=cpu_environment(http_proxy="http://127.0.0.1:9", no_proxy="example.org"))
     url = f"http://127.0.0.1:{web_port}"
     try:
+        deadline = time.monotonic() + 300
         while process.poll() is None:
+            assert time.monotonic() < deadline, "The page did not start."
             try:
                 urllib.request.urlopen(url).close()
                 break
