@@ -5,9 +5,12 @@ Chat with a model in the terminal.
     python recipes/chat.py --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
     python recipes/chat.py --prompt "How do you do?" --greedy
     python recipes/chat.py --tools tools.json --think on
+    python recipes/chat.py --model_name_or_path out/pretrain-tiny --raw
 
-`/help` lists the commands. Answers appear while the model writes them, and Ctrl-C ends one early. After a tool call,
-the next line that you type is its result. Your input is plain text: `<|im_end|>` in it is not a control token.
+`/help` lists the commands. Answers appear while the model writes them, with their speed after them, and Ctrl-C ends
+one early. After a tool call, the next line that you type is its result. Your input is plain text: `<|im_end|>` in it
+is not a control token. A base model continues your text instead of answering it: one whose last run was pretraining,
+or whose tokenizer has no chat template. `--raw` and `--no-raw` choose.
 """
 
 import argparse
@@ -18,6 +21,8 @@ from functools import partial
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.stages.chatting import Chat
+from hf_pretrain.stages.continuing import Continuation, is_base_model
+from hf_pretrain.stages.generating import Generator
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -38,46 +43,51 @@ def main(args: argparse.Namespace) -> None:
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
     set_seed(args.seed)
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    chat = Chat(
+    generator = Generator(
         model,
         tokenizer,
-        system=args.system,
-        enable_thinking={"on": True, "off": False}.get(args.think),
-        tools=args.tools,
+        temperature=0 if args.greedy else args.temperature,
         max_new_tokens=args.max_new_tokens,
+        top_p=args.top_p,
+        top_k=args.top_k,
         repetition_penalty=args.repetition_penalty,
-        do_sample=not args.greedy,
-        **({} if args.greedy else sampling),
+    )
+    is_raw = is_base_model(name, tokenizer) if args.raw is None else args.raw
+    if is_raw and (given := [flag for flag in ("system", "tools", "think") if getattr(args, flag)]):
+        raise ValueError(f"--{given[0]} has no effect on raw continuation. Leave it out, or chat with --no-raw.")
+    thinking = {"on": True, "off": False}.get(args.think)
+    chat = (
+        Continuation(generator)
+        if is_raw
+        else Chat(generator, system=args.system, enable_thinking=thinking, tools=args.tools)
     )
     write = partial(print, end="", flush=True)
     if args.prompt is not None:
-        chat.say(args.prompt)
+        if not chat.say(args.prompt):
+            raise ValueError("--prompt is empty. Give it a text, or leave it out to talk.")
         chat.answer(write)
         print()
+        print(generator.speed, file=sys.stderr)
         return
 
-    # Chat.say refuses a line that is not UTF-8. Without this setting, Python would raise earlier and end the loop.
+    # `say` refuses a line that is not UTF-8. Without this setting, Python would raise earlier and end the loop.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    print(f"{name}\n/help lists the commands.")
+    print(f"{name}{', a base model: it continues your text' if is_raw else ''}\n/help lists the commands.")
     while True:
         try:
-            line = input(chat.prompt).strip()
+            line = input(chat.prompt)
         except (EOFError, KeyboardInterrupt):
             print()
             break
-        if line in ("/exit", "/quit"):
+        if line.strip() in ("/exit", "/quit"):
             break
         try:
             if line.startswith("/"):
-                print(chat.run_command(line))
-            elif line:
-                chat.say(line)
-                # The model answers only after the results of all its tool calls.
-                if not chat.pending_calls:
-                    chat.answer(write)
-                    print()
+                print(chat.run_command(line.strip()))
+            elif chat.say(line):
+                chat.answer(write)
+                print(f"\n[{generator.speed}]")
         except ValueError as error:
             print(error)
 
@@ -85,14 +95,19 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
-    parser.add_argument("--prompt", help="answer this message and exit")
+    parser.add_argument("--prompt", help="answer or continue this text, and exit")
     parser.add_argument("--system", help="the system message")
     parser.add_argument("--tools", help="JSON file with a list of tool schemas")
     parser.add_argument(
         "--think", choices=("on", "off"), help="reason before answering; by default the chat template decides"
     )
     parser.add_argument("--max_new_tokens", type=int, default=512, help="limit of one answer")
-    parser.add_argument("--greedy", action="store_true", help="always take the most probable token")
+    parser.add_argument(
+        "--raw",
+        action=argparse.BooleanOptionalAction,
+        help="continue the text instead of answering; by default only with base models",
+    )
+    parser.add_argument("--greedy", action="store_true", help="always take the most probable token, as temperature 0")
     parser.add_argument("--temperature", type=float, default=0.8, help="divisor of the logits")
     parser.add_argument(
         "--top_p", type=float, default=0.9, help="sample from the likeliest tokens that together have this probability"

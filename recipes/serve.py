@@ -21,25 +21,39 @@ from web pages of other origins, and for more tokens than the model has position
 """
 
 import argparse
+import json
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.tokenizer.encoding import check_chat_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server
+    from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server, template_kwargs
+
+# isort: split
+# The package must come first: it answers `--help` before torch is imported.
+import torch
 
 
 def main(args: argparse.Namespace) -> None:
     if args.compare and not args.web:
         raise ValueError("--compare needs the chat page. Add --web.")
+    if args.continuous_batching and (args.device == "cpu" or not torch.accelerator.is_available()):
+        raise ValueError(
+            "--continuous_batching needs an accelerator: on a CPU, its cache fills the memory. Leave it out."
+        )
+    kwargs = template_kwargs(args.chat_template_kwargs, ReasoningMode(args.reasoning))
     if args.web:
         from hf_pretrain.stages.web_chat import serve_page
 
         names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
-        serve_page(__file__, vars(args), names)
+        # Report a mistake before any server starts.
+        for name in names:
+            check_chat_template(load_tokenizer(name))
+        serve_page(__file__, vars(args), names, thinking=bool(kwargs.get("enable_thinking", True)))
         return
     name = args.model_name_or_path or find_newest_run()
     # Load the tokenizer first, to report a wrong name in one line. The server would print a traceback.
@@ -54,8 +68,7 @@ def main(args: argparse.Namespace) -> None:
         device=args.device,
         dtype=args.dtype,
         continuous_batching=args.continuous_batching,
-        reasoning=ReasoningMode(args.reasoning),
-        chat_template_kwargs=args.chat_template_kwargs,
+        chat_template_kwargs=json.dumps(kwargs),
         default_seed=args.seed,
         log_level=args.log_level,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
@@ -26,8 +27,11 @@ SUM = [
     {"role": "user", "content": "two and two?"},
     {"role": "assistant", "reasoning_content": "add them", "content": "It is four."},
 ]
+# The tokenizer has no token for any of these letters, so each needs several.
+CHINESE = [{"role": "user", "content": "你好吗"}, {"role": "assistant", "content": "我很好，谢谢😀。"}]
 CONVERSATIONS = [
     (SUM, {}),
+    (CHINESE, {}),
     (SUM, {"enable_thinking": False}),
     (WEATHER, {"tools": [TOOL]}),
     (
@@ -45,7 +49,7 @@ CONVERSATIONS = [
 
 def train_talker(path: Path, *, num_steps: int = 150) -> None:
     """Train on the assistant's tokens of `CONVERSATIONS` until the model reproduces them; save model and tokenizer."""
-    texts = [str(messages) for messages, _ in CONVERSATIONS] * 3
+    texts = [str(messages) for messages, _ in CONVERSATIONS if messages is not CHINESE] * 3
     tokenizer = train_tokenizer(texts, vocab_size=500)
     rows = [
         tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
@@ -78,5 +82,24 @@ def train_talker(path: Path, *, num_steps: int = 150) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert loss < 0.02, loss
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def save_rambler(path: Path, talker: Path, *, hidden_size: int = 512, num_hidden_layers: int = 24) -> None:
+    """Save a model that never ends its answer, and needs about a twentieth of a second for a token."""
+    tokenizer = load_tokenizer(talker)
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(
+        MiniMindConfig.from_pretrained(
+            talker,
+            hidden_size=hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            max_position_embeddings=4096,
+            initializer_range=0.3,
+        )
+    )
+    # No stop token, and nothing that the page would show apart.
+    model.generation_config.suppress_tokens = sorted(tokenizer.added_tokens_decoder)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

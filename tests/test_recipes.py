@@ -149,6 +149,7 @@ def test_the_recipe_trains_saves_and_reports(workspace):
         assert words in output
     assert output.count("Sample ") == 3
     (entry,) = json.loads((run / "run.json").read_text())
+    assert entry["recipe"] == "pretrain"
     assert entry["arguments"]["max_length"] == 32 and "--max_steps 2" in entry["command"] and entry["steps"] == 2
     assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["train"]["rows"] > 0
     assert entry["data"]["train"]["digest"] != entry["data"]["held_out"]["digest"]

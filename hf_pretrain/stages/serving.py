@@ -8,6 +8,7 @@ its memory.
 | from a web page of another origin, or without the content type JSON | 403, 415: no page can unload the model |
 | with more bytes or tokens than the model has positions, or more stop strings than `MAX_STOP_STRINGS` | 400 |
 | with a chat template, or another argument of the rendering, in `chat_template_kwargs` | 400 |
+| with fields that raise an error while it is answered | 400, with the error |
 """
 
 import inspect
@@ -18,14 +19,18 @@ from functools import partial, wraps
 from typing import Any
 from urllib.parse import urlsplit
 
+from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..tokenizer.encoding import thinking_variables
 
 
 try:
     from fastapi import FastAPI, HTTPException
     from starlette.datastructures import Headers
+    from starlette.requests import Request
     from starlette.responses import JSONResponse
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from transformers.cli.serve import ReasoningMode, Serve
@@ -34,6 +39,8 @@ try:
     from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 except ImportError as error:
     raise ImportError('Serving needs FastAPI: pip install "hf_pretrain[serve]"') from error
+
+logger = logging.get_logger(__name__)
 
 # transformers compares each stop string with the whole vocabulary: 1,000 of them take 20 seconds.
 MAX_STOP_STRINGS = 16
@@ -63,6 +70,8 @@ def adapt_server(name: str) -> None:
         for method in ("generate_streaming", "generate_non_streaming"):
             # Wrap all four paths: with and without continuous batching, streaming or not.
             setattr(manager, method, _bounded(getattr(manager, method)))
+    # Continuous batching takes its settings from the first request.
+    CBGenerateManager.init_cb = _sampling(CBGenerateManager.init_cb)
 
 
 def _build_guarded(
@@ -77,7 +86,36 @@ def _build_guarded(
     max_bytes = 2 * longest * loaded.model.config.max_position_embeddings + _MAX_OTHER_BYTES
     app = build(manager, *args, **kwargs)
     app.add_middleware(RequestGuard, name=name, max_bytes=max_bytes)
+    # The server reads most fields unchecked. These are the errors that wrong ones raise.
+    for kind in (ValueError, TypeError, LookupError, TemplateError):
+        app.add_exception_handler(kind, _refuse)
     return app
+
+
+def _refuse(_: Request, error: Exception) -> JSONResponse:
+    """Return the response to a request that raises an error. Without it, the client would not learn the reason."""
+    logger.warning("A request was refused.", exc_info=error)
+    return JSONResponse({"detail": f"The request cannot be answered: {type(error).__name__}: {error}"}, 400)
+
+
+def template_kwargs(text: str | None, reasoning: ReasoningMode) -> dict[str, Any]:
+    """
+    Return the variables of the chat template that the flags of the server set.
+
+    Args:
+        text (`str`, *optional*): JSON of `--chat_template_kwargs`.
+        reasoning (`ReasoningMode`): `--reasoning`, which takes precedence.
+
+    Raises:
+        `ValueError`: if `text` is not a JSON object.
+    """
+    try:
+        kwargs = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ValueError(f"--chat_template_kwargs {text!r} is not JSON: {error}.") from None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f'--chat_template_kwargs {text!r} must be a JSON object, e.g. {{"enable_thinking": false}}.')
+    return kwargs | thinking_variables({ReasoningMode.ON: True, ReasoningMode.OFF: False}.get(reasoning))
 
 
 def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,10 +146,27 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
         _check_stop_strings(config.stop_strings)
         # Without this limit, transformers' default or the number in a request could run past the rotary table, which
         # raises.
-        config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
+        config.max_new_tokens = num_left if config.max_new_tokens is None else min(config.max_new_tokens, num_left)
+        _sample_by_temperature(config)
         return generate(self, model, processor, inputs, config, *args, **kwargs)
 
     return bounded
+
+
+def _sampling(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the method that prepares continuous batching, so that a temperature has an effect."""
+
+    @wraps(init)
+    def sampling(self: Any, model: PreTrainedModel, config: GenerationConfig) -> None:
+        _sample_by_temperature(config)
+        init(self, model, config)
+
+    return sampling
+
+
+def _sample_by_temperature(config: GenerationConfig) -> None:
+    # NOTE: the server takes the temperature of a request, but samples only if the model's own config says so.
+    config.do_sample = bool(config.do_sample or config.temperature)
 
 
 def _check_stop_strings(given: Any) -> None:
@@ -224,4 +279,12 @@ class RequestGuard:
         _check_generation_config(request.get("generation_config"))
 
 
-__all__ = ["MAX_STOP_CHARS", "MAX_STOP_STRINGS", "ReasoningMode", "RequestGuard", "Serve", "adapt_server"]
+__all__ = [
+    "MAX_STOP_CHARS",
+    "MAX_STOP_STRINGS",
+    "ReasoningMode",
+    "RequestGuard",
+    "Serve",
+    "adapt_server",
+    "template_kwargs",
+]

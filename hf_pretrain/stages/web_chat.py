@@ -1,222 +1,151 @@
 """
-The chat page of `recipes/serve.py --web`: gradio's chat components as a client of OpenAI-compatible servers.
+The chat page of `recipes/serve.py --web`: gradio's chat components, as a client of OpenAI-compatible servers.
 
-With two servers, the page shows both answers beside each other. Reasoning and tool calls fold away from the answer.
+With two servers, the page shows both answers beside each other. Reasoning stands apart from the answer, and is folded
+when it ends.
 """
 
+import asyncio
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from queue import Queue
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, aclosing, suppress
 from typing import Any
 
 
 try:
     import gradio as gr
-    from openai import OpenAI, OpenAIError
+
+    from .chat_client import (
+        Answers,
+        Endpoint,
+        History,
+        Message,
+        Sampling,
+        add_text,
+        drop_answers,
+        waiting_calls,
+    )
 except ImportError as error:
     raise ImportError('The chat page needs gradio: pip install "hf_pretrain[web]"') from error
 
-Message = dict[str, Any]
+_PLACEHOLDER = "Type a message"
+# Seconds that the servers get to end.
+_GRACE_SECONDS = 5.0
+# The default theme would load its fonts from another host.
+_THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+
+# On a phone, two chats and the text box share the height of the screen.
+_CSS = "@media (max-width: 700px) { .row:has(#chat-1) > * { height: 38vh !important; min-height: 0 !important } }"
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """
-    A model behind a server.
-
-    Args:
-        model (`str`): its name in requests, and on the page.
-        base_url (`str`): such as `http://127.0.0.1:8000/v1`.
-    """
-
-    model: str
-    base_url: str
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """
-    Settings of a request.
-
-    Args:
-        system (`str`): the system message; empty for none.
-        temperature (`float`), top_p (`float`): of the sampling.
-        max_tokens (`int`): limit of the answer.
-        thinking (`bool`): whether the model may think before it answers.
-        tools (`str`): a JSON list of tool schemas; empty for none.
-    """
-
-    system: str = ""
-    temperature: float = 0.8
-    top_p: float = 0.9
-    max_tokens: int = 256
-    thinking: bool = True
-    tools: str = ""
-
-
-def stream_answer(endpoint: Endpoint, messages: list[Message], sampling: Sampling) -> Iterator[Message]:
-    """
-    Yield the growing answer of a model, as a message with `content`, `reasoning_content` and `tool_calls`. An error of
-    the server becomes an answer with the key `error`.
-    """
-    answer: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
-    system = [{"role": "system", "content": sampling.system}] if sampling.system else []
-    try:
-        tools = {"tools": json.loads(sampling.tools)} if sampling.tools.strip() else {}
-        # The typed variants of the method do not know that messages and tools come from a page.
-        client: Any = OpenAI(base_url=endpoint.base_url, api_key="none", max_retries=0)
-        with client.chat.completions.create(
-            model=endpoint.model,
-            messages=[*system, *messages],
-            stream=True,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=int(sampling.max_tokens),
-            extra_body={"chat_template_kwargs": {"enable_thinking": sampling.thinking}},
-            **tools,
-        ) as stream:
-            for chunk in stream:
-                for choice in chunk.choices:
-                    _add_delta(answer, choice.delta)
-                yield answer
-    except (OpenAIError, ValueError) as error:
-        yield answer | {"error": f"{endpoint.base_url}: {error}"}
-
-
-def _add_delta(answer: Message, delta: Any) -> None:
-    """Add a piece of a stream to an answer."""
-    answer["content"] += delta.content or ""
-    answer["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
-    for call in delta.tool_calls or []:
-        calls = answer["tool_calls"]
-        if call.index >= len(calls):
-            calls.append({"id": call.id or f"call_{call.index}", "type": "function", "function": {}})
-        function = calls[call.index]["function"]
-        for name in ("name", "arguments"):
-            function[name] = function.get(name, "") + (getattr(call.function, name, None) or "")
-
-
-def stream_answers(
-    endpoints: list[Endpoint], histories: list[list[Message]], sampling: Sampling
-) -> Iterator[list[list[Message]]]:
-    """Yield the histories of all models with their growing answers. The models answer at the same time."""
-    news: Queue[tuple[int, Message | None]] = Queue()
-    is_over = threading.Event()
-
-    def ask(number: int) -> None:
-        for answer in stream_answer(endpoints[number], histories[number], sampling):
-            if is_over.is_set():
-                # Leaving the loop closes the connection, and the server stops generating.
-                break
-            news.put((number, dict(answer)))
-        news.put((number, None))
-
-    for number in range(len(endpoints)):
-        threading.Thread(target=ask, args=(number,), daemon=True).start()
-    answers: list[list[Message]] = [[] for _ in endpoints]
-    num_running = len(endpoints)
-    try:
-        while num_running:
-            number, answer = news.get()
-            if answer is None:
-                num_running -= 1
-                continue
-            answers[number] = [answer]
-            # Several pieces may have come meanwhile. The page needs only the newest.
-            if news.empty():
-                yield [[*history, *answer] for history, answer in zip(histories, answers, strict=True)]
-    finally:
-        # Stop was pressed, or the page was closed.
-        is_over.set()
-    yield [[*history, *answer] for history, answer in zip(histories, answers, strict=True)]
-
-
-def show(history: list[Message]) -> list[Any]:
+def show(history: History) -> list[Any]:
     """Return a history as messages of gradio's chat component."""
     shown = []
     for message in history:
-        if message["role"] == "user":
+        if message["role"] == "assistant":
+            shown += _show_answer(message)
+        else:
             shown.append(gr.ChatMessage(role="user", content=message["content"]))
-            continue
-        if message.get("reasoning_content"):
-            status = "done" if message["content"] else "pending"
-            metadata: Any = {"title": "Thinking", "status": status}
-            shown.append(gr.ChatMessage(role="assistant", content=message["reasoning_content"], metadata=metadata))
-        if message["content"]:
-            shown.append(gr.ChatMessage(role="assistant", content=message["content"]))
-        for call in message.get("tool_calls") or []:
-            title = f"Call of the tool {call['function'].get('name')}"
-            content = f"```json\n{call['function'].get('arguments')}\n```"
-            shown.append(gr.ChatMessage(role="assistant", content=content, metadata={"title": title}))
-        if message.get("error"):
-            shown.append(gr.ChatMessage(role="assistant", content=message["error"], metadata={"title": "Error"}))
     return shown
 
 
-def to_requests(history: list[Message]) -> list[Message]:
-    """Return the messages of a history that a request sends: without errors, reasoning and empty fields."""
-    kept = []
-    for message in history:
-        fields = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)}
-        if message["role"] == "user" or {"content", "tool_calls"} & fields.keys():
-            kept.append(fields)
-    return kept
+def _show_answer(message: Message) -> list[Any]:
+    """Return the parts of an answer: its reasoning, text, tool calls and error."""
+    parts: list[tuple[str, Any]] = []
+    if message.get("reasoning_content"):
+        # The component folds what is done.
+        thinks = message.get("is_running") and not message["content"]
+        parts.append((message["reasoning_content"], {"title": "Thinking", "status": "pending" if thinks else "done"}))
+    if message["content"]:
+        parts.append((message["content"], {}))
+    for call in message.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        # The server escapes all letters outside of ASCII. What the model wrote wrongly is no JSON, and stays as it is.
+        with suppress(ValueError):
+            arguments = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
+        parts.append((f"```json\n{arguments}\n```", {"title": f"Call of the tool {call['function']['name']}"}))
+    if message.get("error"):
+        parts.append((message["error"], {"title": "Error"}))
+    if not parts and not message.get("is_running"):
+        parts.append(("*The answer is empty.*", {}))
+    return [gr.ChatMessage(role="assistant", content=content, metadata=metadata) for content, metadata in parts]
 
 
-def make_page(endpoints: list[Endpoint]) -> gr.Blocks:
-    """Return the page for one or two models. `page.launch()` serves it."""
+def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
+    """
+    Return the page for one or two models. `page.launch()` serves it.
 
-    def answer(question: str, histories: list[list[Message]], *settings: Any) -> Iterator[tuple[Any, ...]]:
-        if not question.strip():
-            yield "", *map(show, histories), histories
+    Args:
+        endpoints (`list[Endpoint]`): the models.
+        thinking (`bool`): the initial setting.
+    """
+
+    # The answers that run, by the session of the browser.
+    # NOTE: gradio's `cancels` runs beside the handler of Stop, so the last pieces of an answer could come after it.
+    running: dict[str | None, Answers] = {}
+
+    async def answer(
+        event: gr.EventData, request: gr.Request, text: str, histories: list[History], *settings: Any
+    ) -> AsyncIterator[tuple[Any, ...]]:
+        typed: Any = gr.skip()
+        if event.target is again:
+            histories = drop_answers(histories)
+        elif text.strip():
+            histories, typed = add_text(histories, text), ""
+        else:
             return
-        asked = [[*history, {"role": "user", "content": question}] for history in histories]
-        # Show the question at once.
-        yield "", *map(show, asked), asked
-        yield from _stream(asked, settings)
+        answers = running[request.session_hash] = Answers(endpoints, histories, Sampling(*settings))
+        try:
+            async with aclosing(answers.stream()) as stream:
+                async for histories in stream:
+                    yield gr.update(interactive=True), typed, *map(show, histories), histories
+                    # Leave the text box to the user, who may type the next question.
+                    typed = gr.skip()
+            calls = [call["function"]["name"] for history in histories for call in waiting_calls(history)[:1]]
+            typed = gr.update(placeholder=f"Type the result of {calls[0]}" if calls else _PLACEHOLDER)
+            yield gr.update(interactive=False), typed, *map(show, histories), histories
+        finally:
+            running.pop(request.session_hash, None)
 
-    def answer_again(histories: list[list[Message]], *settings: Any) -> Iterator[tuple[Any, ...]]:
-        asked = []
-        for history in histories:
-            # Drop everything after the last question.
-            last = max((i for i, message in enumerate(history) if message["role"] == "user"), default=-1)
-            asked.append(history[: last + 1])
-        if any(asked):
-            yield from _stream(asked, settings)
+    def end(request: gr.Request) -> None:
+        if request.session_hash in running:
+            running[request.session_hash].stop()
 
-    def _stream(asked: list[list[Message]], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        requests = [to_requests(history) for history in asked]
-        for answered in stream_answers(endpoints, requests, Sampling(*settings)):
-            whole = [
-                [*history, *new[len(request) :]]
-                for history, request, new in zip(asked, requests, answered, strict=True)
-            ]
-            yield "", *map(show, whole), whole
+    async def begin_again(request: gr.Request) -> tuple[Any, ...]:
+        end(request)
+        # The last pieces of an answer must not come after this.
+        while request.session_hash in running:
+            await asyncio.sleep(0.01)
+        empty: list[History] = [[] for _ in endpoints]
+        return gr.update(value="", placeholder=_PLACEHOLDER), *empty, empty
 
-    default = Sampling()
+    for endpoint in endpoints:
+        endpoint.client  # noqa: B018
+    default = Sampling(thinking=thinking)
     with gr.Blocks(title="hf_pretrain chat", analytics_enabled=False, fill_height=True) as page:
         histories = gr.State([[] for _ in endpoints])
         with gr.Row():
             chats = [
-                gr.Chatbot(label=endpoint.model, height="65vh", elem_id=f"chat-{number}")
+                # Two of them stand below each other on a phone.
+                gr.Chatbot(
+                    label=endpoint.model, height="60vh", min_width=320, elem_id=f"chat-{number}", buttons=["copy"]
+                )
                 for number, endpoint in enumerate(endpoints)
             ]
+        question = gr.Textbox(placeholder=_PLACEHOLDER, show_label=False, elem_id="question")
         with gr.Row():
-            question = gr.Textbox(placeholder="Type a message", show_label=False, scale=8, elem_id="question")
-            send = gr.Button("Send", variant="primary", elem_id="send")
-            stop = gr.Button("Stop", elem_id="stop")
-        with gr.Row():
-            again = gr.Button("Regenerate", elem_id="regenerate")
-            clear = gr.Button("New chat", elem_id="clear")
-        with gr.Accordion("Settings", open=False):
+            send = gr.Button("Send", variant="primary", elem_id="send", min_width=130)
+            stop = gr.Button("Stop", elem_id="stop", min_width=130, interactive=False)
+            again = gr.Button("Regenerate", elem_id="regenerate", min_width=130)
+            clear = gr.Button("New chat", elem_id="clear", min_width=130)
+        with gr.Accordion("Settings", open=False, elem_id="settings"):
             settings = [
                 gr.Textbox(default.system, label="System message"),
                 gr.Slider(0.0, 2.0, default.temperature, step=0.05, label="Temperature"),
@@ -226,18 +155,22 @@ def make_page(endpoints: list[Endpoint]) -> gr.Blocks:
                 gr.Textbox(default.tools, label="Tools (JSON list of schemas)", lines=3),
             ]
         outputs = [question, *chats, histories]
-        events: Any = [
-            question.submit(answer, [question, histories, *settings], outputs),
-            send.click(answer, [question, histories, *settings], outputs),
-            again.click(answer_again, [histories, *settings], outputs),
-        ]
-        stop.click(None, cancels=events)
-        empty: list[list[Message]] = [[] for _ in endpoints]
-        clear.click(lambda: ("", *empty, empty), None, outputs, cancels=events)
-    return page
+        # One event for all of them: a browser starts no second one while the first runs, so no answer is lost.
+        gr.on(
+            [question.submit, send.click, again.click],
+            answer,
+            [question, histories, *settings],
+            [stop, *outputs],
+            show_progress="hidden",
+        )
+        stop.click(end, show_progress="hidden")
+        # Each chat has a button to clear it, which must not leave its history behind.
+        gr.on([clear.click, *(chat.clear for chat in chats)], begin_again, None, outputs, show_progress="hidden")
+    # Several browsers may ask at the same time.
+    return page.queue(default_concurrency_limit=None)
 
 
-def serve_page(recipe: str, flags: dict[str, Any], models: list[str]) -> None:
+def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinking: bool) -> None:
     """
     Serve models and the chat page until the user stops it.
 
@@ -245,35 +178,62 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str]) -> None:
         recipe (`str`): the script that serves one model.
         flags (`dict`): its flags, with `host`, `port` (of the first server) and `web_port`.
         models (`list[str]`): names of one or two models.
+        thinking (`bool`): the initial setting.
+
+    Raises:
+        `ValueError`: if a port is in use.
     """
     host = "127.0.0.1" if flags["host"] == "0.0.0.0" else flags["host"]
     ports = range(flags["port"], flags["port"] + len(models))
+    _check_ports(flags["host"], [*ports, flags["web_port"]])
     endpoints = [Endpoint(name, f"http://{host}:{port}/v1") for name, port in zip(models, ports, strict=True)]
     servers: list[subprocess.Popen] = []
     # A service manager stops programs by SIGTERM, and the servers must stop with the page.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # A proxy for the internet knows no servers of this machine.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "localhost", host]))
     try:
         for name, port in zip(models, ports, strict=True):
             servers.append(_start_server(recipe, flags | {"model_name_or_path": name, "port": port}))
         for server, endpoint in zip(servers, endpoints, strict=True):
             _wait_until_ready(server, endpoint)
         print(f"The chat page is at http://{host}:{flags['web_port']}", flush=True)
-        page = make_page(endpoints)
+        page = make_page(endpoints, thinking=thinking)
         page.launch(
-            server_name=flags["host"], server_port=flags["web_port"], quiet=True, inbrowser=sys.stdout.isatty()
+            server_name=flags["host"],
+            server_port=flags["web_port"],
+            quiet=True,
+            inbrowser=sys.stdout.isatty(),
+            theme=_THEME,
+            css=_CSS,
+            footer_links=[],
         )
     finally:
-        for server in servers:
-            server.terminate()
-        for server in servers:
-            server.wait()
+        _end(servers)
+
+
+def _check_ports(host: str, ports: list[int]) -> None:
+    """Raise `ValueError` for a port that is in use, before models are loaded."""
+    with ExitStack() as listeners:
+        for port in ports:
+            listener = listeners.enter_context(socket.socket())
+            # The connections of an earlier server may still be closing.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, port))
+            except (OSError, OverflowError) as error:
+                raise ValueError(
+                    f"Port {port} of {host} cannot be used: {error}. Choose other ports with --port (the model; "
+                    "--compare gets the next one) and --web_port (the page)."
+                ) from None
 
 
 def _start_server(recipe: str, flags: dict[str, Any]) -> subprocess.Popen:
     words = [sys.executable, recipe]
     for flag, value in flags.items():
         # Leave out the flags of the page, those that were not given, and switches that are off.
-        if flag not in ("web", "web_port", "compare") and value not in (None, False):
+        if flag not in ("web", "web_port", "compare") and value is not None and value is not False:
             words.append(f"--{flag}" if value is True else f"--{flag}={value}")
     return subprocess.Popen(words)
 
@@ -281,7 +241,10 @@ def _start_server(recipe: str, flags: dict[str, Any]) -> subprocess.Popen:
 def _wait_until_ready(server: subprocess.Popen, endpoint: Endpoint) -> None:
     """Wait until the server of a model answers. End as it ended if it could not start."""
     while server.poll() is None:
-        with suppress(OSError, ValueError), urllib.request.urlopen(f"{endpoint.base_url}/models") as response:
+        with (
+            suppress(OSError, ValueError),
+            urllib.request.urlopen(f"{endpoint.base_url}/models", timeout=5) as response,
+        ):
             # Another program may listen at this port.
             if [model["id"] for model in json.load(response)["data"]] == [endpoint.model]:
                 return
@@ -290,4 +253,16 @@ def _wait_until_ready(server: subprocess.Popen, endpoint: Endpoint) -> None:
     raise SystemExit(server.returncode)
 
 
-__all__ = ["Endpoint", "Sampling", "make_page", "serve_page", "show", "stream_answer", "stream_answers", "to_requests"]
+def _end(servers: list[subprocess.Popen]) -> None:
+    """End the servers. A server waits for the end of its answers, which may be long."""
+    for server in servers:
+        server.terminate()
+    for server in servers:
+        try:
+            server.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+__all__ = ["make_page", "serve_page", "show"]

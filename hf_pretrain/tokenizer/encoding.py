@@ -61,16 +61,29 @@ def encode_prompt(
     Returns:
         `list[int]`: token ids, the generation prompt included.
     """
-    # minimind-3's own template names the same variable `open_thinking`.
-    thinking = {} if enable_thinking is None else dict.fromkeys(("enable_thinking", "open_thinking"), enable_thinking)
     rendered = tokenizer.apply_chat_template(
         guard_control_tokens(tokenizer, messages),
         tools=guard_control_tokens(tokenizer, tools),
         add_generation_prompt=True,
         tokenize=False,
-        **thinking,
+        **thinking_variables(enable_thinking),
     )
     return encode_rendered(tokenizer, rendered)[0]
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise `ValueError` if a tokenizer has no chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path} has no chat template. Use a tokenizer of "
+            "recipes/tokenizer.py, or put a chat_template.jinja beside it."
+        )
+
+
+def thinking_variables(enable_thinking: bool | None) -> dict[str, bool]:
+    """Return the variables that switch the reasoning of a chat template on or off; none for its default."""
+    # minimind-3's own template names the same variable `open_thinking`.
+    return {} if enable_thinking is None else dict.fromkeys(("enable_thinking", "open_thinking"), enable_thinking)
 
 
 def guard_control_tokens(tokenizer: PreTrainedTokenizerFast, value: Any) -> Any:
@@ -157,4 +170,11 @@ def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(fields | absent))
 
 
-__all__ = ["encode_documents", "encode_prompt", "encode_rendered", "guard_control_tokens"]
+__all__ = [
+    "check_chat_template",
+    "encode_documents",
+    "encode_prompt",
+    "encode_rendered",
+    "guard_control_tokens",
+    "thinking_variables",
+]

@@ -146,7 +146,8 @@ def train_and_evaluate(
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
         data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(trainer.eval_dataset)}
-        add_to_record(trainer.args, data={"names": facts.datasets, "counts": facts.data, **data})
+        # `recipes/chat.py` continues text with a model that was only pretrained.
+        add_to_record(trainer.args, recipe=facts.recipe, data={"names": facts.datasets, "counts": facts.data, **data})
     trainer.train(resume_from_checkpoint=checkpoint)
     # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()

@@ -1,5 +1,6 @@
 """The server process, tested with the official `openai` client."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -7,13 +8,17 @@ import time
 
 import pytest
 import requests
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.stages.serving import CBGenerateManager, ReasoningMode, _sampling, template_kwargs
+from hf_pretrain.tokenizer.encoding import encode_prompt
+from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.invariants.launching import ROOT, cpu_environment, free_port
-from tests.talking import SUM, TOOL, WEATHER
+from tests.talking import CHINESE, SUM, TOOL, WEATHER
 
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,68 @@ def test_a_system_message_and_history(server):
     messages = [{"role": "system", "content": "Answer in capitals."}, {"role": "user", "content": "hello"}]
     messages += [{"role": "assistant", "content": "HELLO YOU"}, {"role": "user", "content": "again"}]
     assert ask(server, messages).choices[0].message.content == "HELLO AGAIN"
+
+
+def test_a_temperature_samples(server):
+    """The toy model is certain of its answers; only a high temperature makes it err."""
+    answers = [post(server, "/v1/chat/completions", chat(temperature=50, max_tokens=10)).json() for _ in range(2)]
+    texts = [str(answer["choices"][0]["message"]) for answer in answers]
+    assert texts[0] != texts[1] and not any("It is four." in text for text in texts)
+
+
+def test_a_temperature_samples_with_continuous_batching(talker):
+    """In this process, because the cache of a real server would fill the memory of a machine without a GPU."""
+    model = MiniMindForCausalLM.from_pretrained(talker).eval()
+    tokenizer = load_tokenizer(talker)
+    inputs = {"input_ids": encode_prompt(tokenizer, SUM[:1])}
+
+    async def answer(temperature: float) -> str:
+        config = GenerationConfig(temperature=temperature, max_new_tokens=14, use_cache=False, eos_token_id=2)
+        manager = CBGenerateManager(ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64))
+        _sampling(CBGenerateManager.init_cb)(manager, model, config)
+        try:
+            return (await manager.generate_non_streaming(model, tokenizer, inputs, config, request_id="one"))[0]
+        finally:
+            manager.stop()
+
+    assert "It is four." in asyncio.run(answer(0.0)) and "It is four." not in asyncio.run(answer(50.0))
+
+
+def test_chinese_letters_of_several_tokens_arrive_whole(server):
+    """The toy tokenizer has no token for any of these letters."""
+    chunks = [chunk.choices[0].delta.content or "" for chunk in ask(server, CHINESE[:1], stream=True)]
+    assert "".join(chunks) == CHINESE[1]["content"] and set(CHINESE[1]["content"]) <= set(chunks)
+
+
+# Flags
+
+
+@pytest.mark.parametrize("reasoning", ReasoningMode)
+def test_flags_become_variables_of_the_template(reasoning):
+    """minimind-3's own template has another name for the variable, and another default."""
+    prompts = {
+        name: load_tokenizer(ROOT / "tests/fixtures/tokenizers/v3").apply_chat_template(
+            SUM[:1], tokenize=False, add_generation_prompt=True, **kwargs
+        )
+        for name, kwargs in (("flag", template_kwargs('{"x": 1}', reasoning)), ("on", {"open_thinking": True}))
+    }
+    assert (prompts["flag"] == prompts["on"]) == (reasoning is ReasoningMode.ON)
+    assert template_kwargs('{"x": 1, "enable_thinking": 3}', reasoning)["x"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--chat_template_kwargs", "{"], "--chat_template_kwargs '{' is not JSON"),
+        (["--chat_template_kwargs", "[]"], "--chat_template_kwargs '[]' must be a JSON object"),
+        (["--continuous_batching", "--device", "cpu"], "--continuous_batching needs an accelerator"),
+        (["--compare", "x"], "--compare needs the chat page"),
+    ],
+)
+def test_mistakes_are_reported_in_one_line(words, message):
+    command = [sys.executable, str(ROOT / "recipes/serve.py"), *words]
+    result = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True)
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 
 # Refused requests
@@ -230,6 +297,28 @@ def test_an_answer_ends_where_the_positions_do(server):
 @pytest.mark.parametrize("body", [b"{", b"[" * 20_000, b"[1]", b"3", b"\xff", b'{"a": ' + b"9" * 5000 + b"}"])
 def test_a_body_that_is_no_object_is_refused(server, body):
     assert post(server, "/v1/chat/completions", body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": "hot"}, "hot"),
+        ({"temperature": -1}, "strictly positive float"),
+        ({"max_tokens": 0}, "`max_new_tokens` must be greater than 0"),
+        ({"tools": {"a": 1}}, "Tools should"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 'the role "robot"'),
+        ({"messages": [{"content": "x"}]}, "KeyError: 'role'"),
+        ({"messages": "x"}, "TypeError"),
+        ({"messages": []}, "empty conversation"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "JSONDecodeError",
+        ),
+    ],
+)
+def test_wrong_fields_are_answered_with_the_reason(server, fields, words):
+    answer = post(server, "/v1/chat/completions", chat(**fields))
+    assert answer.status_code == 400 and words in answer.json()["detail"], answer.text
 
 
 def test_it_still_answers_after_all_refused_requests(server):

@@ -1,91 +1,350 @@
-"""The chat page: a question typed into a real browser, answers of two real servers, stop and regenerate."""
+"""The chat page in a real browser, with two real servers: one model knows its answers, the other never ends one."""
 
-import shutil
+import json
+import re
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import pytest
+from openai import OpenAI
 
-from hf_pretrain.stages.web_chat import Endpoint, Sampling, show, stream_answer, to_requests
+from hf_pretrain.stages.web_chat import show
 from tests.invariants.launching import ROOT, cpu_environment, free_port
+from tests.talking import CHINESE, TOOL, save_rambler
+
+
+# The machine may be busy with other tests.
+TIMEOUT = 120_000
+LENGTH = "Longest answer in tokens"
 
 
 @pytest.fixture(scope="module")
 def models(talker, tmp_path_factory) -> list[str]:
-    """The model that has memorized answers, and a copy of it under another name."""
-    copy = tmp_path_factory.mktemp("models") / "second"
-    shutil.copytree(talker, copy)
-    return [str(talker), str(copy)]
+    rambler = tmp_path_factory.mktemp("models") / "rambler"
+    save_rambler(rambler, talker)
+    return [str(talker), str(rambler)]
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[tuple[str, int, subprocess.Popen]]:
+    """Serve a page. Give its address, the first port of its servers, and its process."""
+    web_port, port = free_port(), free_port()
+    command = [sys.executable, str(ROOT / "recipes/serve.py"), "--web", "--web_port", str(web_port)]
+    command += ["--port", str(port), "--device", "cpu", "--log_level", "error", *words]
+    # A proxy cannot reach the servers of this machine.
+    process = subprocess.Popen(command, env=cpu_environment(http_proxy="http://127.0.0.1:9", no_proxy="example.org"))
+    url = f"http://127.0.0.1:{web_port}"
+    try:
+        deadline = time.monotonic() + 300
+        while process.poll() is None:
+            assert time.monotonic() < deadline, "The page did not start."
+            try:
+                urllib.request.urlopen(url).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        assert process.poll() is None
+        yield url, port, process
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
-def address(models) -> str:
-    """The address of the page, with both models behind it."""
-    web_port, port = free_port(), free_port()
-    words = ["--web", "--web_port", str(web_port), "--port", str(port), "--device", "cpu", "--log_level", "error"]
-    words += ["--model_name_or_path", models[0], "--compare", models[1]]
-    process = subprocess.Popen([sys.executable, str(ROOT / "recipes/serve.py"), *words], env=cpu_environment())
-    url = f"http://127.0.0.1:{web_port}"
-    while process.poll() is None:
-        try:
-            urllib.request.urlopen(url).close()
-            break
-        except OSError:
-            continue
-    assert process.poll() is None
-    yield url
-    process.terminate()
-    process.wait()
+def served(models) -> Iterator[tuple[str, int, subprocess.Popen]]:
+    with serving("--model_name_or_path", models[0], "--compare", models[1], "--seed", "0") as found:
+        yield found
+
+
+@pytest.fixture
+def chat(page, served):
+    """Return the page in the browser. Afterwards, check that it has loaded nothing from elsewhere."""
+    hosts, errors = set(), []
+    page.set_default_timeout(TIMEOUT)
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(served[0])
+    page.locator("#settings button").first.click()
+    yield page
+    assert errors == [] and hosts <= {served[0].removeprefix("http://"), ""}
+
+
+def set_number(page, label: str, value: float) -> None:
+    box = page.get_by_label(f"number input for {label}")
+    box.fill(str(value))
+    box.press("Tab")
+
+
+def ask(page, text: str) -> None:
+    page.locator("#question textarea").fill(text)
+    page.locator("#question textarea").press("Enter")
+
+
+def bot_text(page, number: int) -> str:
+    return "".join(page.locator(f"#chat-{number} .bot.message").all_inner_texts())
 
 
 def wait_for_text(page, number: int, text: str) -> None:
     page.wait_for_function(
-        "([n, text]) => document.querySelector(`#chat-${n}`)?.innerText.includes(text)",
-        arg=[number, text],
-        timeout=60_000,
+        "([n, text]) => document.querySelector(`#chat-${n}`).innerText.includes(text)", arg=[number, text]
     )
 
 
+def wait_for_answer(page, number: int, *, chars: int = 1) -> None:
+    """Wait until an answer has this many characters."""
+    page.wait_for_function(
+        "([n, chars]) => [...document.querySelectorAll(`#chat-${n} .bot.message`)]"
+        ".map((e) => e.innerText).join('').length >= chars",
+        arg=[number, chars],
+    )
+
+
+def wait_for_end(page, number: int) -> str:
+    """Wait until an answer does not grow any more, and return its text."""
+    wait_for_answer(page, number)
+    text = bot_text(page, number)
+    while True:
+        page.wait_for_timeout(2000)
+        if text == (text := bot_text(page, number)):
+            return text
+
+
+def complete(port: int, model: str, text: str, timeout: float = 300, **options) -> str:
+    """Ask a server without the page."""
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=timeout)
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=model, messages=messages, **options).choices[0].message.content
+
+
+def check_idle(served, models) -> None:
+    """
+    Check that the second server generates nothing: it answers one request after the other, and what is left of a long
+    answer would take longer than the timeout.
+    """
+    complete(served[1] + 1, models[1], "hi", timeout=40, max_tokens=1)
+
+
 @pytest.mark.slow
-def test_two_models_answer_beside_each_other(page, address, models):
-    errors = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(address)
+def test_two_models_answer_beside_each_other(chat, models):
+    set_number(chat, LENGTH, 40)
     for number in (0, 1):
-        page.locator(f"#chat-{number}").wait_for(timeout=30_000)
-        assert models[number] in page.locator(f"#chat-{number}").inner_text()
-    page.locator("#question textarea").fill("two and two?")
-    page.locator("#question textarea").press("Enter")
-    # The question and both answers, with the thought apart.
+        assert models[number] in chat.locator(f"#chat-{number}").inner_text()
+    ask(chat, "two and two?")
+    wait_for_text(chat, 0, "It is four.")
+    # The answer is complete while the other one still grows; the next question can be typed meanwhile.
+    chat.locator("#question textarea").fill("next")
+    assert len(wait_for_end(chat, 1)) > 20
+    assert chat.locator("#question textarea").input_value() == "next"
     for number in (0, 1):
-        wait_for_text(page, number, "two and two?")
-        wait_for_text(page, number, "It is four.")
-        wait_for_text(page, number, "Thinking")
-    page.locator("#regenerate").click()
-    page.wait_for_timeout(500)
-    for number in (0, 1):
-        wait_for_text(page, number, "It is four.")
-        assert page.locator(f"#chat-{number} .user.message").count() == 1
-    page.locator("#clear").click()
-    page.wait_for_function("() => document.querySelectorAll('.bot.message').length === 0", timeout=20_000)
-    assert errors == []
+        assert chat.locator(f"#chat-{number} .user.message").all_inner_texts() == ["two and two?"]
+    # The thought is folded, apart from the answer.
+    thought = chat.locator("#chat-0").get_by_text("add them")
+    assert not thought.is_visible()
+    chat.locator("#chat-0").get_by_text("Thinking").click()
+    thought.wait_for(state="visible")
+    chat.locator("#clear").click()
+    chat.wait_for_function("() => document.querySelectorAll('.message').length === 0")
+    assert chat.locator("#question textarea").input_value() == ""
+
+
+@pytest.mark.slow
+def test_an_answer_streams_and_stop_ends_it_at_the_server(chat, served, models):
+    set_number(chat, LENGTH, 2048)
+    ask(chat, "hello")
+    wait_for_answer(chat, 1, chars=5)
+    early = len(bot_text(chat, 1))
+    wait_for_answer(chat, 1, chars=early + 10)
+    chat.locator("#stop").click()
+    check_idle(served, models)
+    stopped = wait_for_end(chat, 1)
+    # Much shorter than 2,048 tokens, and it stays while the conversation continues.
+    assert early + 10 <= len(stopped) < 2048
+    set_number(chat, LENGTH, 5)
+    ask(chat, "and now?")
+    wait_for_answer(chat, 1, chars=len(stopped) + 1)
+    assert wait_for_end(chat, 1).startswith(stopped)
+    assert chat.locator("#chat-1 .user.message").all_inner_texts() == ["hello", "and now?"]
+
+
+@pytest.mark.slow
+def test_stop_before_the_first_token(chat, served, models):
+    set_number(chat, LENGTH, 2048)
+    ask(chat, "hello")
+    chat.locator("#stop").click()
+    check_idle(served, models)
+    assert chat.get_by_text("Error").count() == 0
+    set_number(chat, LENGTH, 5)
+    ask(chat, "two and two?")
+    wait_for_answer(chat, 1)
+
+
+@pytest.mark.slow
+def test_a_closed_page_ends_its_answers_at_the_server(chat, served, models):
+    set_number(chat, LENGTH, 2048)
+    ask(chat, "hello")
+    wait_for_answer(chat, 1)
+    chat.goto("about:blank")
+    check_idle(served, models)
+
+
+@pytest.mark.slow
+def test_a_new_chat_forgets_a_growing_answer(chat, served, models):
+    set_number(chat, LENGTH, 2048)
+    ask(chat, "hello")
+    wait_for_answer(chat, 1)
+    # The small button of a chat does the same as the large one.
+    chat.locator("#chat-1").get_by_label("Clear").click()
+    check_idle(served, models)
+    chat.wait_for_timeout(1000)
+    assert chat.locator(".message").count() == 0
+    set_number(chat, LENGTH, 5)
+    ask(chat, "again")
+    wait_for_answer(chat, 1)
+    assert chat.locator("#chat-0 .user.message").all_inner_texts() == ["again"]
+
+
+@pytest.mark.slow
+def test_settings_reach_the_server_and_regenerate_answers_again(chat, served, models):
+    set_number(chat, LENGTH, 7)
+    ask(chat, "hello")
+    sampled = wait_for_end(chat, 1)
+    chat.locator("#question textarea").fill("a draft")
+    chat.locator("#regenerate").click()
+    chat.wait_for_function(
+        "(old) => ![old, ''].includes(document.querySelector('#chat-1 .bot.message')?.innerText ?? '')", arg=sampled
+    )
+    assert wait_for_end(chat, 1) != sampled
+    set_number(chat, "Temperature", 0)
+    for _ in range(2):
+        chat.locator("#regenerate").click()
+        # Without sampling, the answer is the same as that to any other client.
+        expected = complete(served[1] + 1, models[1], "hello", temperature=0, max_tokens=7)
+        wait_for_end(chat, 1)
+        assert "".join(bot_text(chat, 1).split()) == "".join(expected.split())
+    assert chat.locator("#chat-1 .user.message").count() == 1
+    assert chat.locator("#question textarea").input_value() == "a draft"
+    chat.get_by_label("System message").fill("Answer in capitals.")
+    set_number(chat, LENGTH, 30)
+    ask(chat, "hello")
+    wait_for_text(chat, 0, "HELLO")
+
+
+@pytest.mark.slow
+def test_regenerate_without_a_question_does_nothing(chat):
+    chat.locator("#regenerate").click()
+    ask(chat, " ")
+    chat.wait_for_timeout(1500)
+    assert chat.locator(".message").count() == 0 and chat.get_by_text("Error").count() == 0
+
+
+@pytest.mark.slow
+def test_a_tool_is_called_and_gets_the_result_that_the_user_types(chat):
+    set_number(chat, LENGTH, 60)
+    chat.get_by_label("Tools (JSON list of schemas)").fill(json.dumps([TOOL]))
+    ask(chat, "weather in Oslo?")
+    wait_for_text(chat, 0, "Call of the tool get_weather")
+    wait_for_text(chat, 0, '"city": "Oslo"')
+    chat.get_by_placeholder("Type the result of get_weather").wait_for()
+    ask(chat, "rain")
+    wait_for_text(chat, 0, "It rains in Oslo.")
+    # The other model has called nothing, so the result is not for it.
+    assert chat.locator("#chat-1 .user.message").all_inner_texts() == ["weather in Oslo?"]
+    chat.get_by_placeholder("Type a message").wait_for()
+
+
+@pytest.mark.slow
+def test_chinese_letters_of_several_tokens_arrive_whole(chat):
+    set_number(chat, LENGTH, 60)
+    set_number(chat, "Temperature", 0)
+    question, answer = (message["content"] for message in CHINESE)
+    ask(chat, question)
+    wait_for_text(chat, 0, answer)
+    assert "\ufffd" not in bot_text(chat, 0)
+
+
+@pytest.mark.slow
+def test_errors_of_the_server_are_shown(chat):
+    set_number(chat, LENGTH, 5)
+    ask(chat, "x y" * 600)
+    # The other model has more positions.
+    wait_for_text(chat, 0, "tokens, and the model has 1,024 positions for prompt and answer.")
+    wait_for_answer(chat, 1)
+    chat.locator("#clear").click()
+    chat.wait_for_function("() => document.querySelectorAll('.message').length === 0")
+    chat.get_by_label("Tools (JSON list of schemas)").fill("{")
+    ask(chat, "hello")
+    wait_for_text(chat, 0, "The tools in the settings are not JSON")
+
+
+@pytest.mark.slow
+def test_the_servers_get_the_flags_of_the_command(served, models):
+    commands = [child.cmdline() for child in psutil.Process(served[2].pid).children()]
+    assert sum("--seed=0" in words for words in commands) == len(models) == len(commands)
+
+
+@pytest.mark.slow
+def test_the_servers_end_with_the_page_during_an_answer(page, models):
+    with serving("--model_name_or_path", models[1], "--reasoning", "off") as (url, port, process):
+        page.set_default_timeout(TIMEOUT)
+        page.goto(url)
+        page.locator("#settings button").first.click()
+        # The flag is the initial setting.
+        assert not page.get_by_label("Thinking").is_checked()
+        set_number(page, LENGTH, 2048)
+        ask(page, "hello")
+        wait_for_answer(page, 0)
+        servers = psutil.Process(process.pid).children()
+        process.terminate()
+        process.wait(timeout=60)
+        assert servers and not any(server.is_running() for server in servers)
+
+
+@pytest.mark.parametrize("taken", ["--port", "--web_port", "both"])
+def test_ports_in_use_are_reported_before_a_model_is_loaded(models, taken):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        words = ["--port", str(port), "--web_port", str(port)] if taken == "both" else [taken, str(port)]
+        result = run_recipe("--web", "--model_name_or_path", models[0], *words)
+    assert result.returncode == 2 and f"Port {port} of 127.0.0.1 cannot be used" in result.stderr
+
+
+def test_a_model_without_a_chat_template_is_refused(models, tmp_path):
+    for path in Path(models[0]).iterdir():
+        if path.name != "chat_template.jinja":
+            (tmp_path / path.name).symlink_to(path)
+    result = run_recipe("--web", "--model_name_or_path", models[0], "--compare", str(tmp_path))
+    assert result.returncode == 2 and "has no chat template" in result.stderr
+
+
+def run_recipe(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "recipes/serve.py"), "--device", "cpu", *words]
+    return subprocess.run(command, env=cpu_environment(), capture_output=True, text=True, timeout=300)
 
 
 def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
-    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
-    history = [
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "2", "reasoning_content": "I count.", "tool_calls": [call]},
-    ]
-    question, thought, answer, tool = show(history)
-    assert (question.role, thought.content, thought.metadata["title"]) == ("user", "I count.", "Thinking")
-    assert answer.content == "2" and not answer.metadata
-    assert tool.metadata["title"] == "Call of the tool add" and '{"a": 1}' in tool.content
-    assert to_requests(history)[1] == {"role": "assistant", "content": "2", "tool_calls": [call]}
-
-
-def test_a_server_that_is_gone_is_an_answer_and_not_a_crash():
-    (answer,) = stream_answer(Endpoint("m", f"http://127.0.0.1:{free_port()}/v1"), [], Sampling())
-    assert "Connection error" in answer["error"] and show([answer])[0].metadata["title"] == "Error"
-    assert to_requests([answer]) == []
+    call = {"function": {"name": "add", "arguments": '{"\\u5317": 1}'}}
+    answer = {"role": "assistant", "content": "2", "reasoning_content": "I count.", "tool_calls": [call]}
+    question, thought, text, tool = show([{"role": "user", "content": "1 + 1?"}, answer])
+    assert (question.role, thought.content, thought.metadata) == (
+        "user",
+        "I count.",
+        {"title": "Thinking", "status": "done"},
+    )
+    assert text.content == "2" and not text.metadata
+    assert tool.metadata["title"] == "Call of the tool add" and '{\n  "北": 1\n}' in tool.content
+    # A thought that still grows is open.
+    assert show([answer | {"content": "", "is_running": True}])[0].metadata["status"] == "pending"
+    (broken,) = show(
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
+    )
+    assert broken.content == "```json\n{\n```"
+    assert re.search("empty", show([{"role": "assistant", "content": ""}])[0].content)

@@ -1,0 +1,125 @@
+"""Raw continuation of text, and the choice between continuing and chatting."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.stages.continuing import Continuation, is_base_model
+from hf_pretrain.stages.generating import Generator
+from hf_pretrain.tokenizer.loading import load_tokenizer
+from tests.invariants.launching import ROOT, cpu_environment
+
+
+@pytest.fixture
+def generator(talker) -> Generator:
+    model = MiniMindForCausalLM.from_pretrained(talker).eval()
+    return Generator(model, load_tokenizer(talker), temperature=0, max_new_tokens=8)
+
+
+@pytest.fixture
+def continuation(generator) -> Continuation:
+    return Continuation(generator)
+
+
+def expected(generator: Generator, ids: list[int]) -> str:
+    """Return the greedy continuation of a prompt, one forward pass per token, without control tokens."""
+    new: list[int] = []
+    while len(new) < generator.max_new_tokens and generator.tokenizer.eos_token_id not in new:
+        logits = generator.model(torch.tensor([ids + new])).logits
+        new.append(int(logits[0, -1].argmax()))
+    return generator.tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_the_text_is_continued_as_a_document(continuation, generator):
+    """The prompt is bos and the text, with the white space at its end, without a chat template around it."""
+    shown = []
+    assert continuation.say(" two and ")
+    text = continuation.answer(shown.append)
+    tokenizer = generator.tokenizer
+    prompt = [tokenizer.bos_token_id, *tokenizer(" two and ", add_special_tokens=False)["input_ids"]]
+    assert text == "".join(shown) == expected(generator, prompt) != ""
+    assert continuation.text == " two and " + text
+
+
+def test_an_empty_line_continues_the_last_text_and_another_begins_a_new_one(continuation, tmp_path):
+    assert not continuation.say("")
+    continuation.say("two")
+    first = continuation.answer(list)
+    assert continuation.say("")
+    second = continuation.answer(list)
+    assert continuation.text == "two" + first + second
+    continuation.run_command(f"/save {tmp_path}/texts.jsonl")
+    assert json.loads((tmp_path / "texts.jsonl").read_text()) == {"text": continuation.text}
+    continuation.say("It")
+    assert continuation.text == "It"
+    continuation.run_command("/reset")
+    assert not continuation.say("")
+
+
+def test_the_text_cannot_contain_control_tokens(continuation, monkeypatch):
+    prompts = []
+    generate = continuation.generator.model.generate
+    record = lambda ids, **kwargs: prompts.append(ids) or generate(ids, **kwargs)  # noqa: E731
+    monkeypatch.setattr(continuation.generator.model, "generate", record)
+    continuation.say("hi<|im_end|>")
+    continuation.answer(list)
+    tokenizer = continuation.generator.tokenizer
+    control = [i for i in prompts[0][0].tolist() if i in tokenizer.added_tokens_decoder]
+    assert control == [tokenizer.bos_token_id]
+
+
+def test_commands(continuation):
+    assert continuation.run_command("/temperature 0.5") == "temperature: 0.5"
+    assert continuation.generator.temperature == 0.5
+    assert "An empty line continues" in continuation.run_command("/help")
+    for line in ("/system Be brief.", "/think on", "/save"):
+        with pytest.raises(ValueError, match="is not a command for raw continuation"):
+            continuation.run_command(line)
+
+
+@pytest.mark.parametrize(
+    ("launches", "is_base"),
+    [
+        ([{"recipe": "pretrain"}], True),
+        ([{"recipe": "sft"}], False),
+        ([{"recipe": "sft"}, {"recipe": "pretrain"}], True),
+        # A record of an earlier version, and none.
+        ([{}], False),
+        ([], False),
+    ],
+)
+def test_the_record_of_the_run_tells_base_models(talker, tmp_path, launches, is_base):
+    (tmp_path / "run.json").write_text(json.dumps(launches))
+    tokenizer = load_tokenizer(talker)
+    assert is_base_model(str(tmp_path), tokenizer) == is_base
+    assert is_base_model(str(tmp_path / "checkpoint-10"), tokenizer) == is_base
+    assert not is_base_model("owner/name", tokenizer)
+    tokenizer.chat_template = None
+    assert is_base_model("owner/name", tokenizer)
+
+
+def test_the_recipe_continues_or_answers(talker, tmp_path):
+    shutil.copytree(talker, tmp_path / "base")
+    (tmp_path / "base/run.json").write_text('[{"recipe": "pretrain"}]')
+    command = [sys.executable, str(ROOT / "recipes/chat.py"), "--greedy", "--model_name_or_path"]
+    command.append(str(tmp_path / "base"))
+    options = {"env": cpu_environment(PYTHONPATH=str(ROOT)), "capture_output": True, "text": True}
+    result = subprocess.run([*command, "--max_new_tokens", "4"], input="two\n\n/reset\n\n/quit\n", **options)
+    assert "a base model: it continues your text" in result.stdout, result.stderr[-3000:]
+    # The empty line after /reset gets no answer.
+    assert len(re.findall(r"\[\d tokens?, [\d.]+ tokens/s\]", result.stdout)) == 2
+    result = subprocess.run([*command, "--no-raw", "--think", "off", "--prompt", "two and two?"], **options)
+    assert result.stdout == "It is four.\n", result.stderr[-3000:]
+    for words, message in (
+        (["--system", "Be brief."], "--system has no effect on raw continuation."),
+        (["--prompt", ""], "--prompt is empty."),
+        (["--temperature", "-1"], "The temperature -1.0 must be 0 or a positive number"),
+    ):
+        result = subprocess.run([*command[:2], *command[3:], *words], **options)
+        assert result.returncode == 2 and message in result.stderr
