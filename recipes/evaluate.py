@@ -25,6 +25,7 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.hub.repository import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.metrics import METRICS
+from hf_pretrain.stages.continuing import is_base_model
 from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments, format_results, write_results
 from hf_pretrain.stages.task_groups import compare_with_published, expand_tasks
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -71,10 +72,11 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         # Only tasks need lm-eval, an optional package.
         from hf_pretrain.stages.harness import evaluate_tasks
 
-        # A run that trains on conversations turns sampling on in the generation config, for chat clients.
         is_chat = training_args.apply_chat_template
         if is_chat is None:
-            is_chat = bool(tokenizer.chat_template and trainer.model.generation_config.do_sample)
+            # Fine-tuning turns sampling on in the generation config, for chat clients.
+            has_no_sampling = not trainer.model.generation_config.do_sample
+            is_chat = not is_base_model(name, tokenizer, without_record=has_no_sampling)
         results["apply_chat_template"] = is_chat
         results["tasks"] = evaluate_tasks(
             trainer.model.eval(),

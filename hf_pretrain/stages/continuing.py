@@ -98,21 +98,26 @@ class Continuation:
         raise ValueError(f"{line!r} is not a command for raw continuation.\n{HELP}")
 
 
-def is_base_model(name_or_path: str, tokenizer: PreTrainedTokenizerFast) -> bool:
+def is_base_model(name_or_path: str, tokenizer: PreTrainedTokenizerFast, *, without_record: bool = False) -> bool:
     """
     Return whether a model has never seen a chat: its tokenizer has no chat template, or the last run in its directory
-    was pretraining.
+    trained on text.
 
     Args:
         name_or_path (`str`): a Hub id, or the directory of a model, a run or a checkpoint.
         tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer.
+        without_record (`bool`): the result for a model with a chat template and without the record of a run.
     """
     if tokenizer.chat_template is None:
         return True
     path = Path(split_hub_name(os.path.expanduser(name_or_path))[0])
     # The record of a run lies beside its checkpoints.
     launches = read_launches(path.parent if path.name.startswith(PREFIX_CHECKPOINT_DIR) else path)
-    return bool(launches) and launches[-1].get("recipe") == "pretrain"
+    # Earlier versions did not record the recipe.
+    if not launches or "recipe" not in launches[-1]:
+        return without_record
+    last = launches[-1]
+    return last["recipe"] == "pretrain" or last.get("arguments", {}).get("dataset_kind") == "text"
 
 
 __all__ = ["HELP", "Continuation", "is_base_model"]

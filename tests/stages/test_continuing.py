@@ -89,6 +89,8 @@ def test_commands(continuation):
         ([{"recipe": "pretrain"}], True),
         ([{"recipe": "sft"}], False),
         ([{"recipe": "sft"}, {"recipe": "pretrain"}], True),
+        ([{"recipe": "distill", "arguments": {"dataset_kind": "text"}}], True),
+        ([{"recipe": "distill", "arguments": {"dataset_kind": "auto"}}], False),
         # A record of an earlier version, and none.
         ([{}], False),
         ([], False),
@@ -99,6 +101,7 @@ def test_the_record_of_the_run_tells_base_models(talker, tmp_path, launches, is_
     tokenizer = load_tokenizer(talker)
     assert is_base_model(str(tmp_path), tokenizer) == is_base
     assert is_base_model(str(tmp_path / "checkpoint-10"), tokenizer) == is_base
+    assert is_base_model(str(tmp_path), tokenizer, without_record=True) == (is_base or launches in ([{}], []))
     assert not is_base_model("owner/name", tokenizer)
     tokenizer.chat_template = None
     assert is_base_model("owner/name", tokenizer)
