@@ -85,26 +85,32 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of a user's mistake, too")
 
 
+def is_quiet() -> bool:
+    """Return whether to hide messages of libraries: unless `--log_level info` or `debug` is on the command line."""
+    # Search the command line, because libraries write messages before it is parsed.
+    return not re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv))
+
+
 def quiet_libraries() -> None:
     """
-    Hide the progress bars of libraries unless [`~runtime.activity.shows_bars`]. Hide messages that no user can act on,
-    unless `--log_level info` or `debug` is on the command line.
+    Hide the progress bars of libraries unless [`~runtime.activity.shows_bars`]. If [`is_quiet`], hide messages that no
+    user can act on.
     """
-    # Search the command line, because libraries write messages before it is parsed.
-    is_quiet = not re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv))
     if not shows_bars():
         datasets.disable_progress_bars()
         disable_hub_bars()
-    if is_quiet or not shows_bars():
+    if is_quiet() or not shows_bars():
         # They show how weights are loaded and saved, which our display does, too.
         transformers_logging.disable_progress_bar()
-    if not is_quiet:
+    if not is_quiet():
         return
     if not sys.warnoptions:
         # FutureWarnings address the authors of libraries: one library uses a name that another one will change.
         warnings.filterwarnings("ignore", category=FutureWarning)
         # accelerate has chosen a number itself.
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+    # NOTE: MLflow reads it when it is imported. It logs each step of making a database.
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     # NOTE: DeepSpeed logs this on every import, although the first line of a run names the device. Add a filter, and
     # do not raise the level, because DeepSpeed's warnings must still appear.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
@@ -206,5 +212,6 @@ __all__ = [
     "RecipeParser",
     "add_debug_flag",
     "is_mistake",
+    "is_quiet",
     "one_line_errors",
 ]

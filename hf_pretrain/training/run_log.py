@@ -40,6 +40,10 @@ class _LoggedStream:
                     self._keep(line)
         return len(text)
 
+    def print_line(self, line: str) -> None:
+        self.write(f"{line}\n")
+        self.flush()
+
     def draw(self, text: str) -> None:
         """Write a part of a progress bar, which the log does not keep."""
         self._survive(lambda: self.stream.write(text))
@@ -98,9 +102,9 @@ def begin_log(path: Path | None) -> None:
         if stream is not None:
             _streams[name] = _LoggedStream(stream, log)
             _replace(name, stream, _streams[name])
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and "stdout" in _streams:
         draw = _streams["stderr"].draw if shows_bars() and "stderr" in _streams else None
-        activity.start(lambda line: print(line, flush=True), draw)
+        activity.start(_streams["stdout"].print_line, draw)
 
 
 def end_log() -> None:
