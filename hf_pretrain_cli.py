@@ -18,6 +18,7 @@ import ast
 import contextlib
 import difflib
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -137,15 +138,22 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
             f"--nproc {nproc} is not possible: this machine has {len(gpus) or 'no'} GPU(s) to use. Start at least one "
             "process, and at most one per GPU."
         )
+    is_quiet = not re.search(r"--log_level[ =](info|debug)", " ".join(rest))
     environment: dict[str, str] = {}
     if gpus and args.launcher != "deepspeed":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:nproc])
+        if args.launcher == "torchrun" and nproc > 1:
+            # torchrun's own choice, of which it would print four lines.
+            environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     elif not gpus and nproc > 1:
         # On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE. OMP_NUM_THREADS divides the cores among the
         # processes.
         cores = max(1, (os.cpu_count() or 1) // nproc)
         environment |= {"LOCAL_SIZE": str(nproc), "OMP_NUM_THREADS": str(cores)}
-    return environment, [*_launch(args, nproc, gpus), recipe, *rest, *_launch_flags(args)]
+    if args.launcher == "deepspeed" and "--use_cpu" in flags:
+        # DeepSpeed warns if it has to find out that there is no GPU.
+        environment["DS_ACCELERATOR"] = "cpu"
+    return environment, [*_launch(args, nproc, gpus, is_quiet), recipe, *rest, *_launch_flags(args)]
 
 
 def _shorten(path: Path) -> str:
@@ -153,7 +161,7 @@ def _shorten(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def _launch(args: argparse.Namespace, nproc: int, gpus: list[str]) -> list[str]:
+def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: bool) -> list[str]:
     """Return the words of the command before the recipe."""
     python = Path(sys.executable)
     # The programs lie beside Python or, after `pip install --user`, beside this command.
@@ -172,7 +180,9 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str]) -> list[str]:
     if args.launcher == "deepspeed":
         # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
         devices = ",".join(gpus[:nproc] if gpus else map(str, range(nproc)))
-        return [program, "--include", f"localhost:{devices}", "--master_port", str(args.master_port)]
+        # Otherwise DeepSpeed describes every process that it starts. Its errors still appear.
+        quiet = ["--quiet"] if is_quiet else []
+        return [program, *quiet, "--include", f"localhost:{devices}", "--master_port", str(args.master_port)]
     config = _shorten(RECIPES / f"accelerate_configs/{args.accelerate}.yaml")
     ports = ["--num_processes", str(nproc), "--main_process_port", str(args.master_port)]
     return [program, "launch", "--config_file", config, *ports]

@@ -50,7 +50,8 @@ def command_of(*words: str) -> tuple[dict[str, str], str]:
         ("dpo --nproc 2", "torchrun --standalone --nproc_per_node 2 recipes/dpo.py"),
         (
             "grpo --launcher deepspeed --nproc 2 --ds zero3 --master_port 29555",
-            "deepspeed --include localhost:0,1 --master_port 29555 recipes/grpo.py --deepspeed ds_configs/zero3.json",
+            "deepspeed --quiet --include localhost:0,1 --master_port 29555 recipes/grpo.py "
+            "--deepspeed ds_configs/zero3.json",
         ),
         (
             "distill --launcher accelerate --accelerate fsdp2 --nproc 2 --master_port 29555",
@@ -72,8 +73,9 @@ def test_processes_on_cpus_share_the_cores(no_gpus, monkeypatch):
 
 
 def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert command_of("pretrain") == (
-        {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "OMP_NUM_THREADS": "1"},
         "torchrun --standalone --nproc_per_node 4 recipes/pretrain.py",
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -102,7 +104,7 @@ def made(*variables: str) -> tuple[dict[str, str], str]:
         ("CONFIG=my.yaml", "recipes/pretrain.py --config my.yaml"),
         (
             "GPUS=2 LAUNCHER=deepspeed DS=zero3 MASTER_PORT=29511",
-            "deepspeed --include localhost:0,1 --master_port 29511 recipes/pretrain.py --config "
+            "deepspeed --quiet --include localhost:0,1 --master_port 29511 recipes/pretrain.py --config "
             "recipes/tiny/pretrain.yaml --deepspeed ds_configs/zero3.json",
         ),
         (
@@ -117,11 +119,18 @@ def test_make_is_a_front_of_the_command(no_gpus, variables, expected):
     assert re.sub(r"^python\S* ", "", command) == expected
 
 
+def test_the_deepspeed_launcher_reports_only_on_request(no_gpus):
+    environment, command = command_of("pretrain", "--launcher", "deepspeed", "--use_cpu")
+    assert environment["DS_ACCELERATOR"] == "cpu" and "deepspeed --quiet --include" in command
+    assert "--quiet" not in command_of("pretrain", "--launcher", "deepspeed", "--log_level", "info")[1]
+
+
 def test_make_uses_the_gpus(four_gpus, monkeypatch):
     environment, command = made("GPUS=2", "LAUNCHER=deepspeed", "MASTER_PORT=29511")
     assert "--include localhost:0,1 " in command and "--config recipes/minimind2-small/pretrain.yaml" in command
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert made()[0] == {"CUDA_VISIBLE_DEVICES": "2,3"} and "--nproc_per_node 2 " in made()[1]
+    assert made()[0] == {"CUDA_VISIBLE_DEVICES": "2,3", "OMP_NUM_THREADS": "1"}
+    assert "--nproc_per_node 2 " in made()[1]
     assert made("GPUS=1")[0] == {"CUDA_VISIBLE_DEVICES": "2"}
     # On CPUs, the devices do not depend on CUDA_VISIBLE_DEVICES.
     command = made("GPUS=2", "LAUNCHER=deepspeed", "DEVICE=cpu", "MASTER_PORT=29511")[1]

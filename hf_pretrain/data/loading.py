@@ -227,7 +227,7 @@ def _load_rows(
         stream.info.description = str([how, *((Path(piece.source).name, piece.state[0]) for piece in pieces)])
         return stream
     shards = cut_sources(sources)
-    parts = map_parts(shards, partial(_load_shard, how=how), num_proc=num_proc, desc=f"Reading {name}")
+    parts = map_parts(shards, partial(_load_shard, how=how), num_proc=num_proc, desc=f"reading {name}")
     return datasets.concatenate_datasets(parts)
 
 

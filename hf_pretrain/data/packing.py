@@ -148,7 +148,7 @@ def prepare_rows(
             cut_into_parts(documents),
             prepare,
             num_proc=num_proc,
-            desc="Tokenizing and packing",
+            desc="tokenizing and packing",
             finds_result=lambda part: is_cached(part, *_keys_of_part(part, key, how)),
         )
     rows = concatenate_datasets([part for part, _ in prepared])
@@ -179,7 +179,7 @@ def _prepare_part(
         remove_columns=["text"],
         features=Features(WEIGHTED_TOKEN_FEATURES if "loss_mask" in features else TOKEN_FEATURES),
         new_fingerprint=tokens_key,
-        desc="Tokenizing",
+        desc="tokenizing",
     )
     # Every conversation of the part was dropped, so there is nothing to pack.
     if len(tokens) == 0:
@@ -190,7 +190,7 @@ def _prepare_part(
         _pack_batch,
         fn_kwargs=how,
         new_fingerprint=rows_key,
-        desc="Packing",
+        desc="packing",
         **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
     )
     return rows.with_format(None), _report(documents, tokens, rows, how["max_length"])

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import datasets
 from datasets import Dataset
-from tqdm.auto import tqdm
 
+from ..runtime.activity import activity
 from ..runtime.command_line import is_mistake
 
 
@@ -92,13 +92,13 @@ def map_parts(
     Apply `function` to each part and return the results in order.
 
     This process works on a single part itself, and on a few parts whose results are in the cache. Otherwise, the parts
-    go to worker processes, with one progress bar.
+    go to worker processes.
 
     Args:
         parts (`list`): values that can be pickled. A [`~datasets.Dataset`] is pickled as the paths of its files.
         function (`Callable`): maps a part to its result; both should be small to pickle.
         num_proc (`int`, *optional*): number of processes; by default one per core, up to 8.
-        desc (`str`): text of the progress bar.
+        desc (`str`): the work as a participle, for the display ([`~runtime.activity`]).
         finds_result (`Callable`, *optional*): returns whether `function` finds the result of a part in the cache.
 
     Raises:
@@ -107,19 +107,23 @@ def map_parts(
     # To start processes takes longer than to open a few cached results. The results of many parts are opened by
     # workers, because the pages that are read stay mapped.
     if len(parts) == 1 or (len(parts) <= MAX_PROCESSES and all(map(finds_result, parts))):
-        return [function(part) for part in parts]
+        with activity.during(desc):
+            return [function(part) for part in parts]
     num_proc = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), len(parts))
     # A forked process starts at once; Windows can only start a new interpreter.
     context = get_context("fork" if hasattr(os, "fork") else "spawn")
-    with ProcessPoolExecutor(num_proc, context, _begin_worker, (os.getpid(),)) as executor:
+    with (
+        activity.during(desc, total=len(parts)) as phase,
+        ProcessPoolExecutor(num_proc, context, _begin_worker, (os.getpid(),)) as executor,
+    ):
         outcomes = executor.map(partial(_try, function), parts)
-        bar = tqdm(outcomes, desc=desc, total=len(parts), unit="part", disable=datasets.are_progress_bars_disabled())
         results = []
-        for result, mistake in bar:
+        for result, mistake in outcomes:
             # Raise the mistake here, in this package and this process: the user then sees one line and no traceback.
             if mistake is not None:
                 raise mistake
             results.append(result)
+            phase.done += 1
         return results
 
 

@@ -44,7 +44,7 @@ def prepare_pairs(
         features=PAIR_FEATURES,
         num_proc=num_proc,
         new_fingerprint=cache_key(key),
-        desc="Tokenizing",
+        desc="tokenizing",
     )
     if len(documents) and len(pairs) == 0:
         raise ValueError(

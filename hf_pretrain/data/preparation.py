@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from ..runtime.activity import activity
 from ..tokenizer.chat_template import mark_template
 from .arguments import ChatArguments, DataArguments
 
@@ -60,7 +59,6 @@ def load_rows(
     if isinstance(data_args, ChatArguments) and data_args.encoder is not None:
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
         mark_template(tokenizer, data_args.chat_template)
-    activity.begin("preparing the data")
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_documents = data_args.load_documents(training_args, keep_rejected=keep_rejected)
         # Check the type: `callable` is no test, because a tokenizer can be called, too.

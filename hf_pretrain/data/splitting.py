@@ -34,7 +34,7 @@ def split_documents(
             cut_into_parts(documents),
             partial(_split_part, is_wanted=is_wanted, key_of=key_of),
             num_proc=num_proc,
-            desc="Splitting",
+            desc="splitting",
             finds_result=lambda part: is_cached(part, key_of(part)),
         )
         documents = datasets.concatenate_datasets(parts)

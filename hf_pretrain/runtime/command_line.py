@@ -1,8 +1,8 @@
 """
 Errors and library output on the command line.
 
-After a mistake of the user, a recipe ends with one line; after a bug, it ends with a traceback. Progress bars appear
-only on terminals. Messages of libraries are hidden if the user cannot act on them.
+After a mistake of the user, a recipe ends with one line; after a bug, it ends with a traceback. Messages of libraries
+are hidden if the user cannot act on them.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from typing import Any, NoReturn
 
 import datasets
 from huggingface_hub.constants import HF_HOME
+from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
 from transformers import HfArgumentParser
-from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
+from .activity import shows_bars
 from .help_cache import keep_help
 from .help_text import FlagFormatter, format_groups
 
@@ -84,25 +85,32 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of a user's mistake, too")
 
 
-def shows_bars() -> bool:
-    """Return whether the output is a terminal or a notebook. In a log file, progress bars would fill many pages."""
-    return sys.stderr.isatty() or is_in_notebook()
+def is_quiet() -> bool:
+    """Return whether to hide messages of libraries: unless `--log_level info` or `debug` is on the command line."""
+    # Search the command line, because libraries write messages before it is parsed.
+    return not re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv))
 
 
 def quiet_libraries() -> None:
     """
-    Hide the progress bars of libraries unless [`shows_bars`]. Hide messages that no user can act on, unless
-    `--log_level info` or `debug` is on the command line.
+    Hide the progress bars of libraries unless [`~runtime.activity.shows_bars`]. If [`is_quiet`], hide messages that no
+    user can act on.
     """
     if not shows_bars():
         datasets.disable_progress_bars()
+        disable_hub_bars()
+    if is_quiet() or not shows_bars():
+        # They show how weights are loaded and saved, which our display does, too.
         transformers_logging.disable_progress_bar()
-    # Search the command line, because libraries write messages before it is parsed.
-    if re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv)):
+    if not is_quiet():
         return
     if not sys.warnoptions:
         # FutureWarnings address the authors of libraries: one library uses a name that another one will change.
         warnings.filterwarnings("ignore", category=FutureWarning)
+        # accelerate has chosen a number itself.
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+    # NOTE: MLflow reads it when it is imported. It logs each step of making a database.
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     # NOTE: DeepSpeed logs this on every import, although the first line of a run names the device. Add a filter, and
     # do not raise the level, because DeepSpeed's warnings must still appear.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
@@ -204,6 +212,6 @@ __all__ = [
     "RecipeParser",
     "add_debug_flag",
     "is_mistake",
+    "is_quiet",
     "one_line_errors",
-    "shows_bars",
 ]

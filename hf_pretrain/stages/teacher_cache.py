@@ -29,6 +29,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ..runtime.activity import activity
 from ..runtime.processes import on_main_process
 
 
@@ -231,8 +232,10 @@ def _open(directory: Path, starts: np.ndarray, *, mode: Literal["r", "r+"]) -> T
 def _fill(cache: TeacherCache, rows, share: np.ndarray, ask, collator, *, batch_size: int):
     """Compute the log-probabilities of the rows in `share`, and write them into the cache."""
     top_k = cache.indices.shape[1]
+    phase = activity.begin("asking the teacher", len(share))
     for first in range(0, len(share), batch_size):
         numbers = share[first : first + batch_size].tolist()
+        phase.done = first
         log_probs = ask(collator([rows[number] for number in numbers]))
         indices = log_probs.topk(top_k, dim=-1).indices
         # (batch_size, seq_len, vocab_size) -> (batch_size, seq_len, top_k + 1)

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging
 
-from ..runtime.command_line import shows_bars
+from ..runtime.activity import activity, shows_bars
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.waiting import first_process_first
@@ -176,7 +176,7 @@ class LMTrainingArguments(TrainingArguments):
     def __post_init__(self):
         # Hide the token first, because errors, logs and records quote the arguments.
         self._hide_token()
-        # Progress bars fill a redirected log with carriage returns.
+        # A run has its own display. Without one, such as in a notebook, Trainer shows its progress bar.
         if self.disable_tqdm is None:
             self.disable_tqdm = not shows_bars()
         self.launcher = launcher()
@@ -252,11 +252,12 @@ class LMTrainingArguments(TrainingArguments):
             local (`bool`): ignored; transformers' method has this argument.
             desc (`str`): the work as a participle, such as `preparing the data`, for the waiting processes' message.
         """
-        if self.world_size > 1 and dist.is_initialized():
-            with first_process_first(self.process_index, self.local_process_index, desc=desc):
+        with activity.during(desc):
+            if self.world_size > 1 and dist.is_initialized():
+                with first_process_first(self.process_index, self.local_process_index, desc=desc):
+                    yield
+            else:
                 yield
-        else:
-            yield
 
     def evaluate_never(self) -> None:
         """Turn evaluation off, for a run without a validation set."""

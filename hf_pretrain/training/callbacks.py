@@ -1,56 +1,45 @@
-"""Callbacks of a run: progress bar, plain log lines, samples, evaluation interval and profiler."""
+"""Callbacks of a run: progress, log lines, samples, evaluation interval and profiler."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
-from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from ..reports.history import History
-from ..runtime.activity import activity
+from ..runtime.activity import Phase, activity
 from ..runtime.metrics import HEADLINES
 
 
-def _validation_figures(logs: dict[str, float]) -> str:
-    return ", ".join(f"{metric.label} {logs[metric.key]:.4f}" for metric in HEADLINES if metric.key in logs)
+class ProgressLinesCallback(PrinterCallback):
+    """One plain line per log, and the phases of the training for the display ([`~runtime.activity`])."""
 
+    def __init__(self) -> None:
+        self.training, self.evaluating = Phase("training"), Phase("evaluating")
 
-class TrainingProgressCallback(ProgressCallback):
-    """Progress bar that also shows loss, tokens/s and MFU. Validation results are printed on separate lines."""
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.training = activity.begin("training", state.max_steps, state.global_step)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or self.training_bar is None:
-            return
-        if "loss" in logs:
-            shown = {"loss": f"{logs['loss']:.3f}"}
-            if "tokens_per_second" in logs:
-                shown["tok/s"] = f"{logs['tokens_per_second']:,.0f}"
-                shown["mfu"] = f"{logs['mfu']:.0%}"
-            self.training_bar.set_postfix(shown)
-            return
-        figures = _validation_figures(logs)
-        if figures:
-            # Print above the bar, which would overwrite these figures at the next step.
-            self.training_bar.write(f"step {state.global_step}: {figures}")
+    def on_step_end(self, args, state, control, **kwargs):
+        self.training.done = state.global_step
 
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if activity.phase is not self.evaluating:
+            self.evaluating = activity.begin(
+                "evaluating", len(eval_dataloader) if has_length(eval_dataloader) else None
+            )
+        self.evaluating.done += 1
 
-class TrainingLinesCallback(PrinterCallback):
-    """One plain line per log with the figures of the progress bar, for output that is not a terminal."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        activity.begin(f"step {state.global_step + 1}/{state.max_steps}")
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        if not activity.text.startswith("evaluating"):
-            activity.begin("evaluating")
+    def on_evaluate(self, args, state, control, **kwargs):
+        activity.phase = self.training
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        figures = _validation_figures(logs)
+        figures = ", ".join(f"{metric.label} {logs[metric.key]:.4f}" for metric in HEADLINES if metric.key in logs)
         if "loss" in logs:
             figures = f"loss {logs['loss']:.4f}"
             if "reward" in logs:
@@ -76,12 +65,12 @@ class SampleCallback(TrainerCallback):
         self.latest: list[tuple[str, str]] = []
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
-        self.latest = self.sample(model)
+        with activity.during("generating samples"):
+            self.latest = self.sample(model)
         self.history.add("samples", state.global_step, samples=self.latest)
         if state.is_world_process_zero and self.latest:
             prompt, text = self.latest[0]
-            # `tqdm.write` prints above a progress bar, which would overwrite the line of a `print`.
-            tqdm.write(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
+            print(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}", flush=True)
 
 
 class EvaluationIntervalCallback(TrainerCallback):
@@ -145,7 +134,6 @@ class ProfilerCallback(TrainerCallback):
 __all__ = [
     "EvaluationIntervalCallback",
     "ProfilerCallback",
+    "ProgressLinesCallback",
     "SampleCallback",
-    "TrainingLinesCallback",
-    "TrainingProgressCallback",
 ]

@@ -7,6 +7,8 @@ Trainer sets up accelerate.
 """
 
 import atexit
+import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.utils import strtobool
 
+from ..runtime.command_line import is_quiet
 from ..runtime.devices import default_device_type, installed_plug_ins
 from ..weights.files import read_json
 
@@ -183,7 +186,9 @@ def start_deepspeed_cpu_ranks() -> None:
     """
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo")
+    # It prints that it has built its kernel.
+    with contextlib.redirect_stdout(io.StringIO()) if is_quiet() else contextlib.nullcontext():
+        deepspeed.init_distributed(dist_backend="gloo")
     # NOTE: DeepSpeed's CPU kernel leaks 66 MiB of shared memory per rank per run, until /dev/shm is full.
     atexit.register(_remove_allreduce_buffers)
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..runtime.command_line import RecipeParser
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..weights.model_arguments import default_preset
+from .run_log import begin_log
 
 
 logger = logging.get_logger(__name__)
@@ -105,6 +107,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         `ValueError`: for an unknown YAML key or flag (the message names the nearest known one), for a value of the
             wrong type, and for a value that a dataclass refuses.
     """
+    is_run = argv is None and any(issubclass(cls, TrainingArguments) for cls in dataclass_types)
     argv = sys.argv[1:] if argv is None else argv
     # A bare --debug makes `one_line_errors` print tracebacks. --debug with a value is a flag of TrainingArguments.
     pairs = zip(argv, [*argv, "--"][1:], strict=True)
@@ -133,6 +136,9 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         word = (unknown or rest)[0]
         nearest = difflib.get_close_matches(word.lstrip("-").split("=")[0], known_keys, n=1, cutoff=0)[0]
         raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
+    if is_run:
+        # The dataclasses start the process group and compile kernels, which can take minutes.
+        begin_log(None)
     try:
         return parser.parse_dict(vars(namespace), allow_extra_keys=False)
     except ValueError as error:

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..runtime.activity import activity
+from ..runtime.activity import activity, shows_bars
 
 
 LOG_NAME = "train.log"
@@ -24,31 +24,37 @@ _streams: dict[str, "_LoggedStream"] = {}
 
 
 class _LoggedStream:
-    """
-    A text stream that copies its lines to a log. A progress bar redraws its line after a carriage return; the log
-    keeps only the last state of such a line.
-    """
+    """A text stream that copies its lines to a log, and leaves the progress bars of libraries to our display."""
 
     def __init__(self, stream: TextIO, log: TextIO | None):
         self.stream, self.log, self._line = stream, log, ""
 
     def write(self, text: str) -> int:
-        activity.note_output()
-        self._survive(lambda: self.stream.write(text))
-        if self.log is not None:
-            *lines, line = (self._line + text).split("\n")
-            # Keep only the latest state of a progress bar, or this buffer would grow until the bar ends its line.
-            self._line = line[max(0, line.rfind("\r")) :]
-            for line in lines:
-                self._keep(line)
+        printed = activity.absorb(text)
+        if printed:
+            with activity.above(printed):
+                self._survive(lambda: self.stream.write(printed))
+            if self.log is not None:
+                *lines, self._line = (self._line + printed).split("\n")
+                for line in lines:
+                    self._keep(line)
         return len(text)
+
+    def print_line(self, line: str) -> None:
+        self.write(f"{line}\n")
+        self.flush()
+
+    def draw(self, text: str) -> None:
+        """Write a part of a progress bar, which the log does not keep."""
+        self._survive(lambda: self.stream.write(text))
+        self.flush()
 
     def flush(self) -> None:
         self._survive(self.stream.flush)
 
     def _keep(self, line: str) -> None:
-        kept = _ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
-        # A line that was empty stays; a line that held only escape codes or an erased bar goes.
+        kept = _ANSI.sub("", line).rstrip()
+        # A line that was empty stays; a line that held only escape codes goes.
         if kept or not line:
             try:
                 self.log.write(f"{kept}\n")
@@ -78,11 +84,11 @@ class _LoggedStream:
 
 def begin_log(path: Path | None) -> None:
     """
-    Copy everything that this process prints from now on to a file, and survive errors of its own streams. With a file,
-    also name the current activity of the run while it prints nothing else ([`~runtime.activity`]).
+    Copy everything that this process prints from now on to a file, and survive errors of its own streams. On the main
+    process, also show what the run is doing ([`~runtime.activity`]).
 
     Args:
-        path (`Path`, *optional*): file to append to. Without one, only errors of the streams are survived.
+        path (`Path`, *optional*): file to append to.
     """
     end_log()
     log = None
@@ -96,8 +102,9 @@ def begin_log(path: Path | None) -> None:
         if stream is not None:
             _streams[name] = _LoggedStream(stream, log)
             _replace(name, stream, _streams[name])
-    if path is not None:
-        activity.start(lambda line: print(line, flush=True))
+    if os.environ.get("RANK", "0") == "0" and "stdout" in _streams:
+        draw = _streams["stderr"].draw if shows_bars() and "stderr" in _streams else None
+        activity.start(_streams["stdout"].print_line, draw)
 
 
 def end_log() -> None:

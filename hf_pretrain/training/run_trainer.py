@@ -348,8 +348,10 @@ class RunTrainer(Trainer):
         # Create and lock the directory again: a user may have renamed or deleted it during the run.
         on_saving_processes(self.args, lambda: hold_output_dir(target.parent))
         run = self.description.after(self.state)
-        activity.begin(f"saving {target.name}")
-        with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:
+        with (
+            activity.during(f"saving {target.name}"),
+            self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source,
+        ):
             super()._save_checkpoint(model, trial)
             # Trainer recorded the path in `.saving/` as the best checkpoint.
             if self.state.best_model_checkpoint == str(source):
@@ -377,7 +379,8 @@ class RunTrainer(Trainer):
             # Trainer calls this method within `_save_checkpoint`, which renames the files itself.
             super().save_model(output_dir, _internal_call=True)
             return
-        with self.writer.writing_model(Path(output_dir or self.args.output_dir)) as source:
+        directory = Path(output_dir or self.args.output_dir)
+        with activity.during("saving the model"), self.writer.writing_model(directory) as source:
             super().save_model(str(source), _internal_call=True)
 
     def save_state(self) -> None:

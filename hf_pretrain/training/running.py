@@ -13,6 +13,7 @@ from ..checkpoints.directory import remove_leftovers
 from ..data.preparation import PackedRows
 from ..hub.model_card import CURVE_NAME
 from ..hub.repository import remove_staging
+from ..runtime.activity import activity
 from ..runtime.devices import describe_search
 from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
@@ -21,9 +22,8 @@ from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
     EvaluationIntervalCallback,
     ProfilerCallback,
+    ProgressLinesCallback,
     SampleCallback,
-    TrainingLinesCallback,
-    TrainingProgressCallback,
 )
 from .optimizer_choice import keep_optimizer
 from .plan import begin_dry_run, format_plan
@@ -131,9 +131,9 @@ def train_and_evaluate(
             print(plan)
         raise SystemExit
     # Trainer adds one of these two callbacks, depending on `disable_tqdm`. Replace it by ours.
-    for theirs, ours in ((ProgressCallback, TrainingProgressCallback), (PrinterCallback, TrainingLinesCallback)):
-        if trainer.pop_callback(theirs) is not None:
-            trainer.add_callback(ours)
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ProgressLinesCallback)
     direct_tensorboard(trainer.callback_handler.callbacks, trainer.args)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
@@ -180,12 +180,14 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
     training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
     evaluations = find_evaluations(history)
     is_main = training_args.process_index == 0
+    activity.begin("writing the report")
     if is_main:
         curve = Path(training_args.output_dir, CURVE_NAME)
         # Plot before the push, which uploads the curve. Report after the push, because the report quotes its result.
         plot_loss_curve(history, curve, unigram=facts.unigram_loss, loss_unit=facts.loss_unit)
     if training_args.push_to_hub:
         trainer.push_to_hub()
+        activity.begin("writing the report")
     if is_main:
         report = format_report(
             training_args,
