@@ -115,13 +115,14 @@ def test_a_refused_answer_is_named(repo, hub):
         texts("user/data:pretrain_hq.jsonl")
 
 
-def test_without_a_connection_a_pattern_is_an_error_of_one_line(monkeypatch, tmp_path):
+def test_a_hub_that_does_not_answer(repo, monkeypatch):
+    assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
     # Nothing listens at port 9.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded: .*refused"):
-        texts("user/data:*.jsonl")
+    assert texts("user/data:*hq.jsonl") == ["one", "two"]
+    for name in ("user/data:sft/*.jsonl", "user/other:*.jsonl"):
+        with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded: .*refused"):
+            texts(name)
 
 
 def test_without_a_connection_the_cache_answers(repo, monkeypatch):
