@@ -20,16 +20,28 @@ import json
 import random
 from pathlib import Path
 
-from hf_pretrain.data.cleaning import CleaningRules, OverlapFinder, plain_text, write_cleaned
+from hf_pretrain.data.cleaning import (
+    OVERLAP_CHARS,
+    REPORT_SUFFIX,
+    CleaningRules,
+    OverlapFinder,
+    check_sources,
+    held_out_texts,
+    write_cleaned,
+)
 from hf_pretrain.data.inspection import describe, render, survey_records
-from hf_pretrain.data.records import read_records
+from hf_pretrain.data.records import list_sources, plain_text, read_records
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
 def inspect(args: argparse.Namespace) -> None:
-    survey = survey_records(read_records(args.names, text_column=args.text_column))
+    for name, least in (("max_length", 2), ("show", 0), ("chars", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least {least}.")
+    survey = survey_records(read_records(list_sources(args.names), text_column=args.text_column))
     if not survey.sample:
         reasons = "; ".join(survey.reasons) or "there are none"
         raise ValueError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
@@ -37,6 +49,8 @@ def inspect(args: argparse.Namespace) -> None:
         tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
     else:
         tokenizer = load_tokenizer(args.tokenizer)
+        if any(record.schema != "text" for record in survey.sample):
+            mark_template(tokenizer)
     for label, text in describe(survey, tokenizer, max_length=args.max_length):
         print(f"{label:20} {text}")
     print(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
@@ -48,13 +62,18 @@ def inspect(args: argparse.Namespace) -> None:
 def clean(args: argparse.Namespace) -> None:
     if args.output.exists() and not args.overwrite:
         raise ValueError(f"{args.output} exists. Choose another --output, or replace it with --overwrite.")
-    similarity = args.near_duplicates if args.near_duplicates > 0 else None
-    rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, similarity)
-    held_out = OverlapFinder(plain_text(record) for record in read_records(args.held_out or []))
-    records = read_records(args.names, text_column=args.text_column)
-    report = write_cleaned(records, args.output, rules, held_out)
+    rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
+    sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
+    check_sources(sources + held_out_sources, args.output)
+    held_out = OverlapFinder(held_out_texts(read_records(held_out_sources, text_column=args.held_out_column)))
+    if held_out.short:
+        print(
+            f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
+            "The command drops only records that equal one of them."
+        )
+    report = write_cleaned(read_records(sources, text_column=args.text_column), args.output, rules, held_out)
     content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
-    path = args.output.with_name(f"{args.output.name}.report.json")
+    path = args.output.with_name(args.output.name + REPORT_SUFFIX)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{report}\nWrote {args.output}, {args.output.name}.dropped.jsonl and {path.name}.")
 
@@ -77,6 +96,7 @@ def make_parser() -> RecipeParser:
     rules.add_argument("--output", type=Path, default=Path("clean.jsonl"), help="JSONL file to write")
     rules.add_argument("--overwrite", action="store_true", help="replace the file --output if it exists")
     rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
+    rules.add_argument("--held_out_column", default="text", help="column that holds the held-out text")
     rules.add_argument("--min_chars", type=int, default=default.min_chars, help="least number of characters")
     rules.add_argument(
         "--max_repeated_lines",

@@ -5,15 +5,16 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
-from ..tokenizer.encoding import encode_documents, encode_rendered, guard_control_tokens
-from .cleaning import DuplicateFinder, plain_text
-from .records import Record
+from ..tokenizer.encoding import encode_documents
+from .cleaning import CleaningRules, DuplicateFinder, digest
+from .encoding import encode_conversation
+from .loading import MAX_REPEATS
+from .records import Record, plain_text
 
 
 # The slow figures come from a random sample of this many records.
@@ -32,13 +33,15 @@ class Survey:
 
     Args:
         num_records (`int`): number of records that can be trained on.
-        num_bytes (`int`): UTF-8 bytes of their texts.
+        num_bytes (`int`): UTF-8 bytes of their plain texts. For a preference, they do not include the rejected answer.
+        num_duplicates (`int`): number of records that equal an earlier one.
         reasons (`Counter`): number of bad lines for each reason.
         sample (`list[Record]`): up to `SAMPLE_SIZE` records, drawn at random.
     """
 
     num_records: int = 0
     num_bytes: int = 0
+    num_duplicates: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     sample: list[Record] = field(default_factory=list)
 
@@ -46,36 +49,41 @@ class Survey:
 def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
     """Count records, and draw a sample in which each record is equally likely (reservoir sampling)."""
     survey, generator = Survey(), random.Random(seed)
+    digests: set[bytes] = set()
     for record in records:
         if record.reason:
             survey.reasons[record.reason] += 1
             continue
         survey.num_records += 1
-        survey.num_bytes += len(record.text.encode("utf-8", "surrogatepass"))
+        survey.num_bytes += len(plain_text(record, chosen_only=True).encode())
+        digests.add(digest(record.text))
         if len(survey.sample) < SAMPLE_SIZE:
             survey.sample.append(record)
         elif (place := generator.randrange(survey.num_records)) < SAMPLE_SIZE:
             survey.sample[place] = record
+    survey.num_duplicates = survey.num_records - len(digests)
     return survey
 
 
 def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the tokens on which a run trains: a document, or a conversation in the form of the chat template."""
-    messages = _messages(record)
-    if messages is None:
+    """
+    Return the tokens of a record as training reads them: a document, or a conversation in the chat template.
+
+    Args:
+        record ([`Record`]): a good record. For a preference, the result is its prompt and its chosen answer.
+        tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template, if the record is not a text.
+
+    Raises:
+        `ValueError`: if the chat template cannot render the conversation.
+    """
+    if record.schema == "text":
         return encode_documents([record.text], tokenizer)[0]
-    rendered = tokenizer.apply_chat_template(guard_control_tokens(tokenizer, messages), tokenize=False)
-    return encode_rendered(tokenizer, rendered)[0]
-
-
-def _messages(record: Record) -> list[dict[str, Any]] | None:
-    """Return the messages of a conversation, or prompt and chosen answer of a preference; `None` for text."""
-    if not isinstance(record.content, dict) or not record.text.startswith("{"):
-        return None
     parts = json.loads(record.text)
-    if not isinstance(parts, dict) or not parts.keys() & {"messages", "prompt"}:
-        return None
-    return [*(parts.get("prompt") or []), *(parts.get("messages") or parts.get("chosen") or [])]
+    messages = parts["prompt"] + parts["chosen"] if record.schema == "preference" else parts["messages"]
+    try:
+        return encode_conversation(tokenizer, messages, parts.get("tools"), **parts.get("chat_template_kwargs", {}))[0]
+    except ValueError as error:
+        raise ValueError(f"{record.source}:{record.line}: {error}") from error
 
 
 def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: int = 512) -> list[tuple[str, str]]:
@@ -91,32 +99,47 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         `ImportError`: if datasketch or py3langid is not installed.
     """
     sample = survey.sample
-    lengths = np.array([len(render(record, tokenizer)) for record in sample])
-    sizes = np.array([len(record.text.encode("utf-8", "surrogatepass")) for record in sample])
-    tokens_per_byte = lengths.sum() / sizes.sum()
+    rendered = [render(record, tokenizer) for record in sample]
+    lengths = np.array([len(ids) for ids in rendered])
+    # The bytes of the rendered text: the tokens of a conversation include its roles and tools.
+    num_bytes = sum(len(text.encode()) for text in tokenizer.batch_decode(rendered, skip_special_tokens=True))
     tokens = int(lengths.mean() * survey.num_records)
     places = ", ".join(f"{percentile}%: {np.percentile(lengths, percentile):,.0f}" for percentile in _PERCENTILES)
-    finder = DuplicateFinder(0.85)
-    duplicates = Counter(finder.add(plain_text(record)) for record in sample)
     languages = Counter(map(find_language, map(plain_text, sample)))
+    has_preferences = any(record.schema == "preference" for record in sample)
     rows = [
         ("Records", f"{survey.num_records:,}, {survey.num_bytes / 1e6:,.1f} MB of text"),
+        *([("", "of a preference, only the prompt and the chosen answer are counted")] if has_preferences else []),
         ("Bad lines", f"{survey.reasons.total():,}"),
         *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(3)),
-        ("Tokens", f"about {tokens:,}; {tokens_per_byte:.3f} per byte"),
+        ("Tokens", f"about {tokens:,}; {lengths.sum() / max(1, num_bytes):.3f} per byte"),
         ("Tokens per record", places),
         ("Over --max_length", f"{(lengths > max_length).mean():.1%} of the records exceed {max_length} tokens"),
-        ("Exact duplicates", f"{duplicates['exact duplicate'] / len(sample):.1%} of {len(sample):,} sampled records"),
-        ("Near duplicates", f"{duplicates['near duplicate'] / len(sample):.1%}"),
+        ("Exact duplicates", f"{survey.num_duplicates / survey.num_records:.1%} of the records"),
+        ("Near duplicates", _describe_near_duplicates(survey)),
         ("Languages", ", ".join(f"{name} {n / len(sample):.0%}" for name, n in languages.most_common(6))),
         ("Packed sequences", f"about {tokens / max_length:,.0f} of {max_length} tokens"),
+        (
+            "Model size",
+            f"{TOKENS_PER_PARAMETER} tokens per parameter are best; above {MAX_REPEATS} passes add little",
+        ),
     ]
     for preset in PRESETS:
         number = _num_parameters(preset)
         passes = TOKENS_PER_PARAMETER * number / max(1, tokens)
+        num_passes = f"{passes:,.0f}" if passes >= 10 else f"{passes:.1f}"
         ratio = f"{tokens / number:,.2f} tokens per parameter in one pass"
-        rows.append((f"For {preset}", f"{ratio}, {TOKENS_PER_PARAMETER} in {passes:,.1f} passes"))
+        rows.append((f"For {preset}", f"{ratio}; {TOKENS_PER_PARAMETER} per parameter take {num_passes} passes"))
     return rows
+
+
+def _describe_near_duplicates(survey: Survey) -> str:
+    """Return the share of near duplicates. A sample does not show it, because it rarely holds both of a pair."""
+    if survey.num_records > len(survey.sample):
+        return f"not counted in more than {SAMPLE_SIZE:,} records; `data clean` finds them"
+    finder = DuplicateFinder(CleaningRules().near_duplicates)
+    found = Counter(finder.add(record.text, plain_text(record)) for record in survey.sample)
+    return f"{found['near duplicate'] / survey.num_records:.1%} of the records"
 
 
 def find_language(text: str) -> str:

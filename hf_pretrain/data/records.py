@@ -1,13 +1,14 @@
 """Read the records of data sources with their line numbers, to inspect and clean data."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .conversations import SCHEMAS
-from .corpora import load_embedded
-from .formats import BadRecord, read_file, read_text
+from .corpora import COPY, load_embedded
+from .formats import BadRecord, file_format, read_file, read_text
 from .sources import EMBEDDED_SOURCES, find_sources
 
 
@@ -22,6 +23,7 @@ class Record:
         content: the parsed record; `None` for a bad line.
         text (`str`): the document: the text, or the conversation or preference in the internal form.
         reason (`str`): why a line is bad; empty for a good one.
+        schema (`str`): `text`, or the key of `SCHEMAS` that gave `text`.
     """
 
     source: str
@@ -29,64 +31,100 @@ class Record:
     content: Any
     text: str
     reason: str = ""
+    schema: str = "text"
 
 
-def read_records(names: list[str], *, schema: str | None = None, text_column: str = "text") -> Iterator[Record]:
+def list_sources(names: list[str]) -> list[str]:
     """
-    Yield all records of files and embedded parts, with the bad lines.
+    Return all files and embedded parts that names stand for.
 
     Args:
         names (`list[str]`): names in the form of `--dataset_name`, but no whole datasets of the Hub.
-        schema (`str`, *optional*): `text`, or a key of `SCHEMAS`; by default the one that fits the first record.
-        text_column (`str`): key of the text, for the schema `text`.
 
     Raises:
         `ValueError`: if a name leads to no data.
     """
+    sources = []
     for name in names:
-        sources = find_sources(name)
-        if sources is None:
+        found = find_sources(name)
+        if found is None:
             raise ValueError(
                 f"{name} is no file here. To read a dataset on the Hub, name one of its files: owner/name:file.jsonl."
             )
-        for source in sources:
-            yield from _read_source(source, schema or find_schema(source, text_column), text_column)
+        sources += found
+    return sources
+
+
+def read_records(sources: list[str], *, schema: str | None = None, text_column: str = "text") -> Iterator[Record]:
+    """
+    Yield all records of files and embedded parts, with the bad lines. Leave out the copies in embedded parts.
+
+    Args:
+        sources (`list[str]`): the result of [`list_sources`].
+        schema (`str`, *optional*): `text`, or a key of `SCHEMAS`; by default the one that [`find_schema`] finds.
+        text_column (`str`): key of the text, for the schema `text`.
+    """
+    for source in sources:
+        yield from _read_source(source, schema or find_schema(source, text_column), text_column)
 
 
 def find_schema(source: str, text_column: str = "text") -> str:
-    """Return the schema that fits the first record of a source: `text` if it has a text, else one of `SCHEMAS`."""
+    """Return the schema of the first record of a source that has one; `text` if none does."""
     if source in EMBEDDED_SOURCES:
         return "text"
-    for _, _, content in read_file(Path(source), text_column=text_column):
-        if isinstance(content, dict) and text_column not in content:
-            # Try `preference` first: a preference may also pass as a conversation.
-            return next((name for name in ("preference", "conversation") if _fits(name, content)), "text")
-        return "text"
+    path = Path(source)
+    # Read all columns of a parquet file: it may not have the text column.
+    column = None if file_format(path) == ".parquet" else text_column
+    for _, _, content in read_file(path, text_column=column):
+        # Try `preference` first: a preference may also pass as a conversation.
+        for schema in ("text", "preference", "conversation"):
+            try:
+                _read_content(content, schema, text_column)
+            except BadRecord:
+                continue
+            return schema
     return "text"
 
 
-def _fits(schema: str, content: Any) -> bool:
-    try:
-        SCHEMAS[schema](content)
-    except BadRecord:
-        return False
-    return True
+def plain_text(record: Record, *, chosen_only: bool = False) -> str:
+    """
+    Return the text of a record as people read it. For a conversation, it is the answers, thoughts and calls.
+
+    Args:
+        record ([`Record`]): a good record.
+        chosen_only (`bool`, defaults to `False`): leave out the rejected answer of a preference.
+    """
+    if record.schema == "text":
+        return record.text
+    parts = json.loads(record.text)
+    names = ("messages", "prompt", "chosen") if chosen_only else ("messages", "prompt", "chosen", "rejected")
+    texts: list[str] = []
+    for message in (message for name in names for message in parts.get(name, [])):
+        calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", [])]
+        texts += [message.get("reasoning_content", ""), message["content"], *calls]
+    return "\n".join(filter(None, texts))
 
 
 def _read_source(source: str, schema: str, text_column: str) -> Iterator[Record]:
     if source in EMBEDDED_SOURCES:
-        for number, document in enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1):
-            yield Record(source, number, document, read_text(document, text_column="text"))
-        return
-    for line, _, content in read_file(Path(source), text_column=text_column if schema == "text" else None):
+        text_column = "text"
+        documents = enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1)
+        numbered = ((number, document) for number, document in documents if document is not COPY)
+    else:
+        records = read_file(Path(source), text_column=text_column if schema == "text" else None)
+        numbered = ((line, content) for line, _, content in records)
+    for line, content in numbered:
         try:
-            if isinstance(content, BadRecord):
-                raise content
-            text = read_text(content, text_column=text_column) if schema == "text" else SCHEMAS[schema](content)
+            yield Record(source, line, content, _read_content(content, schema, text_column), schema=schema)
         except BadRecord as error:
             yield Record(source, line, None, "", error.reason)
-        else:
-            yield Record(source, line, content, text)
 
 
-__all__ = ["Record", "find_schema", "read_records"]
+def _read_content(content: Any, schema: str, text_column: str) -> str:
+    """Return the text of a record; raise `BadRecord` if the schema does not fit."""
+    if isinstance(content, BadRecord):
+        raise content
+    return read_text(content, text_column=text_column) if schema == "text" else SCHEMAS[schema](content)
+
+
+__all__ = ["Record", "find_schema", "list_sources", "plain_text", "read_records"]

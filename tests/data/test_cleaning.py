@@ -5,26 +5,53 @@ import random
 import runpy
 import sys
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hf_pretrain.data.cleaning import (
     CleaningRules,
     DuplicateFinder,
     OverlapFinder,
+    check_sources,
     find_flaw,
+    held_out_texts,
     normalize,
     write_cleaned,
 )
+from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, find_language, render, survey_records
-from hf_pretrain.data.records import Record, find_schema, read_records
+from hf_pretrain.data.records import Record, find_schema, list_sources, plain_text, read_records
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
 
 
 WORDS = "the of and to in is was for on that with as by at from river mountain city people water light".split()
+
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Looks up the weather. " * 20}}
+
+
+def chat(question: str, **answer) -> dict:
+    """Return a conversation of a question and an answer with the given fields."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", **answer}]}
+
+
+def clean_file(path: Path, records: list, rules: CleaningRules | None = None) -> tuple[list[dict], Counter]:
+    """Return the records that a cleaning keeps, and the reasons for the others."""
+    output = path.with_name("cleaned.jsonl")
+    records = read_records([write_jsonl(path, records)])
+    report = write_cleaned(records, output, rules or CleaningRules(), OverlapFinder([]))
+    return [json.loads(line) for line in output.read_text().splitlines()], report.dropped
+
+
+def run_command(*words: str) -> None:
+    with patch.object(sys, "argv", ["data.py", *words]):
+        runpy.run_path(str(ROOT / "recipes/data.py"), run_name="__main__")
 
 
 def sentences(number: int, seed: int = 0) -> list[str]:
@@ -56,12 +83,59 @@ def test_near_duplicates_are_those_of_the_jaccard_index():
     finder = DuplicateFinder(0.8)
     texts = sentences(50)
     assert [finder.add(text) for text in texts] == [""] * 50
-    # Texts that differ only in white space, case and character width are equal.
-    assert finder.add(f"  {texts[0].upper()}\n") == "exact duplicate"
+    assert finder.add(f"  {texts[0]}\n") == "exact duplicate"
+    # Case and width of characters make a near duplicate.
+    assert finder.add(texts[0].upper()) == "near duplicate"
     near, far = texts[1].replace(" of ", " off ", 1), " ".join(reversed(texts[2].split()))
     assert jaccard(texts[1], near) > 0.9 and finder.add(near) == "near duplicate"
     assert jaccard(texts[2], far) < 0.5 and finder.add(far) == ""
     assert DuplicateFinder(None).add(near) == ""
+
+
+def test_few_near_duplicates_are_missed():
+    generator = random.Random(1)
+    finder, texts = DuplicateFinder(0.85), sentences(100)
+    changed = []
+    for text in texts:
+        words = text.split()
+        words[generator.randrange(60)] = "stone"
+        changed.append(" ".join(words))
+        assert finder.add(text) == ""
+    assert all(0.88 < jaccard(*pair) < 0.98 for pair in zip(texts, changed, strict=True))
+    assert [finder.add(text) for text in changed].count("near duplicate") >= 95
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_exact"),
+    [
+        ("x²", "x2", False),
+        ("Polish", "polish", False),
+        ("caf\u00e9", "cafe\u0301", True),
+        ("one  two", "one two\n", True),
+    ],
+)
+def test_exact_duplicates(first, second, is_exact):
+    finder = DuplicateFinder(None)
+    assert [finder.add(first), finder.add(second)] == ["", "exact duplicate" if is_exact else ""]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [{"content": "", "tool_calls": [{"name": name, "arguments": {}}]} for name in ("get_weather", "set_timer")],
+        [{"content": "Yes.", "reasoning_content": text} for text in sentences(2)],
+    ],
+)
+def test_conversations_differ_in_calls_and_thoughts(tmp_path, answers):
+    chats = [chat("Please do what I asked you to do yesterday evening.", **answer) for answer in answers]
+    kept, dropped = clean_file(tmp_path / "a.jsonl", [*chats, chats[1]])
+    assert kept == chats and dropped == {"exact duplicate": 1}
+
+
+def test_conversations_differ_in_tools(tmp_path):
+    question = chat("What is the weather in Paris today?", content="It is sunny.")
+    chats = [question, question | {"tools": [TOOL]}]
+    assert clean_file(tmp_path / "a.jsonl", chats, CleaningRules(near_duplicates=None))[0] == chats
 
 
 def test_overlap_with_held_out_text():
@@ -69,6 +143,20 @@ def test_overlap_with_held_out_text():
     finder = OverlapFinder([held_out])
     assert finder.finds(f"Question: {held_out.upper()} Answer: ...")
     assert not finder.finds(held_out[:50]) and not finder.finds("Plants take a gas from the air. " * 5)
+
+
+def test_a_short_held_out_text_is_found_as_a_whole():
+    finder = OverlapFinder(["What is 17 + 4?", "x" * 60])
+    assert finder.finds(" what is 17 + 4? ") and not finder.finds("What is 17 + 4? It is 21.")
+    assert len(finder.short) == 1
+
+
+def test_held_out_records_must_be_readable(tmp_path):
+    path = write_jsonl(tmp_path / "gsm.jsonl", [{"question": text, "answer": "5"} for text in sentences(3)])
+    with pytest.raises(ValueError, match=r"gsm.jsonl:1 cannot be read: no column 'text'.*pass --held_out_column"):
+        OverlapFinder(held_out_texts(read_records([path])))
+    finder = OverlapFinder(held_out_texts(read_records([path], text_column="question")))
+    assert all(map(finder.finds, sentences(3)))
 
 
 def test_every_record_is_kept_or_counted(tmp_path):
@@ -109,6 +197,106 @@ def test_conversations_keep_their_form(tmp_path):
     assert report.dropped == {"exact duplicate": 1}
 
 
+@pytest.mark.parametrize("bad", ["{broken", json.dumps({"messages": [{"role": "nobody"}]}), "[]"])
+def test_a_bad_first_line_does_not_decide_the_schema(tmp_path, bad):
+    chats = [chat(text, content=text) for text in sentences(5)]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join([bad, *map(json.dumps, chats)]) + "\n")
+    assert [record.content for record in read_records([str(path)])] == [None, *chats]
+
+
+def test_conversations_in_parquet_files(tmp_path):
+    chats = [chat(text, content=text) for text in sentences(5)]
+    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chat.parquet")
+    records = list(read_records([str(tmp_path / "chat.parquet")]))
+    assert [record.schema for record in records] == ["conversation"] * 5
+    assert [record.content for record in records] == chats
+
+
+def test_embedded_parts_without_their_copies():
+    records = list(read_records(list_sources(["embedded:idiom", "embedded:chatterbot"])))
+    assert not any(record.reason for record in records)
+    by_part = Counter(record.source for record in records)
+    texts = {(record.source, record.text) for record in records}
+    assert by_part.keys() == {"embedded:idiom", "embedded:chatterbot"} and len(texts) == len(records)
+
+
+def test_text_may_be_json(tmp_path):
+    texts = [json.dumps({"prompt": "x", "messages": text}) for text in sentences(3)]
+    kept, _ = clean_file(tmp_path / "a.jsonl", texts)
+    assert [record["text"] for record in kept] == texts
+    tokenizer = train_tokenizer(texts, vocab_size=400)
+    survey = survey_records(read_records([str(tmp_path / "a.jsonl")]))
+    assert [tokenizer.decode(render(record, tokenizer)[1:-1]) for record in survey.sample] == texts
+    assert dict(describe(survey, tokenizer))["Languages"]
+
+
+def test_a_record_that_no_file_can_hold_is_bad(tmp_path):
+    first, second = sentences(2)
+    records = [{"text": first, "note": "\ud83d"}, {"text": first}, {"text": second}]
+    kept, dropped = clean_file(tmp_path / "a.jsonl", records)
+    assert kept == records[1:] and dropped.total() == 1
+    assert next(iter(dropped)).startswith("bad line: column 'note' holds half a surrogate pair")
+    rows = [chat(text, content=text) for text in (first, second)]
+    table = pa.Table.from_pylist([row | {"date": date} for row, date in zip(rows, (None, 1), strict=True)])
+    table = table.set_column(1, "date", table["date"].cast(pa.timestamp("s")))
+    pq.write_table(table, tmp_path / "a.parquet")
+    records = read_records([str(tmp_path / "a.parquet")])
+    report = write_cleaned(records, tmp_path / "b.jsonl", CleaningRules(), OverlapFinder([]))
+    assert report.num_kept == 1
+    assert "column 'date' holds a datetime, which JSON does not have" in next(iter(report.dropped))
+
+
+def test_nothing_is_written_if_nothing_is_kept(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["short", "briefly"])
+    output = tmp_path / "new" / "b.jsonl"
+    with pytest.raises(ValueError, match="No record is left of 2.*2 x shorter than 20 characters"):
+        write_cleaned(read_records([source]), output, CleaningRules(), OverlapFinder([]))
+    assert list(output.parent.iterdir()) == []
+
+
+def test_a_cleaning_that_fails_leaves_earlier_files_alone(tmp_path):
+    earlier = [tmp_path / "b.jsonl", tmp_path / "b.jsonl.dropped.jsonl"]
+    for path in earlier:
+        path.write_text("earlier")
+
+    def records():
+        yield from read_records([write_jsonl(tmp_path / "a.jsonl", sentences(2))])
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        write_cleaned(records(), earlier[0], CleaningRules(), OverlapFinder([]))
+    assert [path.read_text() for path in earlier] == ["earlier"] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", *(path.name for path in earlier)}
+
+
+def test_a_cleaning_does_not_read_its_own_files(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [*sentences(3), "short"])
+    output = tmp_path / "b.jsonl"
+    # In the first call, the directory of the data has no such file.
+    run_command("clean", str(tmp_path), "--output", str(output))
+    assert len(output.read_text().splitlines()) == 3
+    for source in (output, tmp_path / "b.jsonl.dropped.jsonl", tmp_path / "b.jsonl.report.json"):
+        with pytest.raises(ValueError, match=f"{source.name} is an input"):
+            check_sources([str(tmp_path / "a.jsonl"), str(source)], output)
+    check_sources([str(tmp_path / "a.jsonl")], output)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"min_letters": 5}, "--min_letters 5 must lie between 0 and 1"),
+        ({"max_repeated_lines": -1}, "--max_repeated_lines -1 must lie between 0 and 1"),
+        ({"near_duplicates": 2}, "--near_duplicates 2 must lie between 0.7 and 1"),
+        ({"near_duplicates": float("nan")}, "--near_duplicates nan"),
+        ({"min_chars": -1}, "--min_chars -1 must be at least 0"),
+    ],
+)
+def test_rules_out_of_range(rules, message):
+    with pytest.raises(ValueError, match=message):
+        CleaningRules(**rules)
+
+
 def test_a_sample_is_even_and_counts_are_whole():
     records = [Record("a", number, None, "x" * (number % 7 + 1)) for number in range(3 * SAMPLE_SIZE)]
     survey = survey_records([*records, Record("a", 0, None, "", "bad")])
@@ -127,8 +315,33 @@ def test_the_description_agrees_with_the_data(tmp_path):
     found = dict(describe(survey, tokenizer, max_length=16))
     lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) + 2 for text in [*texts, texts[0]]]
     assert found["Tokens"].startswith(f"about {sum(lengths):,};")
+    assert found["Tokens"].endswith(f"; {sum(lengths) / sum(map(len, [*texts, texts[0]])):.3f} per byte")
     assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Over --max_length"].startswith("100.0%")
     assert found["Languages"] == "en 100%" and "For tiny" in found
+
+
+def test_duplicates_are_counted_over_all_records():
+    records = [Record("a", number, None, f"text {number // 2}") for number in range(2 * SAMPLE_SIZE)]
+    survey = survey_records(random.Random(0).sample(records, len(records)))
+    assert survey.num_duplicates == SAMPLE_SIZE
+    found = dict(describe(survey, train_tokenizer(["text"], vocab_size=400)))
+    assert found["Exact duplicates"].startswith("50.0%") and found["Near duplicates"].startswith("not counted")
+
+
+def test_bytes_of_a_conversation_are_those_of_its_text(tmp_path):
+    answer = {"content": "Sunny, 22 °C.", "reasoning_content": "Let me look."}
+    question = "What is the weather?"
+    pair = {
+        "prompt": [{"role": "user", "content": question}],
+        "chosen": [{"role": "assistant", **answer}],
+        "rejected": [{"role": "assistant", "content": "No. " * 50}],
+    }
+    for name, record in (("chat", chat(question, **answer)), ("pair", pair)):
+        survey = survey_records(read_records([write_jsonl(tmp_path / f"{name}.jsonl", [record])]))
+        assert survey.num_bytes == len(f"{question}\nLet me look.\nSunny, 22 °C.".encode())
+        assert ("No." in plain_text(survey.sample[0])) == (name == "pair")
+        found = describe(survey, train_tokenizer(sentences(3), vocab_size=400))
+        assert any("only the prompt and the chosen answer" in text for _, text in found) == (name == "pair")
 
 
 @pytest.mark.parametrize(
@@ -147,17 +360,59 @@ def test_records_are_shown_as_the_model_sees_them(tmp_path):
     assert shown.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>")
 
 
+def test_tools_and_variables_of_a_conversation_are_rendered_as_in_training(tmp_path):
+    tokenizer = train_tokenizer(sentences(40), vocab_size=400)
+    records = [chat("hi", content="hello"), chat("hi", content="hello") | {"tools": [TOOL]}]
+    records.append(records[0] | {"chat_template_kwargs": {"enable_thinking": False}})
+    rendered = []
+    for record in read_records([write_jsonl(tmp_path / "a.jsonl", records)]):
+        rendered.append(render(record, tokenizer))
+        assert rendered[-1] == ConversationEncoder()([record.text], tokenizer, max_length=10_000)["input_ids"][0]
+    assert "get_weather" in tokenizer.decode(rendered[1]) and rendered[0] != rendered[2]
+
+
+def test_a_conversation_that_the_template_cannot_render_is_named(tmp_path):
+    tokenizer = train_tokenizer(sentences(40), vocab_size=400)
+    tokenizer.chat_template = "{% generation %}{{ undefined.name }}{% endgeneration %}"
+    (record,) = read_records([write_jsonl(tmp_path / "a.jsonl", [chat("hi", content="hello")])])
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: The chat template cannot render"):
+        render(record, tokenizer)
+
+
 def test_the_command(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", [*sentences(30), "short"])
-    words = ["data.py", "clean", source, "--output", str(tmp_path / "b.jsonl")]
-    with patch.object(sys, "argv", words):
-        runpy.run_path(str(ROOT / "recipes/data.py"), run_name="__main__")
+    words = ["clean", source, "--output", str(tmp_path / "b.jsonl")]
+    run_command(*words)
     assert "31 records read, 30 kept, 1 dropped" in capsys.readouterr().out
     assert json.loads((tmp_path / "b.jsonl.report.json").read_text())["num_kept"] == 30
-    with patch.object(sys, "argv", words), pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "recipes/data.py"), run_name="__main__")
+    with pytest.raises(SystemExit):
+        run_command(*words)
     assert "b.jsonl exists" in capsys.readouterr().err
-    with patch.object(sys, "argv", ["data.py", "inspect", source, "--show", "2"]):
-        runpy.run_path(str(ROOT / "recipes/data.py"), run_name="__main__")
+    run_command(*words, "--overwrite", "--held_out", write_jsonl(tmp_path / "held_out.jsonl", [sentences(2)[1], "ab"]))
+    assert "Held-out texts with less than 60 characters: 1." in (printed := capsys.readouterr().out)
+    assert "1  in the held-out data" in printed
+    run_command("inspect", source, "--show", "2")
     printed = capsys.readouterr().out
-    assert "31, " in printed and printed.count("--- ") == 2 and "tokens per parameter" in printed
+    assert "31, " in printed and printed.count("--- ") == 2 and "20 tokens per parameter are best" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "--max_length", "0"], "--max_length 0 must be at least 2"),
+        (["inspect", "--show", "-1"], "--show -1 must be at least 0"),
+        (["inspect", "--chars", "0"], "--chars 0 must be at least 1"),
+        (["clean", "--near_duplicates", "-1"], "--near_duplicates -1.0 must lie between"),
+        (["clean", "--output", "a.jsonl", "--overwrite"], "a.jsonl is an input"),
+        (["clean", "--held_out", "a.jsonl", "--held_out_column", "question"], "a.jsonl:1 cannot be read"),
+        (["clean", "--min_chars", "10000"], "No record is left of 3"),
+    ],
+)
+def test_mistakes_end_with_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", sentences(3))
+    with pytest.raises(SystemExit):
+        run_command(words[0], "a.jsonl", *words[1:])
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

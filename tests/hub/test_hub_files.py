@@ -1,6 +1,7 @@
 """Single files of dataset repositories, over HTTP from the loopback Hub."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from huggingface_hub import constants
@@ -12,24 +13,29 @@ from tests.hub_server import HubServer, Repo
 
 
 @pytest.fixture
-def repo(monkeypatch, tmp_path) -> Repo:
-    """A repository like MiniMind's: files with different columns, in two commits."""
+def hub() -> Iterator[HubServer]:
     with HubServer() as server:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        repo = server.repos["user/data"] = Repo(private=False)
-        chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-        files = {
-            "pretrain_hq.jsonl": lines({"text": "old"}),
-            "sft/mini.jsonl": lines({"conversations": chat}),
-            "README.md": b"# data",
-        }
-        repo.commit("first", files)
-        repo.commit("second", files | {"pretrain_hq.jsonl": lines({"text": "one"}, {"text": "two"}, {"txt": "bad"})})
-        yield repo
+        yield server
+
+
+@pytest.fixture
+def repo(hub, monkeypatch, tmp_path) -> Repo:
+    """A repository like MiniMind's: files with different columns, in two commits."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repo = hub.repos["user/data"] = Repo(private=False)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    files = {
+        "pretrain_hq.jsonl": lines({"text": "old"}),
+        "sft/mini.jsonl": lines({"conversations": chat}),
+        "README.md": b"# data",
+    }
+    repo.commit("first", files)
+    repo.commit("second", files | {"pretrain_hq.jsonl": lines({"text": "one"}, {"text": "two"}, {"txt": "bad"})})
+    return repo
 
 
 def lines(*records: dict) -> bytes:
@@ -91,9 +97,39 @@ def test_mistakes_are_named(repo, name, message):
         texts(name)
 
 
+@pytest.mark.parametrize(
+    ("status", "methods", "name"),
+    [(401, "HEAD GET", "pretrain_hq.jsonl"), (403, "GET", "sft/mini.jsonl"), (403, "GET", "sft/*.jsonl")],
+)
+def test_a_refused_download_is_not_a_wrong_name(repo, hub, status, methods, name):
+    # The Hub lists the files of a gated repository to everyone.
+    hub.fail = lambda method, path: status if method in methods and "/resolve/" in path else None
+    with pytest.raises(ValueError, match=f"(?s){status} .*The repository has this file.*hf auth login") as caught:
+        texts(f"user/data:{name}")
+    assert "nearest" not in str(caught.value)
+
+
+def test_a_refused_answer_is_named(repo, hub):
+    hub.fail = lambda method, path: 403 if method == "HEAD" else None
+    with pytest.raises(ValueError, match="cannot be downloaded: 403 Forbidden"):
+        texts("user/data:pretrain_hq.jsonl")
+
+
+def test_a_hub_that_does_not_answer(repo, monkeypatch):
+    assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
+    # Nothing listens at port 9.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert texts("user/data:*hq.jsonl") == ["one", "two"]
+    for name in ("user/data:sft/*.jsonl", "user/other:*.jsonl"):
+        with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded: .*refused"):
+            texts(name)
+
+
 def test_without_a_connection_the_cache_answers(repo, monkeypatch):
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
-    with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded"):
-        texts("user/data:sft/mini.jsonl")
+    for name in ("sft/mini.jsonl", "sft/*.jsonl"):
+        with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded"):
+            texts(f"user/data:{name}")
+    assert texts("user/data:*hq.jsonl") == ["one", "two"]
