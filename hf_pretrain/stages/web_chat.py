@@ -41,6 +41,8 @@ _GRACE_SECONDS = 5.0
 # The default theme would load its fonts from another host.
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
 
+# An answer may contain links to pictures. To load them would tell their hosts about the chat.
+_HEAD = """<meta http-equiv="Content-Security-Policy" content="img-src 'self' data:; media-src 'self'">"""
 # On a phone, two chats and the text box share the height of the screen.
 _CSS = "@media (max-width: 700px) { .row:has(#chat-1) > * { height: 38vh !important; min-height: 0 !important } }"
 
@@ -207,6 +209,7 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinkin
             inbrowser=sys.stdout.isatty(),
             theme=_THEME,
             css=_CSS,
+            head=_HEAD,
             footer_links=[],
         )
     finally:

@@ -284,6 +284,19 @@ def test_errors_of_the_server_are_shown(chat):
 
 
 @pytest.mark.slow
+def test_pictures_in_a_text_load_nothing_from_other_hosts(page, served):
+    page.set_default_timeout(TIMEOUT)
+    page.goto(served[0])
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        url = f"http://127.0.0.1:{host.getsockname()[1]}"
+        ask(page, f"![a]({url}/a.png) <img src={url}/b.png> <video src={url}/c.mp4></video>")
+        page.locator("#chat-0 .user.message img").first.wait_for(state="attached")
+        host.settimeout(3)
+        with pytest.raises(TimeoutError):
+            host.accept()
+
+
+@pytest.mark.slow
 def test_the_servers_get_the_flags_of_the_command(served, models):
     commands = [child.cmdline() for child in psutil.Process(served[2].pid).children()]
     assert sum("--seed=0" in words for words in commands) == len(models) == len(commands)
