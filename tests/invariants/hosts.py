@@ -17,7 +17,8 @@ from tests.invariants.launching import ROOT, cpu_environment
 
 
 _numbers = count()
-NETWORK = "10.77.31"
+# Several workers of pytest may have a cluster at the same time.
+NETWORK = f"10.77.{os.getpid() % 256}"
 # The address of the test itself, for its servers.
 TEST_ADDRESS = f"{NETWORK}.254"
 _TOOLS = ("ip", "unshare", "mount")
