@@ -12,6 +12,7 @@ from transformers.trainer_utils import has_length
 from ..reports.history import History
 from ..runtime.activity import Phase, activity
 from ..runtime.metrics import HEADLINES
+from .tracking import Trackers
 
 
 class ProgressLinesCallback(PrinterCallback):
@@ -57,16 +58,20 @@ class SampleCallback(TrainerCallback):
 
     Args:
         sample (`Callable`): returns pairs of prompt and text of a model. All ranks call it.
-        history ([`~training.history.History`]): where the texts are kept.
+        history ([`~reports.history.History`]): where the texts are kept.
+        trackers ([`~training.tracking.Trackers`]): the trackers that show the texts.
     """
 
-    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History):
-        self.sample, self.history = sample, history
+    def __init__(
+        self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History, trackers: Trackers
+    ):
+        self.sample, self.history, self.trackers = sample, history, trackers
         self.latest: list[tuple[str, str]] = []
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         with activity.during("generating samples"):
             self.latest = self.sample(model)
+        self.trackers.log_samples(state.global_step, self.latest)
         self.history.add("samples", state.global_step, samples=self.latest)
         if state.is_world_process_zero and self.latest:
             prompt, text = self.latest[0]
