@@ -294,7 +294,7 @@ def messages() -> tuple[str, ...]:
 
 def test_the_code_prints_the_messages_of_the_troubleshooting_page():
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    foreign = ("on_train_begin", "No space left on device")
+    foreign = ("No space left on device",)
     missing = []
     for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
         for message in re.findall(r"`([^`]+)`", row):

@@ -34,7 +34,7 @@ from .run_description import describe_data
 from .run_log import LOG_NAME, begin_log, end_log
 from .run_record import add_to_record, begin_record, end_record
 from .run_trainer import RunTrainer
-from .tracking import continue_tracking, direct_tensorboard
+from .tracking import Trackers, continue_tracking
 
 
 @dataclass
@@ -134,12 +134,13 @@ def train_and_evaluate(
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLinesCallback)
-    direct_tensorboard(trainer.callback_handler.callbacks, trainer.args)
+    trackers = Trackers(trainer.args, trainer.callback_handler.callbacks, is_resumed=checkpoint is not None)
+    trainer.add_callback(trackers)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if trainer.args.spaces_evaluations:
         trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
-    samples = None if sample is None else SampleCallback(sample, trainer.history)
+    samples = None if sample is None else SampleCallback(sample, trainer.history, trackers)
     if samples is not None:
         trainer.add_callback(samples)
     if trainer.args.process_index == 0:
