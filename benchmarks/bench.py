@@ -201,14 +201,17 @@ def machine() -> str:
 
 
 def git_commit(checkout: Path = ROOT) -> str:
-    """Return the commit of a checkout, with `-dirty` after it if files were changed."""
-    words = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(words, cwd=checkout, capture_output=True, text=True).stdout.strip()
+    """Return the commit of a checkout, with `-dirty` after it if files other than earlier results were changed."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return git("describe", "--always") + ("-dirty" if changed else "")
 
 
 def environment() -> dict[str, Any]:
     """Return machine, commit, date and versions, for the record of a measurement."""
-    # Ask git before any file is written: the commit would become `-dirty`.
     names = ("torch", "transformers", "accelerate", "trl")
     return {
         "machine": machine(),

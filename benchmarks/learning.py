@@ -59,7 +59,6 @@ def main() -> None:
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[8])
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
-    # Ask git first: writing the records changes the work tree, and the commit would become `-dirty`.
     made_by = {"machine": machine(), "commit": git_commit()}
 
     train, validation = load_documents(["embedded"], validation_fraction=0.01)

@@ -83,7 +83,6 @@ def main() -> None:
     parser.add_argument("--model_preset", default="tiny", choices=list(MAX_LENGTHS))
     parser.add_argument("--num_rows", type=int, default=1280, help="Rows of each run.")
     args = parser.parse_args()
-    # Ask git first: writing the record changes the work tree, and the commit would become `-dirty`.
     record = environment()
     setting = make_setting(args.model_preset, seconds=0)
     record |= {"num_rows": args.num_rows, "precision": "bf16" if setting.bf16 else "float32"}

@@ -48,8 +48,6 @@ def main(
         return
 
     model = load_model(model_args, tokenizer, distributed=training_args.distributed_config)
-    # Defaults of chat clients. Servers respect the temperature of a request only if sampling is on.
-    model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     trainer = MaskedLossTrainer(
         # Without --use_peft, `add_adapter` returns the model unchanged.
         model=add_adapter(model, adapter_args),

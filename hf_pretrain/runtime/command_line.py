@@ -6,7 +6,6 @@ are hidden if the user cannot act on them.
 """
 
 import argparse
-import difflib
 import dis
 import errno
 import logging
@@ -30,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from .activity import shows_bars
 from .help_cache import keep_help
 from .help_text import FlagFormatter, format_groups
+from .names import nearest_word
 
 
 EXIT_MISTAKE = 2
@@ -71,8 +71,7 @@ class RecipeParser(HfArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            # With a cutoff of 0, there is always a nearest word.
-            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
+            nearest = nearest_word(str(value), known)
             message = f"{value!r} is unknown; the nearest one is {nearest!r}, of {', '.join(known)}"
             raise argparse.ArgumentError(action, message)
 

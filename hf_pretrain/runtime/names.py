@@ -1,6 +1,8 @@
 """Parse the names that users give to models and datasets: local paths, and ids on the Hugging Face Hub."""
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +10,12 @@ from pathlib import Path
 # Datasets on ModelScope: modelscope://owner/name:file.jsonl@revision.
 MODELSCOPE = "modelscope://"
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str:
+    """Return the known word that is most similar to `word`, for a message about an unknown one."""
+    # With a cutoff of 0, there is always a nearest word.
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0)[0]
 
 
 def is_path(name: str | Path) -> bool:
@@ -84,4 +92,4 @@ def may_be_checkpoint(name: str | Path) -> bool:
     return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
 
 
-__all__ = ["MODELSCOPE", "DatasetName", "is_path", "may_be_checkpoint", "model_name", "split_hub_name"]
+__all__ = ["MODELSCOPE", "DatasetName", "is_path", "may_be_checkpoint", "model_name", "nearest_word", "split_hub_name"]

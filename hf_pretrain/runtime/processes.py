@@ -1,5 +1,6 @@
 """Run a function on the main process, all processes or those that write files, with the same outcome on every rank."""
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,13 @@ from transformers import TrainingArguments
 
 
 T = TypeVar("T")
+
+
+def num_local_processes() -> int:
+    """Return the number of processes that the launcher started on this machine."""
+    # NOTE: under the deepspeed launcher, which sets LOCAL_SIZE, accelerate sets LOCAL_WORLD_SIZE to 1.
+    is_deepspeed = "CROSS_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    return int(os.environ.get("LOCAL_SIZE" if is_deepspeed else "LOCAL_WORLD_SIZE", 1))
 
 
 def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
@@ -65,4 +73,4 @@ def on_processes(args: TrainingArguments, action: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]
 
 
-__all__ = ["T", "on_main_process", "on_processes", "on_saving_processes"]
+__all__ = ["T", "num_local_processes", "on_main_process", "on_processes", "on_saving_processes"]

@@ -7,7 +7,6 @@ the model on texts that look as if their beginning were missing.
 """
 
 import copy
-import difflib
 from typing import Any
 
 from datasets.exceptions import DatasetNotFoundError
@@ -16,6 +15,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from ..runtime.names import nearest_word
 
 
 class BosHFLM(HFLM):
@@ -93,7 +94,7 @@ def evaluate_tasks(
         manager = TaskManager(include_path=include_path)
     for task in tasks:
         if not manager.match_tasks([task]):
-            nearest = difflib.get_close_matches(task, manager.all_tasks, n=1, cutoff=0)[0]
+            nearest = nearest_word(task, manager.all_tasks)
             raise ValueError(f"--tasks: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
     try:
         output = simple_evaluate(

@@ -227,6 +227,9 @@ class LMTrainingArguments(TrainingArguments):
         check_launch(self)
         if self.report_to is None:
             self.report_to = "trackio" if importlib.util.find_spec("trackio") else "none"
+        if self.trackio_static_space_id is None and self.trackio_space_id is None:
+            # NOTE: with --push_to_hub, transformers would otherwise publish the tracked figures as a Space.
+            self.trackio_static_space_id = False
         # The values that `--dry_run` replaces (`plan.py`).
         self.planned: dict[str, Any] = {}
         self.left_out: set[str] = set()

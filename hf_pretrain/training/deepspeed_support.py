@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging, strtobool
 
+from ..runtime.processes import num_local_processes
 from ..weights.files import read_json
 from .optimizers import optimizer_name
 
@@ -108,8 +109,8 @@ def remove_stale_build_locks() -> None:
     # The import takes half a second, and only runs under DeepSpeed need it.
     from torch.utils.cpp_extension import get_default_build_root
 
-    sizes = {os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    if sys.platform != "linux" or os.environ.get("LOCAL_RANK", "0") != "0" or len(sizes) > 1:
+    is_one_machine = int(os.environ.get("WORLD_SIZE", 1)) == num_local_processes()
+    if sys.platform != "linux" or os.environ.get("LOCAL_RANK", "0") != "0" or not is_one_machine:
         return
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     # The directory of a kernel lies in a directory for the Python and CUDA version, or in TORCH_EXTENSIONS_DIR itself.

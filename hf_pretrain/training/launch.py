@@ -24,6 +24,7 @@ from transformers.utils import strtobool
 
 from ..runtime.command_line import is_quiet
 from ..runtime.devices import default_device_type, installed_plug_ins
+from ..runtime.processes import num_local_processes
 from ..weights.files import read_json
 
 
@@ -60,7 +61,7 @@ def check_launch(args: "LMTrainingArguments") -> None:
     """
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_world_size = num_local_processes()
     num_devices = torch.accelerator.device_count()
     if not args.use_cpu and 0 < num_devices < local_world_size:
         kind = default_device_type(use_cpu=False)

@@ -6,7 +6,6 @@ value `{bf16: A, float32: B}` depends on the precision of the run.
 """
 
 import dataclasses
-import difflib
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.utils import logging
 
 from ..runtime.command_line import RecipeParser
 from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.names import nearest_word
 from ..weights.model_arguments import default_preset
 from .run_log import begin_log
 
@@ -64,8 +64,7 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: A
     content = read_config(Path(path))
     for key, value in content.items():
         if key not in known_keys and key not in aliases:
-            # With a cutoff of 0, there is always a nearest key.
-            nearest = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0)[0]
+            nearest = nearest_word(str(key), known_keys)
             raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
             if value.keys() != {"bf16", "float32"}:
@@ -134,7 +133,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     unknown = [word for word in rest if word.startswith("--")]
     if rest:
         word = (unknown or rest)[0]
-        nearest = difflib.get_close_matches(word.lstrip("-").split("=")[0], known_keys, n=1, cutoff=0)[0]
+        nearest = nearest_word(word.lstrip("-").split("=")[0], known_keys)
         raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
     if is_run:
         # The dataclasses start the process group and compile kernels, which can take minutes.

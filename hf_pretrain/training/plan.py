@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.processes import on_main_process
+from ..runtime.processes import num_local_processes, on_main_process
 from ..weights.adapters import base_model_of, is_adapted
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .efficiency import (
@@ -193,8 +193,7 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
     peak, free = peak_memory_bytes(args.device), available_memory_bytes(args.device)
     if args.device.type == "cpu":
         # All processes share the memory of the machine, and this process already uses a part of it.
-        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-        free = (free + psutil.Process().memory_info().rss) / max(1, num_here)
+        free = (free + psutil.Process().memory_info().rss) / num_local_processes()
     text = f"peak of {peak / 2**30:.2f} GiB per process in the measured steps, of {free / 2**30:.1f} GiB"
     row_length = getattr(trainer.data_collator, "max_length", None)
     # The estimate holds if the run trains all weights of one model on rows of equal length.

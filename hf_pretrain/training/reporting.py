@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
 from ..runtime.metrics import HEADLINES
+from ..runtime.processes import num_local_processes
 from ..tokenizer.encoding import encode_prompt
 from .arguments import LMTrainingArguments
 from .optimizers import optimizer_name
@@ -275,7 +276,7 @@ def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str
             is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent
             words += ["--preset", config.parent.name] if is_preset else ["--config", str(config)]
         if args.world_size > 1:
-            words += ["--nproc", os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size))]
+            words += ["--nproc", str(num_local_processes())]
         # Without an accelerator, `use_cpu` is on although nobody asked for it.
         if "--use_cpu" in sys.argv:
             words.append("--use_cpu")

@@ -13,11 +13,13 @@ from ..checkpoints.directory import remove_leftovers
 from ..data.preparation import PackedRows
 from ..hub.model_card import CURVE_NAME
 from ..hub.repository import remove_staging
+from ..reports.runs import read_run
 from ..runtime.activity import activity
 from ..runtime.devices import describe_search
 from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
+from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
     EvaluationIntervalCallback,
@@ -156,6 +158,10 @@ def train_and_evaluate(
     if trainer.eval_dataset is not None:
         metrics = _last_evaluation(trainer) or trainer.evaluate()
     trainer.save_state()
+    if samples is not None and not samples.latest and trainer.args.process_index == 0:
+        # The run resumed at its end, and evaluated nothing anew.
+        earlier = read_run(trainer.args.output_dir).of_kind("samples")
+        samples.latest = [tuple(pair) for pair in earlier[-1]["samples"]] if earlier else []
     return RunResults(metrics, [] if samples is None else samples.latest)
 
 
@@ -206,7 +212,6 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         )
         # Import matplotlib only now: the import is slow, and no run needs charts before its end.
         from ..reports.page import REPORT_NAME, write_page
-        from ..reports.runs import read_run
 
         write_page([read_run(training_args.output_dir)], Path(training_args.output_dir, REPORT_NAME))
     # Release the lock only now: the record and the report are written under it.
@@ -216,6 +221,9 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
 
 def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:
     """Train, evaluate, answer questions of the validation set, and report."""
+    if trainer.run_facts.data_kind == "conversations":
+        # Defaults of chat clients. Servers respect the temperature of a request only if sampling is on.
+        base_model_of(trainer.model).generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     conversations, tokenizer, sample = rows.conversations, trainer.processing_class, None
     if conversations is not None:
         sample = partial(sample_answers, tokenizer=tokenizer, conversations=conversations)

@@ -151,10 +151,20 @@ def test_only_locks_of_killed_builds_are_removed(tmp_path, monkeypatch):
     assert baton.try_acquire()
     remove_stale_build_locks()
     assert not stale.exists() and held.exists()
+    # Two processes of the deepspeed launcher on this machine.
     stale.touch()
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_SIZE", "2"), ("CROSS_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
     remove_stale_build_locks()
-    assert stale.exists()
+    assert not stale.exists()
+    # Only the first process of a machine looks, and nobody does in a run on two machines.
+    for name, value in (("LOCAL_RANK", "1"), ("LOCAL_RANK", "0")):
+        stale.touch()
+        monkeypatch.setenv(name, value)
+        remove_stale_build_locks()
+        assert stale.exists()
+        monkeypatch.setenv("WORLD_SIZE", "4")
     baton.release()
 
 

@@ -55,6 +55,10 @@ def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     monkeypatch.setattr("sys.argv", ["elsewhere/pretrain.py"])
     assert next_commands(args, "pretrain")[1][1] == f"{start} --config {ROOT}/recipes/tiny/sft.yaml"
     monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
+    # The deepspeed launcher sets these, and accelerate adds the wrong LOCAL_WORLD_SIZE.
+    for name, value in (("CROSS_SIZE", "1"), ("LOCAL_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert "--nproc 2" in next_commands(args, "sft")[1][1] and "hf-pretrain dpo" in next_commands(args, "sft")[1][1]
     # Outside of its environment, the shell does not find the command by name.
     monkeypatch.setenv("VIRTUAL_ENV", "elsewhere")

@@ -79,6 +79,8 @@ def test_trackio_is_the_default_where_it_is_installed(monkeypatch, tmp_path, is_
     monkeypatch.setattr(arguments, "_check_trackers", lambda names: None)
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert args.report_to == (["trackio"] if is_installed else [])
+    # With --push_to_hub, transformers would publish the figures unless this is False.
+    assert args.trackio_static_space_id is False
 
 
 def read_tensorboard(directory: Path) -> dict[str, list[int]]:
