@@ -155,9 +155,10 @@ def test_it_runs_the_smaller_types(dtype, tmp_path):
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
         actual = next_token(post, prompt)
     expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    # llama.cpp also rounds activations to this type. Random weights are the worst case.
+    # llama.cpp also rounds activations to this type. Random weights are the worst case. Other random weights differ by
+    # 0.19, and equal probabilities of all tokens by 0.15.
     difference = (actual - expected).norm() / expected.norm()
-    assert 1e-6 < difference < {"float16": 5e-3, "bfloat16": 3e-2, "q8_0": 6e-2, "q5_1": 0.5, "q4_0": 1.0}[dtype]
+    assert 1e-6 < difference < {"float16": 1e-3, "bfloat16": 5e-3, "q8_0": 2e-2, "q5_1": 5e-2, "q4_0": 0.1}[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "q8_0", "q5_1", "q4_0"])
