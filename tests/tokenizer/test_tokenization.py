@@ -359,7 +359,7 @@ def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*command.split(), "--validation_fraction", "0.2"])
     runpy.run_path(recipe, run_name="__main__")
     output = capsys.readouterr().out
-    assert f"340 entries is in {tmp_path / 'tokenizer'}" in output
+    assert f"340 entries and is in {tmp_path / 'tokenizer'}" in output
     assert "bytes per token on" in output
     assert len(load_tokenizer(tmp_path / "tokenizer")) == 340
     with pytest.raises(SystemExit, match="2"):

@@ -91,14 +91,11 @@ def llama_server(path: Path) -> Iterator[Any]:
             process.kill()
 
 
-def next_token(post: Any, prompt: list[int]) -> torch.Tensor | None:
-    """
-    Return the log-probabilities of the next token, over the whole vocabulary. The server gives none if the likeliest
-    token is a part of a character.
-    """
-    answer = post("/completion", prompt=prompt, n_predict=1, temperature=0.0, n_probs=6400)
-    if not answer.get("completion_probabilities"):
-        return None
+def next_token(post: Any, prompt: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of the next token, over the whole vocabulary."""
+    # The server gives no probabilities for a token that is a part of a character, so make it answer with "a". The
+    # probabilities that it gives are those before the bias.
+    answer = post("/completion", prompt=prompt, n_predict=1, temperature=0.0, n_probs=6400, logit_bias=[["a", 1000]])
     entries = answer["completion_probabilities"][0]["top_logprobs"]
     return torch.tensor([entry["logprob"] for entry in sorted(entries, key=lambda entry: entry["id"])])
 
@@ -112,15 +109,11 @@ def test_logits_and_greedy_continuation(name, tmp_path):
     prompt = torch.randint(100, 6400, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     greedy = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     expected = model(greedy).logits[0].log_softmax(-1)
-    compared = 0
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
         for length in range(40, 52):
             actual = next_token(post, greedy[0, :length].tolist())
-            if actual is not None:
-                compared += 1
-                assert actual.argmax() == greedy[0, length]
-                torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
-    assert compared >= 4
+            assert actual.argmax() == greedy[0, length]
+            torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "ours, adding bos"])
@@ -178,5 +171,5 @@ def test_the_reported_perplexity_is_llama_cpps(dtype, talker, tmp_path):
     # llama.cpp also rounds activations.
     assert after == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-2)
     # Many tokens of the prompts are new to this model, so the change may have any sign.
-    assert {"float16": 0, "q8_0": 1e-4, "q5_1": 1e-2, "q4_0": 3e-2}[dtype] < abs(after / before - 1) < 0.2
+    assert {"float16": 0, "q8_0": 1e-5, "q5_1": 1e-3, "q4_0": 1.5e-2}[dtype] < abs(after / before - 1) < 0.2
     assert f"perplexity on validation text {before:.3f} before, {after:.3f} after" in str(report)
