@@ -10,14 +10,15 @@ Inspect data before training, or clean them.
 some records as the model sees them, and the tokens per parameter for each model preset.
 
 `clean` drops bad lines, short and repetitive records, exact and near duplicates, and records that share 60 characters
-in a row with `--held_out` data. It writes the other records as JSONL. `<output>.dropped.jsonl` lists each dropped
-record with its line and the reason. `<output>.report.json` holds the number of records per reason.
+in a row with `--held_out` data. It writes the other records as JSONL. `<output>.dropped` lists each dropped record
+with its line and the reason. `<output>.report.json` holds the number of records per reason.
 """
 
 import argparse
 import dataclasses
 import json
 import random
+import signal
 from pathlib import Path
 
 from hf_pretrain.data.cleaning import (
@@ -51,6 +52,8 @@ def inspect(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(args.tokenizer)
         if any(record.schema != "text" for record in survey.sample):
             mark_template(tokenizer)
+    # From here on, the command only prints. End silently if the reader of a pipe has ended, as `head` does.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     for label, text in describe(survey, tokenizer, max_length=args.max_length):
         print(f"{label:20} {text}")
     print(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
@@ -75,7 +78,7 @@ def clean(args: argparse.Namespace) -> None:
     content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
     path = args.output.with_name(args.output.name + REPORT_SUFFIX)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"{report}\nWrote {args.output}, {args.output.name}.dropped.jsonl and {path.name}.")
+    print(f"{report}\nWrote {args.output}, {args.output.name}.dropped and {path.name}.")
 
 
 def make_parser() -> RecipeParser:

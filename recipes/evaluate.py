@@ -65,12 +65,15 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     results: dict[str, Any] = {
         # This key keeps its older name for programs that read the file.
         "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
-        "data": f"{', '.join(facts.public_datasets)} in rows of {data_args.max_length}: {report}",
+        "data": f"{', '.join(facts.public_datasets)} in sequences of {data_args.max_length}: {report}",
         "tasks": {},
         "limit": training_args.limit,
         "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},
     }
     if training_args.tasks:
+        if is_main and metrics:
+            # Tasks may fail late, for example if their data cannot be downloaded.
+            write_results(results, facts, directory=training_args.output_dir)
         # Only tasks need lm-eval, an optional package.
         from hf_pretrain.stages.harness import evaluate_tasks
 

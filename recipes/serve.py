@@ -31,7 +31,7 @@ from hf_pretrain.tokenizer.loading import load_tokenizer
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server, template_kwargs
+    from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server, announce, template_kwargs
 
 # isort: split
 # The package must come first: it answers `--help` before torch is imported.
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
     load_tokenizer(name)
     # Restrict the server to this model before it starts.
     adapt_server(name)
-    print(f"Serving {name} at http://{args.host}:{args.port}/v1", flush=True)
+    announce(name, f"http://{args.host}:{args.port}/v1")
     Serve(
         name,
         host=args.host,

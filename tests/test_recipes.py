@@ -112,7 +112,7 @@ def test_deepspeed_configs_leave_everything_to_the_trainer(path):
 # The lines that a redirected run prints before its report.
 PROGRESS = [
     r"1 process\(es\) on CPU, float32.*",
-    r"(Training|Validation): \d+ documents, [\d,]+ tokens in \d+ rows, [\d.]+% filled, 0 tokens cut at .* 32",
+    r"(Training|Validation): \d+ documents, [\d,]+ tokens in \d+ sequences, [\d.]+% filled, 0 tokens cut at .* 32",
     r"step [12]/2: loss \d\.\d{4}, [\d,]+ tokens/s, mfu \d+%",
     r"step [12]/2: validation loss \d\.\d{4}, bits per byte \d\.\d{4}",
     r"step [12]/2: '.*' -> '.*'",

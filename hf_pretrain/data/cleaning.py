@@ -30,7 +30,7 @@ _MIN_SIMILARITY = 0.7
 # A record that shares this many characters in a row with held-out text is contaminated.
 OVERLAP_CHARS = 60
 # Endings of the files that are written beside the cleaned data.
-_DROPPED_SUFFIX = ".dropped.jsonl"
+_DROPPED_SUFFIX = ".dropped"
 REPORT_SUFFIX = ".report.json"
 
 
@@ -252,7 +252,7 @@ def write_cleaned(
     records: Iterable[Record], path: Path, rules: CleaningRules, held_out: OverlapFinder
 ) -> CleaningReport:
     """
-    Write the good records as JSONL, and list the dropped ones with line and reason in `<path>.dropped.jsonl`.
+    Write the good records as JSONL, and list the dropped ones with line and reason in `<path>.dropped`.
 
     Args:
         records (`Iterable[Record]`): the result of [`~data.records.read_records`].

@@ -63,7 +63,7 @@ class PackingReport:
 
     def __str__(self) -> str:
         text = (
-            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_rows:,} rows, "
+            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_rows:,} sequences, "
             f"{self.fill_ratio:.2%} filled, {self.num_tokens_lost:,} tokens cut at --max_length {self.max_length}"
         )
         if self.num_tokens_trained is not None:

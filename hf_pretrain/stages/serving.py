@@ -13,6 +13,7 @@ its memory.
 
 import inspect
 import json
+import logging as std_logging
 import time
 from collections.abc import Callable
 from functools import partial, wraps
@@ -24,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.command_line import is_quiet
 from ..tokenizer.encoding import thinking_variables
 
 
@@ -53,6 +55,22 @@ _RENDERING_ARGUMENTS = {
     for name, parameter in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD
 }
+
+
+def announce(name: str, url: str) -> None:
+    """
+    Print one line when the server answers. Hide its lines per start and request, unless `--log_level info` or `debug`
+    is on the command line.
+    """
+
+    def is_shown(record: std_logging.LogRecord) -> bool:
+        if "running on" in str(record.msg):
+            print(f"Serving {name} at {url} (Ctrl+C stops it)", flush=True)
+        return record.levelno >= std_logging.WARNING or not is_quiet()
+
+    # NOTE: transformers' server sets uvicorn's log level to `info`.
+    for logger_name in ("uvicorn.error", "uvicorn.access"):
+        std_logging.getLogger(logger_name).addFilter(is_shown)
 
 
 def adapt_server(name: str) -> None:
@@ -286,5 +304,6 @@ __all__ = [
     "RequestGuard",
     "Serve",
     "adapt_server",
+    "announce",
     "template_kwargs",
 ]

@@ -99,7 +99,7 @@ def format_plan(trainer: Any) -> str:
             f"{flops_per_token(whole) / 1e6:,.0f} MFLOP per token",
         ),
         *(("" if i else "Data", line) for i, line in enumerate(trainer.run_facts.data)),
-        ("Steps", f"{num_steps:,} of {rows} rows each, {_passes(trainer, num_steps)}"),
+        ("Steps", f"{num_steps:,} of {rows} sequences each, {_passes(trainer, num_steps)}"),
     ]
     if tokens:
         lines.append(("Tokens", f"about {tokens:,.0f}, {tokens / number:,.1f} per parameter"))
@@ -118,7 +118,7 @@ def format_plan(trainer: Any) -> str:
         ),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
         ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "the run pushes nothing"),
-        ("Random", f"initial weights, order of the rows and dropout follow from --seed {args.seed}"),
+        ("Random", f"initial weights, order of the data and dropout follow from --seed {args.seed}"),
     ]
     width = max(len(label) for label, _ in lines) + 2
     return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
@@ -162,7 +162,7 @@ def _passes(trainer: Any, num_steps: int) -> str:
     dataset, state = trainer.train_dataset, trainer.state
     if isinstance(dataset, datasets.Dataset):
         # The sampler decides how many steps a pass has. GRPO's repeats each row.
-        return f"{num_steps * state.epoch / state.global_step:,.2f} passes over {len(dataset):,} rows"
+        return f"{num_steps * state.epoch / state.global_step:,.2f} passes over {len(dataset):,} sequences"
     return "streamed"
 
 
@@ -213,7 +213,7 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
         device_type=args.device.type,
     )
     largest = estimate.largest_batch(free)
-    return f"{text}; an estimated {largest:,} rows of {row_length} tokens fit (--per_device_train_batch_size)"
+    return f"{text}; an estimated {largest:,} sequences of {row_length} tokens fit (--per_device_train_batch_size)"
 
 
 def _in_steps(interval: float, num_steps: int) -> int:

@@ -325,7 +325,7 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
         ("tokens seen", f"{state.num_input_tokens_seen:,}"),
         ("optimizer steps", f"{state.global_step:,}"),
         (
-            "rows per step",
+            "sequences per step",
             f"{rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x "
             f"{args.world_size} processes)",
         ),

@@ -169,7 +169,7 @@ def test_every_record_is_kept_or_counted(tmp_path):
     report = write_cleaned(read_records([source]), tmp_path / "b.jsonl", CleaningRules(), held_out)
     kept = [json.loads(line)["text"] for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     assert kept == [text for text in texts if text != texts[7]]
-    dropped = [json.loads(line) for line in (tmp_path / "b.jsonl.dropped.jsonl").read_text().splitlines()]
+    dropped = [json.loads(line) for line in (tmp_path / "b.jsonl.dropped").read_text().splitlines()]
     assert report.num_records == len(lines) + 1 == report.num_kept + len(dropped)
     assert [entry["line"] for entry in dropped] == [8, 31, 32, 33, 34, 35]
     counts: Counter[str] = Counter()
@@ -256,7 +256,7 @@ def test_nothing_is_written_if_nothing_is_kept(tmp_path):
 
 
 def test_a_cleaning_that_fails_leaves_earlier_files_alone(tmp_path):
-    earlier = [tmp_path / "b.jsonl", tmp_path / "b.jsonl.dropped.jsonl"]
+    earlier = [tmp_path / "b.jsonl", tmp_path / "b.jsonl.dropped"]
     for path in earlier:
         path.write_text("earlier")
 
@@ -276,7 +276,7 @@ def test_a_cleaning_does_not_read_its_own_files(tmp_path):
     # In the first call, the directory of the data has no such file.
     run_command("clean", str(tmp_path), "--output", str(output))
     assert len(output.read_text().splitlines()) == 3
-    for source in (output, tmp_path / "b.jsonl.dropped.jsonl", tmp_path / "b.jsonl.report.json"):
+    for source in (output, tmp_path / "b.jsonl.dropped", tmp_path / "b.jsonl.report.json"):
         with pytest.raises(ValueError, match=f"{source.name} is an input"):
             check_sources([str(tmp_path / "a.jsonl"), str(source)], output)
     check_sources([str(tmp_path / "a.jsonl")], output)

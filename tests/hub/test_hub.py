@@ -521,7 +521,9 @@ def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     assert results["loss"] == pytest.approx(evaluation["eval_loss"], abs=1e-6)
     assert f"| validation loss (nats per token) | {evaluation['eval_loss']:.4f} |" in text
     assert f"| tokens seen | {state['num_input_tokens_seen']:,} |" in text
-    assert re.search(r"- Training: \d+ documents, [\d,]+ tokens in \d+ rows, .*\n- Validation: \d+ documents, ", text)
+    assert re.search(
+        r"- Training: \d+ documents, [\d,]+ tokens in \d+ sequences, .*\n- Validation: \d+ documents, ", text
+    )
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
     assert "Pretraining, from the weights of `toy`, ended at step 2 of 2." in text

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import requests
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -23,7 +24,7 @@ openai = pytest.importorskip("openai")
 
 @pytest.fixture(scope="module")
 def server(talker, tmp_path_factory):
-    """Return a client, and the log of its server."""
+    """Return a client, the log of its server, and its process."""
     port, path = free_port(), tmp_path_factory.mktemp("server")
     command = [sys.executable, str(ROOT / "recipes/serve.py"), "--port", str(port), "--device", "cpu"]
     (path / "out").mkdir()
@@ -39,17 +40,17 @@ def server(talker, tmp_path_factory):
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=500)
     deadline = time.monotonic() + 500
     try:
-        while "Uvicorn running" not in (path / "log").read_text():
+        while "Serving out/run at" not in (path / "log").read_text():
             assert process.poll() is None and time.monotonic() < deadline, (path / "log").read_text()[-3000:]
             time.sleep(0.2)
-        yield client, path / "log"
+        yield client, path / "log", process
     finally:
         process.terminate()
         process.wait(timeout=300)
 
 
 def ask(server, messages, **options):
-    client, log = server
+    client, log, _ = server
     try:
         return client.chat.completions.create(model="out/run", messages=messages, temperature=0, **options)
     except openai.APIError as error:
@@ -57,9 +58,16 @@ def ask(server, messages, **options):
 
 
 def test_it_binds_to_loopback(server):
-    _, log = server
-    assert "Serving out/run at http://127.0.0.1:" in log.read_text()
-    assert "Uvicorn running on http://127.0.0.1:" in log.read_text()
+    client, log, process = server
+    assert f"Serving out/run at {client.base_url}".rstrip("/") in log.read_text()
+    (listening,) = (each for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN")
+    assert listening.laddr == ("127.0.0.1", client.base_url.port)
+
+
+def test_it_prints_no_line_per_request(server):
+    client, log, _ = server
+    client.models.list()
+    assert "Serving" in log.read_text() and "INFO" not in log.read_text()
 
 
 def test_the_model_is_listed(server):

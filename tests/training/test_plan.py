@@ -47,7 +47,7 @@ def test_passes_follow_from_the_steps_of_a_pass(tmp_path):
     trainer = make_run_trainer(tmp_path / "run", max_steps=20, per_device_train_batch_size=64)
     trainer.train_dataset = Dataset.from_list(trainer.train_dataset)
     begin_dry_run(trainer.args)
-    assert "20.00 passes over 13 rows" in field(format_plan(trainer), "Steps")
+    assert "20.00 passes over 13 sequences" in field(format_plan(trainer), "Steps")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
@@ -61,7 +61,7 @@ def test_two_ranks_plan_together(tmp_path, launcher):
         words += ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
     result = start([*launcher_command(launcher), str(ROOT / "recipes/pretrain.py"), *words])
     assert result.returncode == 0, result.stdout
-    assert "200 of 16 rows each" in result.stdout and "rows of 32 tokens fit" in result.stdout
+    assert "200 of 16 sequences each" in result.stdout and "sequences of 32 tokens fit" in result.stdout
 
 
 def test_the_plan_has_the_figures_of_the_run(tmp_path):
@@ -73,7 +73,7 @@ def test_the_plan_has_the_figures_of_the_run(tmp_path):
     number = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert field(plan, "Model").startswith(f"{number / 1e6:,.1f} M parameters")
     assert field(plan, "Data") == "Training: 13 documents"
-    assert field(plan, "Steps").startswith("50 of 8 rows each")
+    assert field(plan, "Steps").startswith("50 of 8 sequences each")
     assert trainer.state.global_step == 4 and re.match(r"\d+\.\d\d s per step \(mean of 3\)", field(plan, "Time"))
     assert field(plan, "Disk").startswith(f"5 checkpoints of {12 * number / 1e6:,.0f} MB, 2 kept")
     assert field(plan, "Files").startswith(f"{before['output_dir']}: ")
@@ -105,7 +105,7 @@ def test_a_dry_run_writes_nothing_into_the_output_directory(tmp_path):
         "Random",
     ):
         assert field(result.stdout, label)
-    assert "200 of 8 rows each" in result.stdout and "rows of 32 tokens fit" in result.stdout
+    assert "200 of 8 sequences each" in result.stdout and "sequences of 32 tokens fit" in result.stdout
     assert not (tmp_path / "out").exists()
 
 
