@@ -15,10 +15,10 @@ with its line and the reason. `<output>.report.json` holds the number of records
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
-import signal
 from pathlib import Path
 
 from hf_pretrain.data.cleaning import (
@@ -52,14 +52,14 @@ def inspect(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(args.tokenizer)
         if any(record.schema != "text" for record in survey.sample):
             mark_template(tokenizer)
-    # From here on, the command only prints. End silently if the reader of a pipe has ended, as `head` does.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    for label, text in describe(survey, tokenizer, max_length=args.max_length):
-        print(f"{label:20} {text}")
-    print(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
+    lines = [f"{label:20} {text}" for label, text in describe(survey, tokenizer, max_length=args.max_length)]
+    lines.append(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
     for record in random.Random(args.seed).sample(survey.sample, min(args.show, len(survey.sample))):
         shown = tokenizer.decode(render(record, tokenizer))
-        print(f"\n--- {record.source}:{record.line}\n{shown[: args.chars]}{' …' if len(shown) > args.chars else ''}")
+        lines += [f"\n--- {record.source}:{record.line}", shown[: args.chars] + " …" * (len(shown) > args.chars)]
+    # The reader of a pipe may have ended, as `head` does.
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
 
 
 def clean(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import runpy
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -394,6 +395,16 @@ def test_the_command(tmp_path, capsys):
     run_command("inspect", source, "--show", "2")
     printed = capsys.readouterr().out
     assert "31, " in printed and printed.count("--- ") == 2 and "20 tokens per parameter are best" in printed
+
+
+def test_a_reader_may_end_before_the_last_line(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", sentences(300))
+    # More text than a pipe holds.
+    words = [sys.executable, ROOT / "recipes/data.py", "inspect", source, "--show", "300"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("Records")
+        process.stdout.close()
+        assert (process.wait(), process.stderr.read()) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hf_pretrain.stages.task_groups import GROUPS
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.hub_server import HubServer, Repo
 from tests.stages.test_evaluation import EXAMPLES, evaluate, tasks  # noqa: F401
+from tests.toys import write_jsonl
 
 
 # The datasets of lm-eval's tasks, as its YAML files name them.
@@ -102,13 +103,16 @@ def test_tasks_from_the_hub_are_compared_with_published_figures(hub, talker, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}, {}])
 def test_without_a_connection_the_datasets_are_named(environment, talker, tmp_path):
-    arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--validation_fraction", "0"]
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": f"two and {n} is {n + 2}"} for n in range(20)])
+    arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--dataset_name", str(data)]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")} | environment
     result = evaluate("python", *arguments, "--tasks", "minimind,small", **environment)
     output = result.stdout
     assert result.returncode != 0 and "Traceback" not in output, output[-3000:]
     assert f"The tasks need these datasets from the Hub: {', '.join([*MINIMIND, *SMALL])}. Check the" in output
-    assert not (tmp_path / "evaluation.json").exists()
+    # The figures of the validation set are kept.
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert 0 < results["held_out"]["eval_loss"] < 20 and results["tasks"] == {}
 
 
 @pytest.mark.slow
