@@ -28,7 +28,7 @@ ifeq ($(filter $(DEVICE),cuda cpu auto),)
   $(error DEVICE=$(DEVICE) is unknown: use cuda, cpu or auto)
 endif
 ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null | grep ^GPU)),cuda)
-  $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=cpu)
+  $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 ifeq ($(filter $(LAUNCHER),torchrun deepspeed accelerate),)
   $(error LAUNCHER=$(LAUNCHER) is unknown: use torchrun, accelerate or deepspeed)
@@ -46,7 +46,7 @@ LAUNCH := $(if $(GPUS),--nproc $(GPUS)) --launcher $(LAUNCHER) --ds $(DS) --acce
 
 # Extras of pyproject.toml that single stages need.
 dpo grpo: $(VENV)/.installed-trl
-serve: $(VENV)/.installed-serve
+serve: $(VENV)/.installed-$(if $(findstring --web,$(ARGS)),web,serve)
 evaluate: $(VENV)/.installed-eval
 
 pretrain sft dpo distill grpo: $(VENV)/.installed

@@ -149,7 +149,8 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         # On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE. OMP_NUM_THREADS divides the cores among the
         # processes.
         cores = max(1, (os.cpu_count() or 1) // nproc)
-        environment |= {"LOCAL_SIZE": str(nproc), "OMP_NUM_THREADS": str(cores)}
+        threads = os.environ.get("OMP_NUM_THREADS", str(cores))
+        environment |= {"LOCAL_SIZE": str(nproc), "OMP_NUM_THREADS": threads}
     if args.launcher == "deepspeed" and "--use_cpu" in flags:
         # DeepSpeed warns if it has to find out that there is no GPU.
         environment["DS_ACCELERATOR"] = "cpu"

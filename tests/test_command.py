@@ -68,7 +68,10 @@ def test_commands_without_gpus(no_gpus, words, expected):
 
 def test_processes_on_cpus_share_the_cores(no_gpus, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert command_of("pretrain", "--nproc", "2")[0] == {"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "4"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert command_of("pretrain", "--nproc", "2")[0] == {"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "3"}
     assert command_of("pretrain")[0] == {}
 
 

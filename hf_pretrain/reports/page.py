@@ -133,7 +133,7 @@ def _expected_lines(run: Run) -> list[Line]:
     }
     lines: list[Line] = []
     for key, name in (("loss", "training, default run"), ("eval_loss", "validation, default run")):
-        if key in curves:
+        if curves.get(key):
             x, y = zip(*curves[key], strict=True)
             lines.append((name, [tokens / 1e6 for tokens in x], y, {"color": "#6b7280"} | styles[key]))
     return lines

@@ -150,11 +150,15 @@ class Activity:
             # The library moves to another bar, or ends the line of a finished one.
             return ""
         *bars, rest = _RETURN.split(text)
-        if bars and not rest.endswith("\n"):
-            self._library_bar, rest = rest.strip(), ""
-        else:
+        if not bars or bars[0]:
+            # Bars begin with a return. Other programs end a line with it, to print over the line.
             self._library_bar = ""
-        return rest
+            return _RETURN.sub("\n", text)
+        if rest.endswith("\n"):
+            self._library_bar = ""
+            return rest
+        self._library_bar = rest.strip()
+        return ""
 
     def _watch(self, print_line: Callable[[str], object], seconds: float) -> None:
         while not self._is_over.wait(min(_TICK_SECONDS, seconds / 4)):

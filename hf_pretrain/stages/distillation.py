@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as deepspeed_integration
@@ -33,7 +34,7 @@ from ..tokenizer.loading import load_tokenizer
 from ..training.efficiency import num_active_parameters
 from ..training.trainer import MaskedLossTrainer
 from ..weights.files import check_shards
-from .teacher_cache import ROW_COLUMN, TeacherCollator, keep_top, open_cache
+from .teacher_cache import ROW_COLUMN, TeacherCollator, cache_bytes, check_cacheable, keep_top, open_cache
 
 
 logger = logging.get_logger(__name__)
@@ -229,24 +230,41 @@ class DistillationTrainer(MaskedLossTrainer):
         self._eval_divergences: list[torch.Tensor] = []
         self._targets: dict[str, torch.Tensor] = {}
         # The cache takes the teacher a pass over all data, and a dry run takes four steps.
-        if distillation_args.cache_teacher_logits is not None and not self.args.dry_run:
-            self._ask_once(distillation_args.cache_teacher_logits)
+        if distillation_args.cache_teacher_logits is not None:
+            if self.args.dry_run:
+                check_cacheable(self._row_sets(), distillation_args.cache_teacher_logits, self._shared_vocab_size)
+            else:
+                self._ask_once(distillation_args.cache_teacher_logits)
+
+    def _row_sets(self) -> list[Dataset]:
+        return [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
 
     def _extra_flops_per_token(self) -> float:
         """Return the teacher's FLOPs per token: 2 per parameter, for a forward pass."""
         # With a cache, the teacher does not run during training.
         return 0.0 if self.teacher is None else 2 * num_active_parameters(self.teacher)
 
+    def _plan_lines(self) -> list[tuple[str, str]]:
+        top_k = self.distillation_args.cache_teacher_logits
+        if top_k is None:
+            return []
+        num_tokens = sum(len(ids) for rows in self._row_sets() for ids in rows.with_format("numpy")["input_ids"])
+        size = cache_bytes(num_tokens, top_k=top_k, vocab_size=self._shared_vocab_size)
+        text = f"runs once over {num_tokens:,} tokens, before the first step; its cache takes {size / 1e6:,.0f} MB"
+        return [
+            ("Teacher", text),
+            ("", "it runs in each step of the dry run, so the run's steps take less time and memory"),
+        ]
+
     def _ask_once(self, top_k: int):
         """Compute or open the cache of the teacher's log-probabilities, and free the teacher."""
-        row_sets = [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
         # Hash the teacher's values, not its path: the weights in a directory may change.
         weights = hashlib.blake2b(digest_size=8)
         for parameter in self.teacher.parameters():
             weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
         cache, numbered = open_cache(
             Path(self.args.output_dir, "teacher_logits"),
-            row_sets,
+            self._row_sets(),
             self._ask,
             collator=self.data_collator,
             top_k=top_k,

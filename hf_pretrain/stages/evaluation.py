@@ -132,7 +132,7 @@ def _whole_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
 def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
     """
     Write `evaluation.json`, and the same figures into the `model-index` of the model card. If the results hold a
-    comparison with published figures, also write it to `comparison.md`.
+    comparison with published figures, also write it to `comparison.md`; otherwise remove this file.
 
     The text of an existing card does not change. A missing card is created with only these figures.
 
@@ -145,6 +145,9 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if comparison := format_comparison(results):
         (directory / COMPARISON_NAME).write_text(comparison + "\n", encoding="utf-8")
+    else:
+        # A file of an earlier evaluation would not belong to these results.
+        (directory / COMPARISON_NAME).unlink(missing_ok=True)
     entries = validation_results(results["held_out"], facts)
     # With --limit, a score covers only a part of the task's examples, so it must not go into the card.
     if results.get("limit") is None:

@@ -81,8 +81,8 @@ def evaluate_tasks(
 
     Returns:
         `dict`: for each task and each group of tasks its `dataset` (a Hub id, or `None`), `num_fewshot`,
-            `num_examples`, `metrics`, which holds the `value` and `stderr` of each metric, and the `group` that it is
-            a part of (or `None`).
+            `num_examples`, `metrics`, which holds the `value` and `stderr` of each metric, and `group`, the name of
+            the group whose figures include it (or `None`).
 
     Raises:
         `ValueError`: for a task that lm-eval does not know (naming the nearest one), or if the data of a task cannot
@@ -116,14 +116,19 @@ def evaluate_tasks(
             f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
             "datasets that were downloaded once need no connection."
         ) from error
-    group_of = {task: group for group, members in output["group_subtasks"].items() for task in members}
-    return {name: _summary(name, output) | {"group": group_of.get(name)} for name in output["results"]}
+    summaries = {name: _summary(name, output) for name in output["results"]}
+    for group, members in output["group_subtasks"].items():
+        # Some groups have no figures of their own.
+        if group in summaries and summaries[group]["metrics"]:
+            for name in set(members) & summaries.keys():
+                summaries[name]["group"] = group
+    return summaries
 
 
 def find_datasets(manager: TaskManager, tasks: list[str]) -> list[str]:
-    """Return the datasets that tasks, groups and tags read, as their YAML files name them."""
+    """Return the datasets that tasks, groups, tags and patterns read, as their YAML files name them."""
     datasets: list[str] = []
-    for task in tasks:
+    for task in manager.match_tasks(tasks):
         entry = manager.task_index[task]
         # A tag has no YAML file. A task's `tags` are the ones that it carries.
         config = entry.cfg or {"task": sorted(entry.tags)}
@@ -156,6 +161,7 @@ def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
         "num_fewshot": output["n-shot"].get(name),
         "num_examples": output["n-samples"].get(name, {}).get("effective"),
         "metrics": metrics,
+        "group": None,
     }
 
 

@@ -135,14 +135,9 @@ def open_cache(
         `tuple`: the cache, and the row sets with a column that holds the number of each row in the cache.
 
     Raises:
-        `ValueError`: for streamed rows, or a `top_k` that exceeds the vocabulary.
+        `ValueError`: in the cases of [`check_cacheable`].
     """
-    if not all(isinstance(rows, datasets.Dataset) for rows in row_sets):
-        raise ValueError(
-            "--cache_teacher_logits needs rows with numbers, and a stream has none: leave it or --streaming out."
-        )
-    if not 1 <= top_k <= vocab_size:
-        raise ValueError(f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of {vocab_size}.")
+    check_cacheable(row_sets, top_k, vocab_size)
     rows = datasets.concatenate_datasets(row_sets)
     # The cache stores tokens without padding, one row after the other.
     lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
@@ -167,6 +162,16 @@ def open_cache(
         numbered.append(row_set.add_column(ROW_COLUMN, np.arange(first, first + len(row_set))))
         first += len(row_set)
     return _open(directory, starts, mode="r"), numbered
+
+
+def check_cacheable(row_sets: list[datasets.Dataset], top_k: int, vocab_size: int) -> None:
+    """Raise `ValueError` for streamed rows, or a `top_k` that exceeds the vocabulary."""
+    if not all(isinstance(rows, datasets.Dataset) for rows in row_sets):
+        raise ValueError(
+            "--cache_teacher_logits needs rows with numbers, and a stream has none: leave it or --streaming out."
+        )
+    if not 1 <= top_k <= vocab_size:
+        raise ValueError(f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of {vocab_size}.")
 
 
 def _digest(row_sets: list[datasets.Dataset]) -> str:
@@ -194,17 +199,26 @@ def _allocate(directory: Path, num_tokens: int, *, top_k: int, vocab_size: int):
     directory.mkdir(parents=True, exist_ok=True)
     # Without meta.json the cache counts as incomplete until every rank has written its part.
     (directory / "meta.json").unlink(missing_ok=True)
-    classes = top_k + (top_k < vocab_size)
-    # uint16 halves the file for the usual small vocabularies.
-    index_type = np.uint16 if vocab_size <= 2**16 else np.int32
-    files = (("log_probs", np.float32, classes), ("indices", index_type, top_k))
-    size = sum(num_tokens * width * np.dtype(dtype).itemsize for _, dtype, width in files)
-    logger.warning(f"Running the teacher once on {num_tokens:,} tokens: {size / 2**20:,.0f} MiB in {directory}.")
-    for name, dtype, width in files:
+    size = cache_bytes(num_tokens, top_k=top_k, vocab_size=vocab_size)
+    logger.warning(f"Running the teacher once on {num_tokens:,} tokens: {size / 1e6:,.0f} MB in {directory}.")
+    for name, dtype, width in _files(top_k, vocab_size):
         path = directory / f"{name}.npy"
         np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens, width))
         if sys.platform == "linux":
             _reserve(path)
+
+
+def _files(top_k: int, vocab_size: int) -> tuple[tuple[str, type, int], ...]:
+    """Return the name, dtype and values per token of each file."""
+    classes = top_k + (top_k < vocab_size)
+    # uint16 halves the file for the usual small vocabularies.
+    index_type = np.uint16 if vocab_size <= 2**16 else np.int32
+    return ("log_probs", np.float32, classes), ("indices", index_type, top_k)
+
+
+def cache_bytes(num_tokens: int, *, top_k: int, vocab_size: int) -> int:
+    """Return the bytes that a cache of `num_tokens` tokens takes on the disk."""
+    return sum(num_tokens * width * np.dtype(dtype).itemsize for _, dtype, width in _files(top_k, vocab_size))
 
 
 def _reserve(path: Path) -> None:
@@ -250,4 +264,4 @@ def _fill(cache: TeacherCache, rows, share: np.ndarray, ask, collator, *, batch_
     cache.indices.flush()
 
 
-__all__ = ["ROW_COLUMN", "TeacherCache", "TeacherCollator", "keep_top", "open_cache"]
+__all__ = ["ROW_COLUMN", "TeacherCache", "TeacherCollator", "cache_bytes", "check_cacheable", "keep_top", "open_cache"]

@@ -109,6 +109,7 @@ def format_plan(trainer: Any) -> str:
     if curve := _draw_schedule(trainer, num_steps):
         lines.append(("Learning rate", curve))
     lines += [
+        *trainer._plan_lines(),
         ("Memory", _describe_memory(trainer, whole)),
         ("Time", _describe_time(trainer, clock, num_steps)),
         ("Disk", _describe_disk(trainer, num_steps)),
@@ -192,8 +193,8 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
     args = trainer.args
     peak, free = peak_memory_bytes(args.device), available_memory_bytes(args.device)
     if args.device.type == "cpu":
-        # All processes share the memory of the machine, and this process already uses a part of it.
-        free = (free + psutil.Process().memory_info().rss) / num_local_processes()
+        # All processes share the free memory of the machine. Each one also keeps what it uses already.
+        free = free / num_local_processes() + psutil.Process().memory_info().rss
     text = f"peak of {peak / 2**30:.2f} GiB per process in the measured steps, of {free / 2**30:.1f} GiB"
     row_length = getattr(trainer.data_collator, "max_length", None)
     # The estimate holds if the run trains all weights of one model on rows of equal length.

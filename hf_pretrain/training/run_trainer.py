@@ -282,6 +282,10 @@ class RunTrainer(Trainer):
             raise error or RuntimeError("Another rank could not read its data: see its output.")
         return super().get_batch_samples(iter(batches), num_batches, device)
 
+    def _plan_lines(self) -> list[tuple[str, str]]:
+        """Return further lines of a dry run's plan, each with its label. Subclasses override it."""
+        return []
+
     # Non-finite steps
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):

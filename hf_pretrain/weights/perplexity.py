@@ -22,8 +22,8 @@ def validation_documents(dataset_names: list[str], tokenizer: PreTrainedTokenize
     """
     Return the token ids of validation documents, at most `MAX_LENGTH` of each and about `MAX_TOKENS` of all.
 
-    A hash chooses them, as in training, so these are documents that no run on the same data has trained on. Return
-    nothing and warn if a package that holds the data is not installed.
+    A hash chooses them, as in training, so no run on the same data with the default `--validation_fraction` has
+    trained on these documents. Return nothing and warn if a package that holds the data is not installed.
 
     Raises:
         `ValueError`: in the cases of [`~data.loading.load_documents`].

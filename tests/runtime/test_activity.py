@@ -102,6 +102,8 @@ def test_bars_of_libraries_are_taken_out(activity):
     assert screen.line.rstrip() == "0/7"
     assert pieces("\r 2/2", "\n", "done\r\n", "\n") == "done\r\n\n"
     assert pieces("\r      \rabove\n", "a", "\n") == "above\na\n"
+    # Text that a program prints over is no bar of a library.
+    assert pieces("step 5\r", "a\rb\n") == "step 5\na\nb\n"
     with activity.above("x\n"):
         pass
     assert screen.line.startswith("reading, 00:00")

@@ -18,6 +18,7 @@ from hf_pretrain.stages.distillation import (
     keeps_documents_apart,
     load_teacher,
 )
+from hf_pretrain.stages.teacher_cache import cache_bytes
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -219,6 +220,21 @@ def test_a_cache_is_reused_only_for_equal_rows_teacher_and_settings(tmp_path, mo
         path.unlink() if content is None else path.write_bytes(content)
         assert num_asked() > 0
         assert num_asked() == 0
+
+
+def test_a_dry_run_tells_what_the_cache_takes(tmp_path):
+    rows = make_documents(weighted=True)
+    make_distiller(tmp_path / "run", rows, cache_teacher_logits=5)
+    headers = 2 * 128
+    size = sum(path.stat().st_size for path in (tmp_path / "run/teacher_logits").glob("*.npy")) - headers
+    planned = make_distiller(tmp_path / "plan", rows, cache_teacher_logits=5, arguments={"dry_run": True})
+    (_, text), _ = planned._plan_lines()
+    num_tokens = 2 * sum(len(row["input_ids"]) for row in rows)
+    assert f"over {num_tokens:,} tokens" in text and f"takes {size / 1e6:,.0f} MB" in text
+    assert cache_bytes(num_tokens, top_k=5, vocab_size=61) == size
+    assert not (tmp_path / "plan/teacher_logits").exists()
+    with pytest.raises(ValueError, match="--cache_teacher_logits 0 must lie between 1"):
+        make_distiller(tmp_path / "plan", rows, cache_teacher_logits=0, arguments={"dry_run": True})
 
 
 def test_a_resumed_run_uses_the_cache(tmp_path):

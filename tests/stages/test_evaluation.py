@@ -51,6 +51,9 @@ def tasks(tmp_path_factory) -> Path:
     (path / "choice.yaml").write_text(choice + CHOICE)
     rolling = TASK.format(name="toy_text", data=data, kind="loglikelihood_rolling", text="", target="{{text}}")
     (path / "text.yaml").write_text(rolling + ROLLING)
+    (path / "mixed.yaml").write_text("group: toy_mixed\ntask: [toy_choice, toy_text]\n")
+    mean = "group: toy_mean\ntask: [toy_choice]\naggregate_metric_list: [{metric: acc}]\nmetadata: {version: 1}\n"
+    (path / "mean.yaml").write_text(mean)
     return path
 
 
@@ -94,6 +97,28 @@ def test_multiple_choice_is_scored_after_bos(model, tokenizer, task_results):
     assert metrics["acc"]["value"] == pytest.approx(num_right / 3)
     assert metrics["acc_norm"]["value"] == pytest.approx(num_right_by_length / 3)
     assert task_results["toy_choice"]["num_examples"] == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        # A group without figures of its own does not stand for its tasks.
+        (["toy_mixed"], {"toy_choice": None, "toy_text": None}),
+        (["toy_mean"], {"toy_mean": None, "toy_choice": "toy_mean"}),
+    ],
+)
+def test_only_a_group_with_figures_stands_for_its_tasks(model, tokenizer, tasks, names, groups):
+    from hf_pretrain.stages.harness import evaluate_tasks
+
+    results = evaluate_tasks(model, tokenizer, names, include_path=[str(tasks)], batch_size=2)
+    assert {name: result["group"] for name, result in results.items() if result["metrics"]} == groups
+
+
+def test_datasets_of_a_pattern(tasks):
+    from hf_pretrain.stages.harness import TaskManager, find_datasets
+
+    manager = TaskManager(include_path=[str(tasks)], include_defaults=False)
+    assert find_datasets(manager, ["toy_*"]) == ["json"]
 
 
 def test_log_likelihoods_equal_the_models(model, tokenizer):
@@ -157,7 +182,9 @@ def test_results_enter_a_card_and_its_text_stays(tmp_path):
     (tmp_path / "README.md").write_text(text)
     mine, other = tmp_path / "my.jsonl", tmp_path / "other.jsonl"
     mine.touch(), other.touch()
+    (tmp_path / "comparison.md").write_text("of an earlier evaluation")
     path = write_results(RESULTS, RunFacts(datasets=[str(mine)]), directory=tmp_path)
+    assert not (tmp_path / "comparison.md").exists()
     assert json.loads(path.read_text()) == RESULTS
     again = {**RESULTS, "held_out": {"eval_loss": 1.5}}
     write_results(again, RunFacts(datasets=[str(mine)]), directory=tmp_path)
