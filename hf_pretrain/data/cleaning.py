@@ -90,11 +90,23 @@ def normalize(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def digest(text: str) -> bytes:
-    """Return 16 bytes that are equal for equal texts; white space and the composition of accents do not count."""
-    # NFKC would make "x²" and "x2" equal.
-    text = " ".join(unicodedata.normalize("NFC", text).split())
+def digest(document: Any) -> bytes:
+    """
+    Return 16 bytes that are equal for equal texts or conversations; white space and the composition of accents do not
+    count.
+    """
+    text = json.dumps(_join_words(document), ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _join_words(value: Any) -> Any:
+    """Return a parsed JSON value with single spaces in its strings, which are in Unicode's form NFC."""
+    if isinstance(value, str):
+        # NFKC would make "x²" and "x2" equal.
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, list):
+        return list(map(_join_words, value))
+    return {key: _join_words(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def find_flaw(text: str, rules: CleaningRules) -> str:
@@ -138,20 +150,20 @@ class DuplicateFinder:
         self._index = MinHashLSH(num_perm=_NUM_HASHES, params=_BANDS)
         self._similarity = similarity
 
-    def add(self, text: str, plain: str | None = None) -> str:
+    def add(self, document: Any, plain: str | None = None) -> str:
         """
-        Keep a text and return "", or return `exact duplicate` or `near duplicate` if an earlier one is like it.
+        Keep a document and return "", or return `exact duplicate` or `near duplicate` if an earlier one is like it.
 
         Args:
-            text (`str`): the text that exact duplicates share.
-            plain (`str`, *optional*): the text that near duplicates are found by; by default `text`.
+            document: the text or the conversation that exact duplicates share.
+            plain (`str`, *optional*): the text that near duplicates are found by; by default `document`.
         """
-        if (key := digest(text)) in self._digests:
+        if (key := digest(document)) in self._digests:
             return "exact duplicate"
         self._digests.add(key)
         if self._index is None:
             return ""
-        text = normalize(text if plain is None else plain)
+        text = normalize(document if plain is None else plain)
         pieces = {text[i : i + _SHINGLE] for i in range(max(1, len(text) - _SHINGLE + 1))}
         signature = self._new_hash(num_perm=_NUM_HASHES)
         signature.update_batch([piece.encode("utf-8", "surrogatepass") for piece in pieces])
@@ -225,7 +237,7 @@ def clean_records(
             continue
         text = plain_text(record)
         reason = find_flaw(text, rules) or ("in the held-out data" if held_out.finds(text) else "")
-        yield record, line, reason or duplicates.add(record.text, text)
+        yield record, line, reason or duplicates.add(record.document, text)
 
 
 def _write_line(record: Record) -> str:

@@ -120,6 +120,18 @@ def test_exact_duplicates(first, second, is_exact):
     assert [finder.add(first), finder.add(second)] == ["", "exact duplicate" if is_exact else ""]
 
 
+def test_white_space_does_not_count_in_conversations(tmp_path):
+    texts = [
+        "What is the weather in Paris?",
+        " What is\nthe weather\tin\u2028Paris?\n",
+        r"What is\nthe weather in Paris?",
+    ]
+    chats = [chat(text, content="It is sunny.") for text in texts]
+    kept, dropped = clean_file(tmp_path / "a.jsonl", chats, CleaningRules(near_duplicates=None))
+    assert kept == [chats[0], chats[2]] and dropped == {"exact duplicate": 1}
+    assert survey_records(read_records([str(tmp_path / "a.jsonl")])).num_duplicates == 1
+
+
 @pytest.mark.parametrize(
     "answers",
     [
@@ -212,6 +224,14 @@ def test_conversations_in_parquet_files(tmp_path):
     records = list(read_records([str(tmp_path / "chat.parquet")]))
     assert [record.schema for record in records] == ["conversation"] * 5
     assert [record.content for record in records] == chats
+
+
+def test_texts_in_parquet_files_keep_their_columns(tmp_path):
+    rows = [{"text": text, "source": f"book {number}", "tags": ["a", "b"]} for number, text in enumerate(sentences(3))]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    output = tmp_path / "b.jsonl"
+    write_cleaned(read_records([str(tmp_path / "a.parquet")]), output, CleaningRules(), OverlapFinder([]))
+    assert [json.loads(line) for line in output.read_text().splitlines()] == rows
 
 
 def test_embedded_parts_without_their_copies():
