@@ -29,9 +29,7 @@ _BANDS = (21, 6)
 _MIN_SIMILARITY = 0.7
 # A record that shares this many characters in a row with held-out text is contaminated.
 OVERLAP_CHARS = 60
-# Endings of the files that are written beside the cleaned data.
-_DROPPED_SUFFIX = ".dropped"
-REPORT_SUFFIX = ".report.json"
+_REPORT_SUFFIX = ".report.json"
 
 
 @dataclass(frozen=True)
@@ -250,14 +248,23 @@ def _write_line(record: Record) -> str:
     return json.dumps(record.content, ensure_ascii=False)
 
 
+def output_files(path: Path) -> tuple[Path, Path, Path]:
+    """Return the files that a cleaning with the output `path` writes: good records, dropped records and report."""
+    return path, path.with_name(f"{path.name}.dropped"), path.with_name(path.name + _REPORT_SUFFIX)
+
+
 def check_sources(sources: list[str], path: Path) -> None:
-    """Raise `ValueError` if a cleaning that writes `path` would replace a source, or if one lists dropped records."""
+    """Raise `ValueError` if a cleaning with the output `path` would replace a source, or if one is a report."""
+    written = [file.resolve() for file in output_files(path)]
     for source in sources:
-        if Path(source).resolve() == path.resolve() or source.endswith((_DROPPED_SUFFIX, REPORT_SUFFIX)):
+        if Path(source).resolve() in written:
             raise ValueError(
-                f"{source} is an input, but this command writes files of this name. Choose an --output in another "
-                "directory, or leave this input out."
+                f"{source} is an input, but this command would replace it. Choose another --output, or leave this "
+                "input out."
             )
+        data = source.removesuffix(_REPORT_SUFFIX)
+        if data != source and Path(data).is_file():
+            raise ValueError(f"{source} is named like the report on {data}. Leave it out, or rename it if it is data.")
 
 
 def write_cleaned(
@@ -277,8 +284,8 @@ def write_cleaned(
     """
     report = CleaningReport()
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = path.name, path.name + _DROPPED_SUFFIX
-    scratch, dropped_scratch = (path.with_name(f".{name}") for name in names)
+    paths = output_files(path)[:2]
+    scratch, dropped_scratch = (file.with_name(f".{file.name}") for file in paths)
     try:
         with scratch.open("w", encoding="utf-8") as kept, dropped_scratch.open("w", encoding="utf-8") as dropped:
             for record, line, reason in clean_records(records, rules, held_out):
@@ -294,8 +301,8 @@ def write_cleaned(
             reasons = "; ".join(f"{number:,} x {reason}" for reason, number in report.dropped.most_common(3))
             raise ValueError(f"No record is left of {report.num_records:,}, so {path} is not written: {reasons}.")
         # Rename the files once they are complete, so that no half file has these names.
-        for name in names:
-            path.with_name(f".{name}").replace(path.with_name(name))
+        for file in paths:
+            file.with_name(f".{file.name}").replace(file)
     finally:
         scratch.unlink(missing_ok=True)
         dropped_scratch.unlink(missing_ok=True)
@@ -304,7 +311,6 @@ def write_cleaned(
 
 __all__ = [
     "OVERLAP_CHARS",
-    "REPORT_SUFFIX",
     "CleaningReport",
     "CleaningRules",
     "DuplicateFinder",
@@ -315,5 +321,6 @@ __all__ = [
     "find_flaw",
     "held_out_texts",
     "normalize",
+    "output_files",
     "write_cleaned",
 ]
