@@ -23,11 +23,11 @@ from pathlib import Path
 
 from hf_pretrain.data.cleaning import (
     OVERLAP_CHARS,
-    REPORT_SUFFIX,
     CleaningRules,
     OverlapFinder,
     check_sources,
     held_out_texts,
+    output_files,
     write_cleaned,
 )
 from hf_pretrain.data.inspection import describe, render, survey_records
@@ -63,22 +63,23 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def clean(args: argparse.Namespace) -> None:
-    if args.output.exists() and not args.overwrite:
-        raise ValueError(f"{args.output} exists. Choose another --output, or replace it with --overwrite.")
+    output, dropped, report_path = output_files(args.output)
+    existing = next((path for path in (output, dropped, report_path) if path.exists()), None)
+    if existing is not None and not args.overwrite:
+        raise ValueError(f"{existing} exists. Choose another --output, or replace it with --overwrite.")
     rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
     sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
-    check_sources(sources + held_out_sources, args.output)
+    check_sources(sources + held_out_sources, output)
     held_out = OverlapFinder(held_out_texts(read_records(held_out_sources, text_column=args.held_out_column)))
     if held_out.short:
         print(
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
             "The command drops only records that equal one of them."
         )
-    report = write_cleaned(read_records(sources, text_column=args.text_column), args.output, rules, held_out)
+    report = write_cleaned(read_records(sources, text_column=args.text_column), output, rules, held_out)
     content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
-    path = args.output.with_name(args.output.name + REPORT_SUFFIX)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"{report}\nWrote {args.output}, {args.output.name}.dropped and {path.name}.")
+    report_path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"{report}\nWrote {output}, {dropped.name} and {report_path.name}.")
 
 
 def make_parser() -> RecipeParser:
@@ -97,7 +98,7 @@ def make_parser() -> RecipeParser:
     rules = parser.add_argument_group("clean")
     default = CleaningRules()
     rules.add_argument("--output", type=Path, default=Path("clean.jsonl"), help="JSONL file to write")
-    rules.add_argument("--overwrite", action="store_true", help="replace the file --output if it exists")
+    rules.add_argument("--overwrite", action="store_true", help="replace --output and the two files beside it")
     rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
     rules.add_argument("--held_out_column", default="text", help="column that holds the held-out text")
     rules.add_argument("--min_chars", type=int, default=default.min_chars, help="least number of characters")

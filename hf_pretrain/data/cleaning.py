@@ -29,9 +29,7 @@ _BANDS = (21, 6)
 _MIN_SIMILARITY = 0.7
 # A record that shares this many characters in a row with held-out text is contaminated.
 OVERLAP_CHARS = 60
-# Endings of the files that are written beside the cleaned data.
-_DROPPED_SUFFIX = ".dropped"
-REPORT_SUFFIX = ".report.json"
+_REPORT_SUFFIX = ".report.json"
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,23 @@ def normalize(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def digest(text: str) -> bytes:
-    """Return 16 bytes that are equal for equal texts; white space and the composition of accents do not count."""
-    # NFKC would make "x²" and "x2" equal.
-    text = " ".join(unicodedata.normalize("NFC", text).split())
+def digest(document: Any) -> bytes:
+    """
+    Return 16 bytes that are equal for equal texts or conversations; white space and the composition of accents do not
+    count.
+    """
+    text = json.dumps(_join_words(document), ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _join_words(value: Any) -> Any:
+    """Return a parsed JSON value with single spaces in its strings, which are in Unicode's form NFC."""
+    if isinstance(value, str):
+        # NFKC would make "x²" and "x2" equal.
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, list):
+        return list(map(_join_words, value))
+    return {key: _join_words(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def find_flaw(text: str, rules: CleaningRules) -> str:
@@ -138,20 +148,20 @@ class DuplicateFinder:
         self._index = MinHashLSH(num_perm=_NUM_HASHES, params=_BANDS)
         self._similarity = similarity
 
-    def add(self, text: str, plain: str | None = None) -> str:
+    def add(self, document: Any, plain: str | None = None) -> str:
         """
-        Keep a text and return "", or return `exact duplicate` or `near duplicate` if an earlier one is like it.
+        Keep a document and return "", or return `exact duplicate` or `near duplicate` if an earlier one is like it.
 
         Args:
-            text (`str`): the text that exact duplicates share.
-            plain (`str`, *optional*): the text that near duplicates are found by; by default `text`.
+            document: the text or the conversation that exact duplicates share.
+            plain (`str`, *optional*): the text that near duplicates are found by; by default `document`.
         """
-        if (key := digest(text)) in self._digests:
+        if (key := digest(document)) in self._digests:
             return "exact duplicate"
         self._digests.add(key)
         if self._index is None:
             return ""
-        text = normalize(text if plain is None else plain)
+        text = normalize(document if plain is None else plain)
         pieces = {text[i : i + _SHINGLE] for i in range(max(1, len(text) - _SHINGLE + 1))}
         signature = self._new_hash(num_perm=_NUM_HASHES)
         signature.update_batch([piece.encode("utf-8", "surrogatepass") for piece in pieces])
@@ -225,7 +235,7 @@ def clean_records(
             continue
         text = plain_text(record)
         reason = find_flaw(text, rules) or ("in the held-out data" if held_out.finds(text) else "")
-        yield record, line, reason or duplicates.add(record.text, text)
+        yield record, line, reason or duplicates.add(record.document, text)
 
 
 def _write_line(record: Record) -> str:
@@ -238,14 +248,23 @@ def _write_line(record: Record) -> str:
     return json.dumps(record.content, ensure_ascii=False)
 
 
+def output_files(path: Path) -> tuple[Path, Path, Path]:
+    """Return the files that a cleaning with the output `path` writes: good records, dropped records and report."""
+    return path, path.with_name(f"{path.name}.dropped"), path.with_name(path.name + _REPORT_SUFFIX)
+
+
 def check_sources(sources: list[str], path: Path) -> None:
-    """Raise `ValueError` if a cleaning that writes `path` would replace a source, or if one lists dropped records."""
+    """Raise `ValueError` if a cleaning with the output `path` would replace a source, or if one is a report."""
+    written = [file.resolve() for file in output_files(path)]
     for source in sources:
-        if Path(source).resolve() == path.resolve() or source.endswith((_DROPPED_SUFFIX, REPORT_SUFFIX)):
+        if Path(source).resolve() in written:
             raise ValueError(
-                f"{source} is an input, but this command writes files of this name. Choose an --output in another "
-                "directory, or leave this input out."
+                f"{source} is an input, but this command would replace it. Choose another --output, or leave this "
+                "input out."
             )
+        data = source.removesuffix(_REPORT_SUFFIX)
+        if data != source and Path(data).is_file():
+            raise ValueError(f"{source} is named like the report on {data}. Leave it out, or rename it if it is data.")
 
 
 def write_cleaned(
@@ -265,8 +284,8 @@ def write_cleaned(
     """
     report = CleaningReport()
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = path.name, path.name + _DROPPED_SUFFIX
-    scratch, dropped_scratch = (path.with_name(f".{name}") for name in names)
+    paths = output_files(path)[:2]
+    scratch, dropped_scratch = (file.with_name(f".{file.name}") for file in paths)
     try:
         with scratch.open("w", encoding="utf-8") as kept, dropped_scratch.open("w", encoding="utf-8") as dropped:
             for record, line, reason in clean_records(records, rules, held_out):
@@ -282,8 +301,8 @@ def write_cleaned(
             reasons = "; ".join(f"{number:,} x {reason}" for reason, number in report.dropped.most_common(3))
             raise ValueError(f"No record is left of {report.num_records:,}, so {path} is not written: {reasons}.")
         # Rename the files once they are complete, so that no half file has these names.
-        for name in names:
-            path.with_name(f".{name}").replace(path.with_name(name))
+        for file in paths:
+            file.with_name(f".{file.name}").replace(file)
     finally:
         scratch.unlink(missing_ok=True)
         dropped_scratch.unlink(missing_ok=True)
@@ -292,7 +311,6 @@ def write_cleaned(
 
 __all__ = [
     "OVERLAP_CHARS",
-    "REPORT_SUFFIX",
     "CleaningReport",
     "CleaningRules",
     "DuplicateFinder",
@@ -303,5 +321,6 @@ __all__ = [
     "find_flaw",
     "held_out_texts",
     "normalize",
+    "output_files",
     "write_cleaned",
 ]

@@ -7,13 +7,21 @@ The files are downloaded into the Hub's cache, and are then read line by line li
 
 import difflib
 import fnmatch
+import glob
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download
 
 # NOTE: `HTTPError` is the base class of all errors of the HTTP library, which has another name in each major version.
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RevisionResolutionError,
+)
 
 from ..runtime.names import DatasetName
 from .formats import EXTENSIONS, file_format
@@ -32,13 +40,17 @@ def parse_hub_file(name: str) -> DatasetName | None:
 
 def download_hub_files(file: DatasetName) -> list[str]:
     """
-    Download a file of a dataset repository, or all files that match a pattern. Return their paths in the Hub's cache.
+    Download a file of a dataset repository, or all data files that match a pattern. Return their paths in the Hub's
+    cache.
+
+    Without a connection, the cache answers if it holds the file, or the list of all files and each one that matches.
 
     Args:
         file ([`~runtime.names.DatasetName`]): its `config` is the path in the repository, or a pattern with `*`.
 
     Raises:
-        `ValueError`: if the Hub cannot be reached, or has no such repository or file.
+        `ValueError`: if the Hub cannot be reached and the cache may lack a file, or there is no such repository or
+            file.
     """
     place = f"{file.repo_id}:{file.config}"
     where = {"repo_type": "dataset", "revision": file.revision}
@@ -46,21 +58,30 @@ def download_hub_files(file: DatasetName) -> list[str]:
     try:
         if "*" not in file.config:
             return [hf_hub_download(file.repo_id, file.config, **where)]
-        # Without a connection, the directory holds the files that an earlier call downloaded.
-        root = Path(snapshot_download(file.repo_id, allow_patterns=file.config, **where))
-        paths = sorted(path for path in root.rglob("*") if path.is_file() and file_format(path) is not None)
-        found = [str(path) for path in paths if fnmatch.fnmatch(path.relative_to(root).as_posix(), file.config)]
-        if not found:
-            present = HfApi().list_repo_files(file.repo_id, **where)
-            raise ValueError(f"{place}: no file of the repository matches; it holds {', '.join(present)}.")
-        return found
+        # The files of a commit never change, so the list and the files belong together.
+        where["revision"] = HfApi().resolve_revision(file.repo_id, **where).resolved
+        present = _list_files(file.repo_id, **where)
+        names = [name for name in present if file_format(Path(name)) and fnmatch.fnmatch(name, file.config)]
+        if not names:
+            raise ValueError(f"{place}: no data file of the repository matches; it holds {', '.join(present)}.")
+        root = Path(snapshot_download(file.repo_id, allow_patterns=[glob.escape(name) for name in names], **where))
+        return [str(path) for path in sorted(root / name for name in names)]
     except HfHubHTTPError as error:
         raise ValueError(f"{place} cannot be downloaded: {_explain(file, error)}") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError) as error:
+    except (LocalEntryNotFoundError, RevisionResolutionError, OfflineModeIsEnabled, HTTPError) as error:
         raise ValueError(
-            f"{place} is not in the cache and cannot be downloaded: {error.__cause__ or error}. Check the connection, "
-            "HF_HUB_OFFLINE and HF_ENDPOINT, or pass the path of a copy."
+            f"{place} is not in the cache, or perhaps only in part, and cannot be downloaded: "
+            f"{error.__cause__ or error}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT, name single files, or "
+            "pass the path of a copy."
         ) from error
+
+
+def _list_files(repo_id: str, *, repo_type: str, revision: str) -> list[str]:
+    """Return the files of a commit, from the list that `snapshot_download` leaves in the cache or from the Hub."""
+    try:
+        return [entry.path for entry in get_cached_repo_tree(repo_id, repo_type=repo_type, revision=revision)]
+    except CachedRepoTreeNotFoundError:
+        return HfApi().list_repo_files(repo_id, repo_type=repo_type, revision=revision)
 
 
 def _explain(file: DatasetName, error: HfHubHTTPError) -> str:

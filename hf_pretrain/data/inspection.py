@@ -1,6 +1,5 @@
 """Describe data before training: bad lines, lengths, duplicates, languages, and tokens per parameter of a preset."""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -56,7 +55,7 @@ def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
             continue
         survey.num_records += 1
         survey.num_bytes += len(plain_text(record, chosen_only=True).encode())
-        digests.add(digest(record.text))
+        digests.add(digest(record.document))
         if len(survey.sample) < SAMPLE_SIZE:
             survey.sample.append(record)
         elif (place := generator.randrange(survey.num_records)) < SAMPLE_SIZE:
@@ -78,7 +77,7 @@ def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """
     if record.schema == "text":
         return encode_documents([record.text], tokenizer)[0]
-    parts = json.loads(record.text)
+    parts = record.document
     messages = parts["prompt"] + parts["chosen"] if record.schema == "preference" else parts["messages"]
     try:
         return encode_conversation(tokenizer, messages, parts.get("tools"), **parts.get("chat_template_kwargs", {}))[0]
@@ -138,7 +137,7 @@ def _describe_near_duplicates(survey: Survey) -> str:
     if survey.num_records > len(survey.sample):
         return f"not counted in more than {SAMPLE_SIZE:,} records; `data clean` finds them"
     finder = DuplicateFinder(CleaningRules().near_duplicates)
-    found = Counter(finder.add(record.text, plain_text(record)) for record in survey.sample)
+    found = Counter(finder.add(record.document, plain_text(record)) for record in survey.sample)
     return f"{found['near duplicate'] / survey.num_records:.1%} of the records"
 
 

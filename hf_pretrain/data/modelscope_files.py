@@ -23,15 +23,15 @@ def download_modelscope_files(name: str) -> list[str]:
     """
     Download the data files of a dataset repository on ModelScope. Return their paths in ModelScope's cache.
 
-    Without a connection, return the files that the cache already holds, with a warning.
+    Without a connection, return a single file from the cache, with a warning.
 
     Args:
         name (`str`): `modelscope://owner/name[:file][@revision]`. The file may be a pattern with `*`; without it, the
             function takes all data files of the repository.
 
     Raises:
-        `ValueError`: if `modelscope-hub` is not installed, ModelScope cannot be reached, or it has no such repository
-            or file.
+        `ValueError`: if `modelscope-hub` is not installed, ModelScope cannot be reached and the cache may lack a file,
+            or there is no such repository or file.
     """
     try:
         import modelscope_hub as modelscope
@@ -40,39 +40,38 @@ def download_modelscope_files(name: str) -> list[str]:
     file = DatasetName.parse(name.removeprefix(MODELSCOPE))
     pattern = file.config or "*"
     api = modelscope.HubApi()
-    repository: dict[str, Any] = {"repo_id": file.repo_id, "repo_type": "dataset", "revision": file.revision}
+    # Without a revision, the cache would answer with a file of any revision.
+    repository: dict[str, Any] = {
+        "repo_id": file.repo_id,
+        "repo_type": "dataset",
+        "revision": file.revision or "master",
+    }
     try:
-        paths = _data_files(api.download_repo(**repository, allow_patterns=[pattern]), pattern)
-        if not paths:
-            there = ", ".join(sorted(entry.path for entry in api.list_repo_files(**repository)))
+        present = [entry for entry in api.list_repo_files(**repository) if not entry.is_dir]
+        wanted = [e for e in present if file_format(Path(e.path)) and fnmatch.fnmatch(e.path, pattern)]
+        if not wanted:
+            there = ", ".join(sorted(entry.path for entry in present))
             raise ValueError(f"{name}: no data file of the repository matches; it holds {there}.")
-        return paths
+        # The cache keeps files that the repository no longer has. Download and return only those of the list.
+        files = [{"Path": entry.path, "Size": entry.size or None, "Sha256": entry.sha256} for entry in wanted]
+        root = api.download_repo(**repository, file_list=files)
+        return [str(path) for path in sorted(root / entry.path for entry in wanted)]
     except modelscope.NetworkError as error:
         try:
-            paths = _data_files(api.download_repo(**repository, local_files_only=True), pattern)
+            # A pattern names no file of the cache. The cache cannot tell whether it holds all files that match.
+            path = api.download_file(**repository, file_path=pattern, local_files_only=True)
         except modelscope.CacheError:
-            paths = []
-        if not paths:
             raise ValueError(
-                f"{name} is not in the cache and cannot be downloaded: {error}. Check the connection and "
-                "MODELSCOPE_ENDPOINT, or pass the path of a copy."
+                f"{name} is not in the cache, or perhaps only in part, and cannot be downloaded: {error}. Check the "
+                "connection and MODELSCOPE_ENDPOINT, name single files, or pass the path of a copy."
             ) from error
         logger.warning(f"ModelScope cannot be reached, so {name} is read from the cache: {error}.")
-        return paths
+        return [str(path)]
     except modelscope.HubError as error:
         raise ValueError(
             f"{name} cannot be downloaded: {error}. Check the name and the revision; private repositories need "
             "MODELSCOPE_API_TOKEN."
         ) from error
-
-
-def _data_files(directory: Path, pattern: str) -> list[str]:
-    """Return the data files in `directory` whose path below it matches. The cache may hold others, too."""
-    return [
-        str(path)
-        for path in sorted(directory.rglob("*"))
-        if file_format(path) is not None and fnmatch.fnmatch(path.relative_to(directory).as_posix(), pattern)
-    ]
 
 
 __all__ = ["download_modelscope_files"]

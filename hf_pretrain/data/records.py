@@ -33,6 +33,11 @@ class Record:
     reason: str = ""
     schema: str = "text"
 
+    @property
+    def document(self) -> Any:
+        """The text, or the conversation or preference as a `dict`."""
+        return self.text if self.schema == "text" else json.loads(self.text)
+
 
 def list_sources(names: list[str]) -> list[str]:
     """
@@ -88,7 +93,7 @@ def find_schema(source: str, text_column: str = "text") -> str:
 
 def plain_text(record: Record, *, chosen_only: bool = False) -> str:
     """
-    Return the text of a record as people read it. For a conversation, it is the answers, thoughts and calls.
+    Return the text of a record as people read it. For a conversation, it is all messages, thoughts and calls.
 
     Args:
         record ([`Record`]): a good record.
@@ -96,7 +101,7 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
     """
     if record.schema == "text":
         return record.text
-    parts = json.loads(record.text)
+    parts = record.document
     names = ("messages", "prompt", "chosen") if chosen_only else ("messages", "prompt", "chosen", "rejected")
     texts: list[str] = []
     for message in (message for name in names for message in parts.get(name, [])):
@@ -111,8 +116,10 @@ def _read_source(source: str, schema: str, text_column: str) -> Iterator[Record]
         documents = enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1)
         numbered = ((number, document) for number, document in documents if document is not COPY)
     else:
-        records = read_file(Path(source), text_column=text_column if schema == "text" else None)
-        numbered = ((line, content) for line, _, content in records)
+        path = Path(source)
+        # Read all columns of a parquet file: a cleaning copies them.
+        column = text_column if schema == "text" and file_format(path) != ".parquet" else None
+        numbered = ((line, content) for line, _, content in read_file(path, text_column=column))
     for line, content in numbered:
         try:
             yield Record(source, line, content, _read_content(content, schema, text_column), schema=schema)

@@ -120,6 +120,18 @@ def test_exact_duplicates(first, second, is_exact):
     assert [finder.add(first), finder.add(second)] == ["", "exact duplicate" if is_exact else ""]
 
 
+def test_white_space_does_not_count_in_conversations(tmp_path):
+    texts = [
+        "What is the weather in Paris?",
+        " What is\nthe weather\tin\u2028Paris?\n",
+        r"What is\nthe weather in Paris?",
+    ]
+    chats = [chat(text, content="It is sunny.") for text in texts]
+    kept, dropped = clean_file(tmp_path / "a.jsonl", chats, CleaningRules(near_duplicates=None))
+    assert kept == [chats[0], chats[2]] and dropped == {"exact duplicate": 1}
+    assert survey_records(read_records([str(tmp_path / "a.jsonl")])).num_duplicates == 1
+
+
 @pytest.mark.parametrize(
     "answers",
     [
@@ -214,6 +226,14 @@ def test_conversations_in_parquet_files(tmp_path):
     assert [record.content for record in records] == chats
 
 
+def test_texts_in_parquet_files_keep_their_columns(tmp_path):
+    rows = [{"text": text, "source": f"book {number}", "tags": ["a", "b"]} for number, text in enumerate(sentences(3))]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    output = tmp_path / "b.jsonl"
+    write_cleaned(read_records([str(tmp_path / "a.parquet")]), output, CleaningRules(), OverlapFinder([]))
+    assert [json.loads(line) for line in output.read_text().splitlines()] == rows
+
+
 def test_embedded_parts_without_their_copies():
     records = list(read_records(list_sources(["embedded:idiom", "embedded:chatterbot"])))
     assert not any(record.reason for record in records)
@@ -277,10 +297,15 @@ def test_a_cleaning_does_not_read_its_own_files(tmp_path):
     # In the first call, the directory of the data has no such file.
     run_command("clean", str(tmp_path), "--output", str(output))
     assert len(output.read_text().splitlines()) == 3
-    for source in (output, tmp_path / "b.jsonl.dropped", tmp_path / "b.jsonl.report.json"):
-        with pytest.raises(ValueError, match=f"{source.name} is an input"):
-            check_sources([str(tmp_path / "a.jsonl"), str(source)], output)
-    check_sources([str(tmp_path / "a.jsonl")], output)
+    source, report = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.report.json")
+    for written in (str(output), str(tmp_path / "b.jsonl.dropped"), report):
+        with pytest.raises(ValueError, match=f"{written} is an input, but this command would replace it"):
+            check_sources([source, written], output)
+    with pytest.raises(ValueError, match=r"b.jsonl.report.json is named like the report on .*b.jsonl"):
+        check_sources([source, report], tmp_path / "c.jsonl")
+    # Other data may have such a name.
+    output.unlink()
+    check_sources([source, report], tmp_path / "c.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -389,6 +414,13 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_command(*words)
     assert "b.jsonl exists" in capsys.readouterr().err
+    # The files beside the output are not replaced, either.
+    for name in ("b.jsonl", "b.jsonl.dropped"):
+        (tmp_path / name).unlink()
+        with pytest.raises(SystemExit):
+            run_command(*words)
+        assert not (tmp_path / "b.jsonl").exists()
+    assert "b.jsonl.report.json exists" in capsys.readouterr().err
     run_command(*words, "--overwrite", "--held_out", write_jsonl(tmp_path / "held_out.jsonl", [sentences(2)[1], "ab"]))
     assert "Held-out texts with less than 60 characters: 1." in (printed := capsys.readouterr().out)
     assert "1  in the held-out data" in printed

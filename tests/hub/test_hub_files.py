@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
@@ -83,11 +84,20 @@ def test_a_pattern_takes_all_files(repo):
     assert sorted(texts("user/data:*.jsonl")) == ["a", "b"]
 
 
+def test_only_data_files_are_downloaded(repo, hub):
+    repo.commit("third", {"a[1].jsonl": lines({"text": "a"}), "b/c.jsonl": lines({"text": "c"}), "d.zip": b"d"})
+    assert texts("hf://datasets/user/data/*") == ["a", "c"]
+    downloads = {
+        unquote(request.path).split("/resolve/")[1] for request in hub.requests if "/resolve/" in request.path
+    }
+    assert downloads == {f"{repo.sha}/a[1].jsonl", f"{repo.sha}/b/c.jsonl"}
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("user/data:pretrain_h.jsonl", "has no such file; the nearest one is pretrain_hq.jsonl"),
-        ("user/data:x*.jsonl", "no file of the repository matches; it holds"),
+        ("user/data:x*.jsonl", "no data file of the repository matches; it holds"),
         ("user/none:a.jsonl", "Check the name and the revision"),
         ("user/data:pretrain_hq.jsonl@v9", "Check the name and the revision"),
     ],
@@ -115,21 +125,33 @@ def test_a_refused_answer_is_named(repo, hub):
         texts("user/data:pretrain_hq.jsonl")
 
 
-def test_a_hub_that_does_not_answer(repo, monkeypatch):
+def test_a_hub_that_does_not_answer(repo, hub, monkeypatch):
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
     # Nothing listens at port 9.
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert texts("user/data:*hq.jsonl") == ["one", "two"]
-    for name in ("user/data:sft/*.jsonl", "user/other:*.jsonl"):
-        with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded: .*refused"):
-            texts(name)
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+        monkeypatch.setattr(constants, name, getattr(constants, name).replace(hub.endpoint, "http://127.0.0.1:9"))
+    assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
+    with pytest.raises(ValueError, match="is not in the cache, .* and cannot be downloaded: .*refused"):
+        texts("user/other:*.jsonl")
+
+
+def test_a_pattern_is_read_from_a_complete_cache_only(repo, monkeypatch):
+    repo.commit("third", {name: lines({"text": name}) for name in ("a.jsonl", "b.jsonl", "b.txt")})
+    assert texts("user/data:*.jsonl") == ["a.jsonl", "b.jsonl"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert texts("user/data:*.jsonl") == ["a.jsonl", "b.jsonl"]
+    for name in ("b.*", "*.txt"):
+        with pytest.raises(ValueError, match="is not in the cache, .* and cannot be downloaded"):
+            texts(f"hf://datasets/user/data/{name}")
+    with pytest.raises(ValueError, match="no data file of the repository matches; it holds a.jsonl, b.jsonl, b.txt"):
+        texts("user/data:c*.jsonl")
 
 
 def test_without_a_connection_the_cache_answers(repo, monkeypatch):
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
-    for name in ("sft/mini.jsonl", "sft/*.jsonl"):
-        with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded"):
+    # The cache holds one file, and does not know that it is the only one that matches `*hq.jsonl`.
+    for name in ("sft/mini.jsonl", "sft/*.jsonl", "*hq.jsonl"):
+        with pytest.raises(ValueError, match="is not in the cache, .* and cannot be downloaded"):
             texts(f"user/data:{name}")
-    assert texts("user/data:*hq.jsonl") == ["one", "two"]

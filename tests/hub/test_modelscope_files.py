@@ -116,6 +116,20 @@ def test_a_file_is_downloaded_again_only_if_it_has_changed(server):
     assert texts("modelscope://user/data:pretrain.jsonl") == ["new"]
 
 
+def test_a_file_that_the_repository_no_longer_has_is_not_read(server):
+    name = "modelscope://user/data:pretrain*"
+    assert texts(name) == ["one", "two"]
+    files = server.files["master"]
+    files["pretrain_v2.jsonl"] = files.pop("pretrain.jsonl")
+    server.downloads.clear()
+    assert texts(name) == ["one", "two"] and server.downloads == ["pretrain_v2.jsonl"]
+
+
+def test_only_data_files_are_downloaded(server):
+    assert texts("modelscope://user/data") == ["one", "two", "chat"]
+    assert sorted(server.downloads) == ["pretrain.jsonl", "sft/mini.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -131,13 +145,18 @@ def test_mistakes_are_named(server, name, message):
 
 @pytest.mark.slow
 def test_without_a_connection_the_cache_answers(server, monkeypatch, caplog):
+    server.files["v1"]["old.jsonl"] = lines("old")
     assert texts("modelscope://user/data:pretrain.jsonl") == ["one", "two"]
+    assert texts("modelscope://user/data:old.jsonl@v1") == ["old"]
     server.shutdown()
     server.server_close()
     with caplog.at_level(logging.WARNING):
         assert texts("modelscope://user/data:pretrain.jsonl") == ["one", "two"]
-    with pytest.raises(ValueError, match="is not in the cache and cannot be downloaded: .*MODELSCOPE_ENDPOINT"):
-        texts("modelscope://user/data:sft/mini.jsonl")
+    assert "is read from the cache" in caplog.text
+    # The cache holds a file that matches the pattern. It may lack others.
+    for name in ("old.jsonl", "pre*.jsonl"):
+        with pytest.raises(ValueError, match="is not in the cache, .* cannot be downloaded: .*MODELSCOPE_ENDPOINT"):
+            texts(f"modelscope://user/data:{name}")
 
 
 def test_the_missing_package_is_named(monkeypatch):
