@@ -242,10 +242,11 @@ def _write_line(record: Record) -> str:
     """Return the content of a record as JSON. Raise `BadRecord` if the record is bad or no file can hold it."""
     if record.reason:
         raise BadRecord(record.reason)
+    columns = []
     for name, value in record.content.items():
         check_values([name, value], name)
-        write_json(value, name)
-    return json.dumps(record.content, ensure_ascii=False)
+        columns.append(f"{json.dumps(name, ensure_ascii=False)}: {write_json(value, name)}")
+    return "{" + ", ".join(columns) + "}"
 
 
 def output_files(path: Path) -> tuple[Path, Path, Path]:

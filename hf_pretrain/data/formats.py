@@ -5,6 +5,7 @@ A record that cannot become a document is a [`BadRecord`]. Its reason says what 
 not depend on the line, so that equal faults can be counted together.
 """
 
+import datetime
 import gzip
 import json
 import re
@@ -98,12 +99,14 @@ def check_values(value: Any, column: str) -> None:
 
 
 def write_json(value: Any, column: str) -> str:
-    """Return a value as JSON; raise `BadRecord` for a type that JSON lacks, such as the dates of a table."""
+    """Return a value as JSON, dates as text in ISO 8601; raise `BadRecord` for other types that JSON lacks."""
 
-    def refuse(part: Any) -> None:
+    def as_text(part: Any) -> str:
+        if isinstance(part, datetime.date | datetime.time):
+            return part.isoformat()
         raise BadRecord(f"column {column!r} holds {json_type(part)}, which JSON does not have; write it as text")
 
-    return json.dumps(value, ensure_ascii=False, default=refuse)
+    return json.dumps(value, ensure_ascii=False, default=as_text)
 
 
 def json_type(value: Any) -> str:

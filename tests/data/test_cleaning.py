@@ -1,5 +1,6 @@
 """`recipes/data.py`: `clean` drops bad records only and counts each one; the figures of `inspect` are right."""
 
+import datetime
 import json
 import random
 import runpy
@@ -259,13 +260,24 @@ def test_a_record_that_no_file_can_hold_is_bad(tmp_path):
     assert kept == records[1:] and dropped.total() == 1
     assert next(iter(dropped)).startswith("bad line: column 'note' holds half a surrogate pair")
     rows = [chat(text, content=text) for text in (first, second)]
-    table = pa.Table.from_pylist([row | {"date": date} for row, date in zip(rows, (None, 1), strict=True)])
-    table = table.set_column(1, "date", table["date"].cast(pa.timestamp("s")))
-    pq.write_table(table, tmp_path / "a.parquet")
+    picture = [row | {"picture": value} for row, value in zip(rows, (None, b"PNG"), strict=True)]
+    pq.write_table(pa.Table.from_pylist(picture), tmp_path / "a.parquet")
     records = read_records([str(tmp_path / "a.parquet")])
     report = write_cleaned(records, tmp_path / "b.jsonl", CleaningRules(), OverlapFinder([]))
     assert report.num_kept == 1
-    assert "column 'date' holds a datetime, which JSON does not have" in next(iter(report.dropped))
+    assert "column 'picture' holds a bytes, which JSON does not have" in next(iter(report.dropped))
+
+
+def test_dates_of_a_table_become_text(tmp_path):
+    moment = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    row = {"text": sentences(1)[0], "at": moment, "day": moment.date(), "of": [{"time": moment.time()}]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    report = write_cleaned(
+        read_records([str(tmp_path / "a.parquet")]), tmp_path / "b.jsonl", CleaningRules(), OverlapFinder([])
+    )
+    assert report.dropped.total() == 0
+    written = json.loads((tmp_path / "b.jsonl").read_text())
+    assert written == row | {"at": "2024-01-02T03:04:05", "day": "2024-01-02", "of": [{"time": "03:04:05"}]}
 
 
 def test_nothing_is_written_if_nothing_is_kept(tmp_path):
