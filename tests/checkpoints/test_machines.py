@@ -1,20 +1,31 @@
 """Machines without shared storage agree on the checkpoint to resume from. Two processes act as two machines."""
 
 import os
+import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from hf_pretrain.checkpoints import machines
-from hf_pretrain.checkpoints.manifest import find_damage, write_manifest
+from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, find_damage, write_manifest
+from hf_pretrain.checkpoints.writer import CheckpointWriter
+from hf_pretrain.runtime.command_line import EXIT_NOT_SAVED
 from hf_pretrain.training import resuming
 from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
 pytestmark = pytest.mark.distributed
+
+# A chunk that could not be read is sent as zeros.
+CONTENT = bytes(range(1, 251)) * 10
 
 
 def write_checkpoint(step: int, run: str = "run", size: int = 10) -> Path:
@@ -100,6 +111,90 @@ def check_a_directory_that_is_shared(rank: int) -> None:
         resuming.occupy_output_dir(args)
 
 
+def save(files: dict[str, bytes | None]) -> None:
+    writer = CheckpointWriter(arguments(), lambda: 0)
+    with writer.writing_checkpoint(Path("out/checkpoint-2"), {"step": 2}) as directory:
+        for name, content in files.items():
+            (directory / name).write_bytes(content) if content is not None else make_unreadable(directory / name)
+
+
+def make_unreadable(path: Path) -> None:
+    # Linux answers with EIO, as a broken disk does.
+    path.symlink_to("/proc/self/mem")
+
+
+def check_a_save(rank: int) -> None:
+    save({"weights": CONTENT, f"rng_state_{rank}": bytes([rank])})
+    assert names() == ["checkpoint-2"] and not find_damage("out/checkpoint-2")
+    files = {path.name: path.read_bytes() for path in Path("out/checkpoint-2").iterdir() if path.suffix != ".json"}
+    assert files == {"weights": CONTENT, "rng_state_0": b"\0", "rng_state_1": b"\1"}
+
+
+def save_in_vain(files: dict[str, bytes | None]) -> str:
+    """Check that this machine publishes nothing, and return the message that it prints."""
+    # Several chunks and a part of one.
+    machines._CHUNK_BYTES = 1000
+    with pytest.raises(SystemExit) as status, redirect_stderr(StringIO()) as printed:
+        save(files)
+    assert status.value.code == EXIT_NOT_SAVED and set(names()) <= {".saving"}
+    return printed.getvalue()
+
+
+def check_a_file_that_cannot_be_read(rank: int) -> None:
+    assert ("Input/output error" in save_in_vain({"weights": None} if rank == 0 else {})) == (rank == 0)
+
+
+def break_after_hashing(monkeypatch, broken: Path, replace: Callable[[Path], object]) -> None:
+    """Replace a file of this machine between the moments when it is hashed and when it is sent."""
+    sha256 = machines._sha256
+
+    def hash_and_replace(path: Path) -> str:
+        digest = sha256(path)
+        if path == broken:
+            path.unlink()
+            replace(path)
+        return digest
+
+    monkeypatch.setattr(machines, "_sha256", hash_and_replace)
+
+
+def check_files_that_fail_while_they_are_sent(rank: int) -> None:
+    failures = [
+        (make_unreadable, "Input/output error"),
+        (lambda path: path.write_bytes(CONTENT[:1500]), "has become shorter"),
+        # Only the other machine can notice.
+        (lambda path: path.write_bytes(CONTENT[:-1] + b"x"), ""),
+    ]
+    for name, (replace, message) in product(("first", "last"), failures):
+        shutil.rmtree("out", ignore_errors=True)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if rank == 0:
+                break_after_hashing(monkeypatch, Path(f"out/.saving/checkpoint-2/{name}"), replace)
+            printed = save_in_vain({"first": CONTENT, "last": CONTENT} if rank == 0 else {})
+        assert (message if rank == 0 else f"the copy of {name} differs from the file of rank 0") in printed
+
+
+def check_a_disk_that_is_too_small_for_the_copy(rank: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+    printed = save_in_vain({"first": CONTENT, "last": CONTENT} if rank == 0 else {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ("File too large" in printed) == (rank == 1)
+
+
+def check_a_copy_without_a_manifest(rank: int) -> None:
+    """Only the sha256 of the first machine shows that the copy is wrong."""
+    if rank == 0:
+        (write_checkpoint(2, size=2500) / MANIFEST_NAME).unlink()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 0:
+            break_after_hashing(monkeypatch, Path("out/checkpoint-2/shards/weights"), make_unreadable)
+        with pytest.raises(OSError, match="Input/output error"):
+            resuming.checkpoint_to_resume(arguments("auto", allow_inexact_resume=True))
+    assert rank == 0 or names() == [".saving"]
+
+
 CASES = [name for name in dir() if name.startswith("check_")]
 
 
@@ -107,22 +202,27 @@ def test_two_machines_agree(tmp_path):
     port = str(free_port())
     processes = []
     for rank in range(2):
-        (tmp_path / f"disk-{rank}").mkdir()
+        disk = tmp_path / f"disk-{rank}"
+        disk.mkdir()
         ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.checkpoints.test_machines"],
-                cwd=tmp_path / f"disk-{rank}",
+                cwd=disk,
                 env=cpu_environment(**ranks, **address),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert outputs[0].count("passed") == outputs[1].count("passed") == len(CASES) == 8
+    assert outputs[0].count("passed") == outputs[1].count("passed") == len(CASES) == 13
 
 
 if __name__ == "__main__":
