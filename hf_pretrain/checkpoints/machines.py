@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -77,6 +78,28 @@ def share_checkpoint(path: Path, args: TrainingArguments, *, source: int) -> Non
         logger.warning(f"{path} was copied to this machine from that of rank {source}.")
 
     on_saving_processes(args, publish)
+
+
+def require_same_files(path: Path, args: TrainingArguments) -> None:
+    """
+    Check that all machines have the same files in the checkpoint `path`, which lies outside of `output_dir`. All ranks
+    must call this function.
+
+    Raises:
+        `ValueError`: if the files differ. The run cannot copy them, because `path` may belong to another run.
+    """
+    listings = on_saving_processes(args, lambda: _list_files(path))
+
+    def compare() -> None:
+        if listings[args.process_index] != listings[0]:
+            copy = Path(args.output_dir, path.name)
+            raise ValueError(
+                f"--resume_from_checkpoint {path} on {socket.gethostname()} is missing, or differs from that of the "
+                f"first machine. A run copies only checkpoints in its own --output_dir: copy this one to {copy} on "
+                f"the first machine, and pass --resume_from_checkpoint {copy} on all machines."
+            )
+
+    on_saving_processes(args, compare)
 
 
 def _manifest(path: Path) -> str | None:
@@ -157,4 +180,4 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-__all__ = ["equalize", "share_checkpoint"]
+__all__ = ["equalize", "require_same_files", "share_checkpoint"]

@@ -5,7 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from io import StringIO
 from itertools import product
@@ -19,6 +19,8 @@ from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.runtime.command_line import EXIT_NOT_SAVED
 from hf_pretrain.training import resuming
 from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.resume_from_hub import pull_checkpoint
+from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
@@ -78,6 +80,45 @@ def check_a_named_checkpoint(rank: int) -> None:
     write_checkpoint(6)
     assert resuming.checkpoint_to_resume(arguments("out/checkpoint-2")) == "out/checkpoint-2"
     assert names() == ["abandoned-checkpoint-6", "checkpoint-2"] and not find_damage("out/checkpoint-2")
+
+
+def check_a_named_checkpoint_of_another_run(rank: int) -> None:
+    for content in (None, "other", "run"):
+        shutil.rmtree("elsewhere", ignore_errors=True)
+        if rank == 0 or content is not None:
+            write_checkpoint(2, run="run" if rank == 0 else content)
+        # That run is saving at this moment.
+        Path("out/.saving/checkpoint-4").mkdir(parents=True)
+        Path("out").rename("elsewhere")
+        before = sorted(Path("elsewhere").rglob("*"))
+        if content == "run":
+            assert resuming.checkpoint_to_resume(arguments("elsewhere/checkpoint-2")) == "elsewhere/checkpoint-2"
+        else:
+            with pytest.raises(ValueError, match="copy this one to out/checkpoint-2 on the first machine"):
+                resuming.checkpoint_to_resume(arguments("elsewhere/checkpoint-2"))
+        assert sorted(Path("elsewhere").rglob("*")) == before and not Path("out").exists()
+
+
+def resume_from_hub() -> str | None:
+    args = arguments(resume_from_hub="user/toy")
+    pull_checkpoint(args)
+    return resuming.checkpoint_to_resume(args)
+
+
+def check_a_checkpoint_of_the_hub(rank: int) -> None:
+    if rank == 1:
+        write_checkpoint(2)
+    assert resume_from_hub() == "out/checkpoint-4" and not find_damage("out/checkpoint-4")
+    assert names() == (["checkpoint-2"] if rank else []) + ["checkpoint-4"]
+
+
+def check_one_machine_has_a_newer_checkpoint_than_the_hub(rank: int) -> None:
+    write_checkpoint(4)
+    if rank == 1:
+        write_checkpoint(8, run="newest")
+    assert resume_from_hub() == "out/checkpoint-8" and not find_damage("out/checkpoint-8")
+    assert Path("out/checkpoint-8/trainer_state.json").read_text() == "newest"
+    assert names() == ["checkpoint-4", "checkpoint-8"]
 
 
 def check_a_new_run_needs_empty_directories_everywhere(rank: int) -> None:
@@ -198,7 +239,21 @@ def check_a_copy_without_a_manifest(rank: int) -> None:
 CASES = [name for name in dir() if name.startswith("check_")]
 
 
-def test_two_machines_agree(tmp_path):
+@pytest.fixture
+def hub(tmp_path) -> Iterator[HubServer]:
+    """A Hub with a checkpoint of step 4."""
+    (tmp_path / "pushed").mkdir()
+    (tmp_path / "pushed/trainer_state.json").write_text('{"global_step": 4}')
+    (tmp_path / "pushed/optimizer.pt").write_bytes(b"pushed")
+    write_manifest(tmp_path / "pushed", {"step": 4})
+    with HubServer() as server:
+        server.repos["user/toy"] = Repo(private=False)
+        files = {f"last-checkpoint/{path.name}": path.read_bytes() for path in (tmp_path / "pushed").iterdir()}
+        server.repos["user/toy"].commit("Step 4", files)
+        yield server
+
+
+def test_two_machines_agree(tmp_path, hub):
     port = str(free_port())
     processes = []
     for rank in range(2):
@@ -206,11 +261,12 @@ def test_two_machines_agree(tmp_path):
         disk.mkdir()
         ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+        client = hub.client_environment() | {"HF_HOME": str(disk / "home")}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.checkpoints.test_machines"],
                 cwd=disk,
-                env=cpu_environment(**ranks, **address),
+                env=cpu_environment(**ranks, **address, **client),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -222,7 +278,7 @@ def test_two_machines_agree(tmp_path):
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert outputs[0].count("passed") == outputs[1].count("passed") == len(CASES) == 13
+    assert outputs[0].count("passed") == outputs[1].count("passed") == len(CASES) == 16
 
 
 if __name__ == "__main__":
