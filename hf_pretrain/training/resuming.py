@@ -26,8 +26,9 @@ logger = logging.get_logger(__name__)
 
 # A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
 _PATIENCE_SECONDS = 30.0
-# A file that one machine wrote may become visible to another one this much later, on a network file system.
-_VISIBLE_SECONDS = 30.0
+# A file that one machine wrote may become visible to another one this much later. NFS remembers for up to 60 seconds
+# (`acdirmax`) that a file was not there.
+_VISIBLE_SECONDS = 90.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty.
 _NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
 

@@ -1,5 +1,6 @@
 """Machines without shared storage agree on the checkpoint to resume from. Two processes act as two machines."""
 
+import json
 import os
 import resource
 import shutil
@@ -17,6 +18,7 @@ from hf_pretrain.checkpoints import machines
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, find_damage, write_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.runtime.command_line import EXIT_NOT_SAVED
+from hf_pretrain.runtime.locking import LOCK_NAME
 from hf_pretrain.training import resuming
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.resume_from_hub import pull_checkpoint
@@ -279,6 +281,27 @@ def test_two_machines_agree(tmp_path, hub):
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert outputs[0].count("passed") == outputs[1].count("passed") == len(CASES) == 16
+
+
+def test_a_machine_waits_longer_than_nfs_hides_a_new_file(tmp_path, monkeypatch):
+    """NFS remembers for up to 60 seconds that a file was not there (`acdirmax` of nfs(5))."""
+    holder = {"host": "host-0", "pid": 1}
+
+    class Clock:
+        seconds = 0.0
+
+        def monotonic(self) -> float:
+            return self.seconds
+
+        def sleep(self, seconds: float) -> None:
+            self.seconds += seconds
+            if self.seconds > 61:
+                (tmp_path / LOCK_NAME).write_text(json.dumps(holder))
+
+    monkeypatch.setattr(resuming, "time", Clock())
+    args = arguments()
+    args.output_dir = str(tmp_path)
+    resuming._wait_until_visible(args, holder)
 
 
 if __name__ == "__main__":
