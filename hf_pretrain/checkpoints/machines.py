@@ -2,6 +2,8 @@
 
 import errno
 import hashlib
+import socket
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -22,39 +24,22 @@ logger = logging.get_logger(__name__)
 _CHUNK_BYTES = 64 * 2**20
 
 
-def equalize(directory: Path, args: TrainingArguments) -> Exception | None:
+def equalize(directory: Path, args: TrainingArguments, *, reporting: Callable[[Any], Any] = lambda step: step) -> None:
     """
     Give all machines the same files in `directory`. All ranks must call this function.
 
     Of files with the same name, the one of the first machine replaces the others. The path of the directory may differ
     between the machines.
 
-    Returns:
-        `Exception`: the error of this process, if its disk refuses to write; otherwise `None`. It is not raised here,
-            because the other machines are still waiting for the next file.
+    Args:
+        reporting (`Callable`, *optional*): decorates the functions that access the disk of this machine.
+
+    Raises:
+        `OSError`: on all ranks, if one disk refuses to read or to write, or if a copy reads back differently.
     """
-    # The first process of each machine copies.
     group = _group_of_first_processes(args.ddp_timeout)
-    if args.local_process_index != 0:
-        return None
-    mine = {
-        path.relative_to(directory).as_posix(): (path.stat().st_size, _sha256(path))
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-    theirs: list[dict[str, tuple[int, str]]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(theirs, mine, group=group)
-    error = None
-    for name in sorted(set().union(*theirs)):
-        source = next(number for number, files in enumerate(theirs) if name in files)
-        expected = theirs[source][name]
-        # Machines with the same file must take part in the broadcast, too.
-        if any(files.get(name) != expected for files in theirs):
-            try:
-                _broadcast(directory / name, expected[0], source, group, is_written=mine.get(name) != expected)
-            except OSError as raised:
-                error = raised
-    return error
+    listings = on_saving_processes(args, reporting(lambda: _list_files(directory)))
+    on_saving_processes(args, reporting(lambda: _copy_files(directory, listings, group)))
 
 
 def share_checkpoint(path: Path, args: TrainingArguments, *, source: int) -> None:
@@ -63,7 +48,7 @@ def share_checkpoint(path: Path, args: TrainingArguments, *, source: int) -> Non
     must call this function.
 
     Raises:
-        `OSError`: if a disk refuses to write the copy, or if the copy reads back differently.
+        `OSError`: if a disk refuses to read or to write, or if the copy reads back differently.
     """
     manifests = on_saving_processes(args, lambda: _manifest(path))
     is_missing = args.should_save and manifests[args.process_index] != manifests[source]
@@ -75,11 +60,9 @@ def share_checkpoint(path: Path, args: TrainingArguments, *, source: int) -> Non
             directory.mkdir(parents=True)
 
     on_saving_processes(args, make_room)
-    error = equalize(directory, args)
+    equalize(directory, args)
 
     def publish() -> None:
-        if error is not None:
-            raise error
         if not is_missing:
             return
         damage = find_damage(directory) if manifests[source] else []
@@ -97,6 +80,28 @@ def share_checkpoint(path: Path, args: TrainingArguments, *, source: int) -> Non
     on_saving_processes(args, publish)
 
 
+def require_same_files(path: Path, args: TrainingArguments) -> None:
+    """
+    Check that all machines have the same files in the checkpoint `path`, which lies outside of `output_dir`. All ranks
+    must call this function.
+
+    Raises:
+        `ValueError`: if the files differ. The run cannot copy them, because `path` may belong to another run.
+    """
+    listings = on_saving_processes(args, lambda: _list_files(path))
+
+    def compare() -> None:
+        if listings[args.process_index] != listings[0]:
+            copy = Path(args.output_dir, path.name)
+            raise ValueError(
+                f"--resume_from_checkpoint {path} on {socket.gethostname()} is missing, or differs from that of the "
+                f"first machine. A run copies only checkpoints in its own --output_dir: copy this one to {copy} on "
+                f"the first machine, and pass --resume_from_checkpoint {copy} on all machines."
+            )
+
+    on_saving_processes(args, compare)
+
+
 def _manifest(path: Path) -> str | None:
     """Return the text of the manifest of a checkpoint, empty if it has none; `None` if there is no checkpoint."""
     if not path.is_dir():
@@ -105,10 +110,33 @@ def _manifest(path: Path) -> str | None:
     return manifest.read_text(encoding="utf-8") if manifest.is_file() else ""
 
 
-def _broadcast(path: Path, size: int, source: int, group: dist.ProcessGroup, *, is_written: bool) -> None:
-    """Send a file of `size` bytes from the process `source` of the group, and write it where `is_written`."""
-    root, error = dist.get_global_rank(group, source), None
-    is_source = dist.get_rank(group) == source
+def _list_files(directory: Path) -> dict[str, tuple[int, str]]:
+    """Return size and sha256 of all files below a directory, by name."""
+    paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {name: (path.stat().st_size, _sha256(path)) for name, path in paths.items()}
+
+
+def _copy_files(directory: Path, listings: list[dict[str, tuple[int, str]] | None], group: dist.ProcessGroup) -> None:
+    """Send each file that is not the same on all machines. `listings` has an entry for each rank."""
+    machines = {rank: files for rank, files in enumerate(listings) if files is not None}
+    mine, error = machines[dist.get_rank()], None
+    for name in sorted(set().union(*machines.values())):
+        source = next(rank for rank, files in machines.items() if name in files)
+        expected = machines[source][name]
+        # Machines with the same file must take part in the broadcast, too.
+        if any(files.get(name) != expected for files in machines.values()):
+            try:
+                _broadcast(directory / name, *expected, source, group, is_written=mine.get(name) != expected)
+            except OSError as raised:
+                # The other machines wait for the next file.
+                error = error or raised
+    if error is not None:
+        raise error
+
+
+def _broadcast(path: Path, size: int, sha256: str, source: int, group: dist.ProcessGroup, *, is_written: bool) -> None:
+    """Send a file from the rank `source`. Write it and read it back where `is_written`."""
+    is_source, error = dist.get_rank() == source, None
     file: Any = None
     try:
         if is_written:
@@ -117,20 +145,25 @@ def _broadcast(path: Path, size: int, source: int, group: dist.ProcessGroup, *, 
     except OSError as raised:
         error = raised
     for start in range(0, size, _CHUNK_BYTES):
-        chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
+        chunk = torch.zeros(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
         try:
-            if is_source and error is None:
-                file.readinto(chunk.numpy())
-            dist.broadcast(chunk, root, group=group)
+            if is_source and error is None and file.readinto(chunk.numpy()) < len(chunk):
+                raise OSError(errno.EIO, f"{path} has become shorter")
+        except OSError as raised:
+            error = raised
+        # After an error, take part until the end of the file, so that the other machines do not wait.
+        dist.broadcast(chunk, source, group=group)
+        try:
             if is_written and error is None:
                 file.write(chunk.numpy())
         except OSError as raised:
-            # Take part until the end of the file, so that the other machines do not wait.
             error = raised
     if file is not None:
         file.close()
     if error is not None:
         raise error
+    if is_written and _sha256(path) != sha256:
+        raise OSError(errno.EIO, f"the copy of {path.name} differs from the file of rank {source}")
 
 
 @cache
@@ -147,4 +180,4 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-__all__ = ["equalize", "share_checkpoint"]
+__all__ = ["equalize", "require_same_files", "share_checkpoint"]

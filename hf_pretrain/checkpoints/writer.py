@@ -134,14 +134,10 @@ class CheckpointWriter:
         if self.args.world_size > 1:
             wait_for_everyone()
         on_saving_processes(self.args, reporting(partial(add_files, source)))
-        error = equalize(source, self.args) if self.args.save_on_each_node and self.args.world_size > 1 else None
-
-        def finish() -> None:
-            if error is not None:
-                raise error
-            publish(source)
-
-        on_saving_processes(self.args, reporting(finish))
+        if self.args.save_on_each_node and self.args.world_size > 1:
+            # No machine may publish its files before all machines have copied theirs.
+            equalize(source, self.args, reporting=reporting)
+        on_saving_processes(self.args, reporting(partial(publish, source)))
 
     def check_space(self) -> None:
         """End the process with `EXIT_NOT_SAVED` if the checkpoints that the run will save do not fit on the disk."""

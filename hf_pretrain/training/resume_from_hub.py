@@ -1,13 +1,16 @@
 """Resume a run from a checkpoint that an earlier run pushed."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
-from ..checkpoints.directory import newest_checkpoint
+from ..checkpoints.directory import checkpoint_path
 from ..hub.repository import describe_error, download_checkpoint, newest_pushed_checkpoint
+from ..runtime.processes import on_main_process, on_processes
 from .arguments import LMTrainingArguments
+from .resuming import find_newest
 
 
 logger = logging.get_logger(__name__)
@@ -16,7 +19,8 @@ logger = logging.get_logger(__name__)
 def pull_checkpoint(args: LMTrainingArguments) -> None:
     """
     Download the newest checkpoint of `--resume_from_hub ID` into `output_dir`, and set `resume_from_checkpoint` to it.
-    If a local checkpoint is as new, use that one and download nothing.
+    If a machine has a checkpoint that is as new, set it to `auto` and download nothing. All ranks must call this
+    function.
 
     Without `--trust_checkpoint`, download only files that Trainer loads with `weights_only=True`. Shards of DeepSpeed
     and of torch.distributed.checkpoint are pickles without restrictions.
@@ -38,29 +42,43 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
             f"--resume_from_hub {repo_id}: DeepSpeed unpickles its shards (global_step*/*.pt), which runs whatever "
             "code they contain. Add --trust_checkpoint if you trust everybody who can write to that repository."
         )
-    output_dir = Path(args.output_dir)
-    with args.main_process_first(desc="downloading the checkpoint"):
-        try:
-            folder, step, files = newest_pushed_checkpoint(repo_id, args.hub_revision)
-            local = newest_checkpoint(output_dir, unverified=args.allow_inexact_resume)
-            if local is None or int(local.rpartition("-")[2]) < step:
-                local = str(output_dir / f"checkpoint-{step}")
-                if not args.trust_checkpoint:
-                    # Shards lie in subdirectories of the checkpoint.
-                    files = [path for path in files if path.count("/") == 1]
-                state = "global_step" if args.deepspeed_plugin is not None else "optimizer"
-                if not any(path.startswith(f"{folder}/{state}") for path in files):
-                    raise ValueError(
-                        f"--resume_from_hub {repo_id}: {folder}/ has no optimizer state that this run can read. It "
-                        "was saved with --save_only_model, or under another launcher. Start a new run from its "
-                        f"weights: --model_name_or_path {repo_id}."
-                    )
-                download_checkpoint(repo_id, folder, files, Path(local), args.hub_revision)
-        # NOTE: errors of huggingface_hub's HTTP client are not OSErrors.
-        except (OSError, HTTPError) as error:
-            raise ValueError(f"--resume_from_hub {repo_id}: {describe_error(error)}") from error
-    logger.warning(f"Resuming from {local} ({repo_id} has step {step}).")
-    args.resume_from_checkpoint = local
+    naming = _naming(repo_id)
+    # All ranks must decide alike, although a push may be in progress, and each machine may have other checkpoints.
+    folder, step, files = on_main_process(args, naming(lambda: newest_pushed_checkpoint(repo_id, args.hub_revision)))
+    local = find_newest(args, unverified=args.allow_inexact_resume)
+    if local is not None and int(local[0].rpartition("-")[2]) >= step:
+        logger.warning(f"Resuming from {local[0]} ({repo_id} has step {step}).")
+        args.resume_from_checkpoint = "auto"
+        return
+    if not args.trust_checkpoint:
+        # Shards lie in subdirectories of the checkpoint.
+        files = [path for path in files if path.count("/") == 1]
+    state = "global_step" if args.deepspeed_plugin is not None else "optimizer"
+    if not any(path.startswith(f"{folder}/{state}") for path in files):
+        raise ValueError(
+            f"--resume_from_hub {repo_id}: {folder}/ has no optimizer state that this run can read. It was saved with "
+            "--save_only_model, or under another launcher. Start a new run from its weights: "
+            f"--model_name_or_path {repo_id}."
+        )
+    target = checkpoint_path(args.output_dir, step)
+
+    def download() -> None:
+        if args.local_process_index == 0:
+            download_checkpoint(repo_id, folder, files, target, args.hub_revision)
+
+    on_processes(args, naming(download))
+    logger.warning(f"Resuming from {target} ({repo_id} has step {step}).")
+    args.resume_from_checkpoint = str(target)
+
+
+@contextmanager
+def _naming(repo_id: str) -> Iterator[None]:
+    """Raise errors of the Hub as `ValueError`, with the name of the repository."""
+    try:
+        yield
+    # NOTE: errors of huggingface_hub's HTTP client are not OSErrors.
+    except (OSError, HTTPError) as error:
+        raise ValueError(f"--resume_from_hub {repo_id}: {describe_error(error)}") from error
 
 
 __all__ = ["pull_checkpoint"]

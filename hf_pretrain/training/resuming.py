@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
-from ..checkpoints.machines import share_checkpoint
+from ..checkpoints.machines import require_same_files, share_checkpoint
 from ..reports.history import HISTORY_NAME
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.locking import LOCK_NAME, hold_output_dir, lock_holder, release_output_dir
@@ -26,8 +26,9 @@ logger = logging.get_logger(__name__)
 
 # A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
 _PATIENCE_SECONDS = 30.0
-# A file that one machine wrote may become visible to another one this much later, on a network file system.
-_VISIBLE_SECONDS = 30.0
+# A file that one machine wrote may become visible to another one this much later. NFS remembers for up to 60 seconds
+# (`acdirmax`) that a file was not there.
+_VISIBLE_SECONDS = 90.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty.
 _NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
 
@@ -38,11 +39,13 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
 
     `auto` means the newest intact checkpoint in `output_dir`, if there is one. It is the default after a restart by
     torchrun's elastic agent or SLURM. Newer checkpoints that are damaged are renamed to `damaged-checkpoint-*`. All
-    ranks return the same directory. With `--save_on_each_node`, machines that lack the checkpoint get a copy.
+    ranks return the same directory. With `--save_on_each_node`, machines that lack the checkpoint get a copy, if it is
+    in `output_dir`.
 
     Raises:
-        `ValueError`: if the named checkpoint does not exist, is damaged, or must be unpickled without
-            `--trust_checkpoint`; or if a new run would start in an `output_dir` that holds files.
+        `ValueError`: if the named checkpoint does not exist, is damaged, must be unpickled without
+            `--trust_checkpoint`, or lies outside `output_dir` and is not the same on all machines; or if a new run
+            would start in an `output_dir` that holds files.
     """
     resume = args.resume_from_checkpoint
     # A machine that came back may count fewer restarts than the others.
@@ -54,7 +57,8 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
         on_saving_processes(args, lambda: _refuse_used(Path(args.output_dir)))
         return None
     path = Path(resume)
-    is_own = Path(args.output_dir).resolve() == path.resolve().parent
+    # Links may lead elsewhere on another machine.
+    is_own = all(on_processes(args, lambda: Path(args.output_dir).resolve() == path.resolve().parent))
     is_unpickled = args.deepspeed_plugin is not None or any(path.glob("*/.metadata"))
     if is_unpickled and not is_own and not args.trust_checkpoint:
         raise ValueError(
@@ -67,7 +71,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
         return further
     verified = on_main_process(args, lambda: verify_checkpoint(path, unverified=args.allow_inexact_resume))
     if _saves_on_each_machine(args):
-        share_checkpoint(path, args, source=0)
+        share_checkpoint(path, args, source=0) if is_own else require_same_files(path, args)
     if is_own:
         # Otherwise `auto` would later resume from the later checkpoints that this resume abandons.
         on_saving_processes(args, lambda: abandon_later_checkpoints(path))
@@ -82,19 +86,27 @@ def newest_of_all_machines(args: TrainingArguments, *, unverified: bool = False)
     Args:
         unverified (`bool`): accept a checkpoint without a manifest, as another program writes it.
     """
-    found = on_saving_processes(args, lambda: newest_checkpoint(args.output_dir, unverified=unverified))
-    steps = {rank: int(path.rpartition("-")[2]) for rank, path in enumerate(found) if path is not None}
-    if not steps:
+    newest = find_newest(args, unverified=unverified)
+    if newest is None:
         if args.process_index == 0:
             logger.warning(f"No checkpoint in {args.output_dir}: starting from the first step.")
         return None
-    # The first of the ranks with the newest checkpoint.
-    source = max(steps, key=lambda rank: steps[rank])
+    path, source = newest
     if args.process_index == 0:
-        logger.warning(f"Resuming from {found[source]}.")
+        logger.warning(f"Resuming from {path}.")
     if _saves_on_each_machine(args):
-        share_checkpoint(Path(found[source]), args, source=source)
-    return found[source]
+        share_checkpoint(Path(path), args, source=source)
+    return path
+
+
+def find_newest(args: TrainingArguments, *, unverified: bool = False) -> tuple[str, int] | None:
+    """
+    Return the newest intact checkpoint in `output_dir` of any machine, and the first rank that found it; `None` if
+    there is none. All ranks must call this function.
+    """
+    found = on_saving_processes(args, lambda: newest_checkpoint(args.output_dir, unverified=unverified))
+    paths = [(path, rank) for rank, path in enumerate(found) if path is not None]
+    return max(paths, key=lambda item: int(item[0].rpartition("-")[2]), default=None)
 
 
 def _saves_on_each_machine(args: TrainingArguments) -> bool:
@@ -169,6 +181,7 @@ def holding_output_dir(args: TrainingArguments) -> Iterator[None]:
 __all__ = [
     "EXIT_NOT_SAVED",
     "checkpoint_to_resume",
+    "find_newest",
     "holding_output_dir",
     "newest_of_all_machines",
     "occupy_output_dir",

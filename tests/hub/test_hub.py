@@ -175,6 +175,11 @@ def test_zero2_checkpoints_travel(run, server, tmp_path):
     more = ["--max_steps", "3", "--resume_from_hub", "user/toy", "--trust_checkpoint"]
     result = run(*zero2, *CONSTANT, *more, launcher="deepspeed", output_dir="second")
     assert result.returncode == 0, result.stdout[-4000:]
+    # The ranks of a machine download a checkpoint once.
+    downloads = [
+        request.path for request in server.requests if request.method == "GET" and "/resolve/" in request.path
+    ]
+    assert len([path for path in downloads if "mp_rank_00_model_states" in path]) == 1
     assert run(*zero2, *CONSTANT, "--max_steps", "3", launcher="deepspeed", output_dir="whole").returncode == 0
     whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
