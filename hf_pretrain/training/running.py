@@ -136,6 +136,7 @@ def train_and_evaluate(
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLinesCallback)
+    _set_generation_defaults(trainer)
     trackers = Trackers(trainer.args, trainer.callback_handler.callbacks, is_resumed=checkpoint is not None)
     trainer.add_callback(trackers)
     if trainer.args.profile:
@@ -163,6 +164,17 @@ def train_and_evaluate(
         earlier = read_run(trainer.args.output_dir).of_kind("samples")
         samples.latest = [tuple(pair) for pair in earlier[-1]["samples"]] if earlier else []
     return RunResults(metrics, [] if samples is None else samples.latest)
+
+
+def _set_generation_defaults(trainer: RunTrainer) -> None:
+    """Set the defaults of chat clients after conversations. `stages.continuing` reads the value after text."""
+    config = base_model_of(trainer.model).generation_config
+    if trainer.run_facts.data_kind == "conversations":
+        # Servers respect the temperature of a request only if sampling is on.
+        config.update(do_sample=True, temperature=0.8, top_p=0.9)
+    elif trainer.run_facts.data_kind == "text":
+        # transformers saves no settings of the sampling if it is off.
+        config.update(do_sample=False, temperature=None, top_p=None)
 
 
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
@@ -221,9 +233,6 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
 
 def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:
     """Train, evaluate, answer questions of the validation set, and report."""
-    if trainer.run_facts.data_kind == "conversations":
-        # Defaults of chat clients. Servers respect the temperature of a request only if sampling is on.
-        base_model_of(trainer.model).generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     conversations, tokenizer, sample = rows.conversations, trainer.processing_class, None
     if conversations is not None:
         sample = partial(sample_answers, tokenizer=tokenizer, conversations=conversations)
