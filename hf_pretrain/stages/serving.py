@@ -14,6 +14,9 @@ its memory.
 import inspect
 import json
 import logging as std_logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -60,6 +63,18 @@ _RENDERING_ARGUMENTS = {
 
 # Whether the model generates the answer to the current request, so that all fields have been read.
 _is_generating: ContextVar[bool] = ContextVar("is_generating", default=False)
+
+
+def end_with_stdin() -> None:
+    """End this process, as after SIGTERM, when its standard input ends."""
+
+    def wait() -> None:
+        # `sys.stdin` would hold a lock, on which Python fails if this process ends otherwise.
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 def announce(name: str, url: str) -> None:
@@ -317,5 +332,6 @@ __all__ = [
     "Serve",
     "adapt_server",
     "announce",
+    "end_with_stdin",
     "template_kwargs",
 ]
