@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, set_seed
+from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..checkpoints.directory import remove_leftovers
@@ -168,13 +168,14 @@ def train_and_evaluate(
 
 def _set_generation_defaults(trainer: RunTrainer) -> None:
     """Set the defaults of chat clients after conversations. `stages.continuing` reads the value after text."""
-    config = base_model_of(trainer.model).generation_config
+    model = base_model_of(trainer.model)
     if trainer.run_facts.data_kind == "conversations":
         # Servers respect the temperature of a request only if sampling is on.
-        config.update(do_sample=True, temperature=0.8, top_p=0.9)
+        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     elif trainer.run_facts.data_kind == "text":
-        # transformers saves no settings of the sampling if it is off.
-        config.update(do_sample=False, temperature=None, top_p=None)
+        # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.generation_config.do_sample = False
 
 
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
