@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
         top_k=args.top_k,
         repetition_penalty=args.repetition_penalty,
     )
-    is_raw = is_base_model(name, tokenizer) if args.raw is None else args.raw
+    is_raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
     if is_raw and (given := [flag for flag in ("system", "tools", "think") if getattr(args, flag)]):
         raise ValueError(f"--{given[0]} has no effect on raw continuation. Leave it out, or chat with --no-raw.")
     thinking = {"on": True, "off": False}.get(args.think)

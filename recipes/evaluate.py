@@ -79,9 +79,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
 
         is_chat = training_args.apply_chat_template
         if is_chat is None:
-            # Fine-tuning turns sampling on in the generation config, for chat clients.
-            has_no_sampling = not trainer.model.generation_config.do_sample
-            is_chat = not is_base_model(name, tokenizer, without_record=has_no_sampling)
+            is_chat = not is_base_model(name, trainer.model, tokenizer)
         results["apply_chat_template"] = is_chat
         results["tasks"] = evaluate_tasks(
             trainer.model.eval(),

@@ -31,7 +31,14 @@ from hf_pretrain.tokenizer.loading import load_tokenizer
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.serving import ReasoningMode, Serve, adapt_server, announce, template_kwargs
+    from hf_pretrain.stages.serving import (
+        ReasoningMode,
+        Serve,
+        adapt_server,
+        announce,
+        end_with_stdin,
+        template_kwargs,
+    )
 
 # isort: split
 # The package must come first: it answers `--help` before torch is imported.
@@ -39,6 +46,8 @@ import torch
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.end_with_stdin:
+        end_with_stdin()
     if args.compare and not args.web:
         raise ValueError("--compare needs the chat page. Add --web.")
     if args.continuous_batching and (args.device == "cpu" or not torch.accelerator.is_available()):
@@ -91,6 +100,8 @@ if __name__ == "__main__":
     parser.add_argument("--chat_template_kwargs", help="JSON; a request overrides it")
     parser.add_argument("--seed", type=int, help="seed of the sampling")
     parser.add_argument("--log_level", choices=("debug", "info", "warning", "error"), default="warning")
+    # The chat page starts its servers with this flag.
+    parser.add_argument("--end_with_stdin", action="store_true", help=argparse.SUPPRESS)
     add_debug_flag(parser)
     with one_line_errors():
         main(parser.parse_args())

@@ -121,7 +121,7 @@ def _with_json_arguments(call: Message) -> Message:
 async def stream_answer(endpoint: Endpoint, history: History, sampling: Sampling) -> AsyncIterator[Message]:
     """
     Yield the growing answer of a model. If its consumer stops, the connection closes and the server ends the answer.
-    An error of the server becomes an answer with the key `error`.
+    An error becomes an answer with the key `error`.
     """
     answer: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     system = [{"role": "system", "content": sampling.system}] if sampling.system else []
@@ -142,7 +142,8 @@ async def stream_answer(endpoint: Endpoint, history: History, sampling: Sampling
                 for choice in chunk.choices:
                     _add_delta(answer, choice.delta)
                 yield answer
-    except (OpenAIError, ValueError) as error:
+    except Exception as error:
+        # Any error that ended the task silently would leave the question without an answer.
         yield answer | {"error": f"{endpoint.base_url}: {_reason(error)}"}
 
 
@@ -160,7 +161,7 @@ def _reason(error: Exception) -> str:
     """Return the server's own words, if it has sent some."""
     if isinstance(error, APIStatusError) and isinstance(error.body, dict) and error.body.get("detail"):
         return str(error.body["detail"])
-    return str(error)
+    return str(error) if isinstance(error, (OpenAIError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 def _add_delta(answer: Message, delta: Any) -> None:

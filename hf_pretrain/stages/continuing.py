@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..reports.runs import read_launches
@@ -91,6 +91,8 @@ class Continuation:
             self.text = ""
             return "the text is empty"
         if name == "/save" and value:
+            if not self.text:
+                raise ValueError("/save: there is no text yet. Type its beginning first.")
             append_record(value, {"text": self.text})
             return f"{len(self.text)} characters are in {value}"
         if name == "/help":
@@ -98,26 +100,27 @@ class Continuation:
         raise ValueError(f"{line!r} is not a command for raw continuation.\n{HELP}")
 
 
-def is_base_model(name_or_path: str, tokenizer: PreTrainedTokenizerFast, *, without_record: bool = False) -> bool:
+def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> bool:
     """
     Return whether a model has never seen a chat: its tokenizer has no chat template, or the last run in its directory
-    trained on text.
+    trained on text. If there is no record of a run, as on the Hub, the generation config of a model that was trained
+    on text turns sampling off.
 
     Args:
         name_or_path (`str`): a Hub id, or the directory of a model, a run or a checkpoint.
+        model ([`PreTrainedModel`]): the model.
         tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer.
-        without_record (`bool`): the result for a model with a chat template and without the record of a run.
     """
     if tokenizer.chat_template is None:
         return True
     path = Path(split_hub_name(os.path.expanduser(name_or_path))[0])
     # The record of a run lies beside its checkpoints.
     launches = read_launches(path.parent if path.name.startswith(PREFIX_CHECKPOINT_DIR) else path)
-    # Earlier versions did not record the recipe.
-    if not launches or "recipe" not in launches[-1]:
-        return without_record
-    last = launches[-1]
-    return last["recipe"] == "pretrain" or last.get("arguments", {}).get("dataset_kind") == "text"
+    # A launch that ended before its training has no recipe.
+    trained = [launch for launch in launches if "recipe" in launch]
+    if not trained:
+        return model.generation_config is not None and model.generation_config.do_sample is False
+    return trained[-1]["recipe"] == "pretrain" or trained[-1].get("arguments", {}).get("dataset_kind") == "text"
 
 
 __all__ = ["HELP", "Continuation", "is_base_model"]

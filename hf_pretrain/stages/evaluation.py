@@ -58,8 +58,7 @@ class EvaluationArguments(LMTrainingArguments):
     apply_chat_template: bool | None = field(
         default=None,
         metadata={
-            "help": "Put the questions of the tasks into the chat template. On by default for models that were "
-            "trained on conversations."
+            "help": "Put the questions of the tasks into the chat template. On by default, except for base models."
         },
     )
     include_path: list[str] | None = field(default=None, metadata={"help": "Directories with further task YAMLs."})

@@ -16,6 +16,9 @@ COMMON_HELP = """\
 /help           show this help
 /exit, /quit    leave"""
 
+# Below this temperature, the most probable token has all the probability, and the divided logits could overflow.
+MIN_TEMPERATURE = 1e-5
+
 
 class Generator:
     """
@@ -81,8 +84,8 @@ class Generator:
             raise ValueError(
                 f"The text so far has {len(ids)} tokens, and the model sees {len(ids) + room}: /reset it to go on."
             )
-        options = self.generation_kwargs | {"do_sample": self.temperature > 0}
-        if self.temperature > 0:
+        options = self.generation_kwargs | {"do_sample": self.temperature >= MIN_TEMPERATURE}
+        if options["do_sample"]:
             options["temperature"] = self.temperature
         else:
             # transformers warns about settings that have no effect.
@@ -186,4 +189,4 @@ def append_record(path: str, record: dict[str, Any]) -> None:
         raise ValueError(f"/save: {error}") from error
 
 
-__all__ = ["COMMON_HELP", "Generator", "PartsStreamer", "append_record", "check_text"]
+__all__ = ["COMMON_HELP", "MIN_TEMPERATURE", "Generator", "PartsStreamer", "append_record", "check_text"]

@@ -8,14 +8,18 @@ its memory.
 | from a web page of another origin, or without the content type JSON | 403, 415: no page can unload the model |
 | with more bytes or tokens than the model has positions, or more stop strings than `MAX_STOP_STRINGS` | 400 |
 | with a chat template, or another argument of the rendering, in `chat_template_kwargs` | 400 |
-| with fields that raise an error while it is answered | 400, with the error |
+| with fields that raise an error while they are read, or that `generate` refuses | 400, with the error |
 """
 
 import inspect
 import json
 import logging as std_logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +31,7 @@ from transformers.utils import logging
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
 from ..tokenizer.encoding import thinking_variables
+from .generating import MIN_TEMPERATURE
 
 
 try:
@@ -38,7 +43,7 @@ try:
     from transformers.cli.serve import ReasoningMode, Serve
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.model_manager import ModelManager
-    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
+    from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 except ImportError as error:
     raise ImportError('Serving needs FastAPI: pip install "hf_pretrain[serve]"') from error
 
@@ -55,6 +60,21 @@ _RENDERING_ARGUMENTS = {
     for name, parameter in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD
 }
+
+# Whether the model generates the answer to the current request, so that all fields have been read.
+_is_generating: ContextVar[bool] = ContextVar("is_generating", default=False)
+
+
+def end_with_stdin() -> None:
+    """End this process, as after SIGTERM, when its standard input ends."""
+
+    def wait() -> None:
+        # `sys.stdin` would hold a lock, on which Python fails if this process ends otherwise.
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 def announce(name: str, url: str) -> None:
@@ -88,8 +108,7 @@ def adapt_server(name: str) -> None:
         for method in ("generate_streaming", "generate_non_streaming"):
             # Wrap all four paths: with and without continuous batching, streaming or not.
             setattr(manager, method, _bounded(getattr(manager, method)))
-    # Continuous batching takes its settings from the first request.
-    CBGenerateManager.init_cb = _sampling(CBGenerateManager.init_cb)
+    BaseHandler._build_generation_config = _sampling(BaseHandler._build_generation_config)
 
 
 def _build_guarded(
@@ -111,7 +130,14 @@ def _build_guarded(
 
 
 def _refuse(_: Request, error: Exception) -> JSONResponse:
-    """Return the response to a request that raises an error. Without it, the client would not learn the reason."""
+    """
+    Return the response to a request whose fields raise an error. Without it, the client would not learn the reason.
+
+    Any other error becomes the server's general response 500, and stands in its log.
+    """
+    # `generate` checks the settings of a request, and raises ValueError for wrong ones.
+    if _is_generating.get() and not isinstance(error, ValueError):
+        raise error
     logger.warning("A request was refused.", exc_info=error)
     return JSONResponse({"detail": f"The request cannot be answered: {type(error).__name__}: {error}"}, 400)
 
@@ -165,26 +191,27 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
         # Without this limit, transformers' default or the number in a request could run past the rotary table, which
         # raises.
         config.max_new_tokens = num_left if config.max_new_tokens is None else min(config.max_new_tokens, num_left)
-        _sample_by_temperature(config)
+        _is_generating.set(True)
         return generate(self, model, processor, inputs, config, *args, **kwargs)
 
     return bounded
 
 
-def _sampling(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the method that prepares continuous batching, so that a temperature has an effect."""
+def _sampling(build: Callable[..., GenerationConfig]) -> Callable[..., GenerationConfig]:
+    """Wrap the method that builds the settings of a request, so that a temperature has an effect."""
 
-    @wraps(init)
-    def sampling(self: Any, model: PreTrainedModel, config: GenerationConfig) -> None:
-        _sample_by_temperature(config)
-        init(self, model, config)
+    @wraps(build)
+    def sampling(self: BaseHandler, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
+        config = build(self, body, *args, **kwargs)
+        # NOTE: the server takes the temperature of a request, but samples only if the model's own config says so.
+        if "do_sample" not in json.loads(body.get("generation_config") or "{}"):
+            config.do_sample = bool(config.do_sample or config.temperature)
+        # The server itself knows only 0.
+        if config.temperature is not None and 0 <= config.temperature < MIN_TEMPERATURE:
+            config.do_sample = False
+        return config
 
     return sampling
-
-
-def _sample_by_temperature(config: GenerationConfig) -> None:
-    # NOTE: the server takes the temperature of a request, but samples only if the model's own config says so.
-    config.do_sample = bool(config.do_sample or config.temperature)
 
 
 def _check_stop_strings(given: Any) -> None:
@@ -305,5 +332,6 @@ __all__ = [
     "Serve",
     "adapt_server",
     "announce",
+    "end_with_stdin",
     "template_kwargs",
 ]

@@ -116,12 +116,13 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
         finally:
             running.pop(request.session_hash, None)
 
-    def end(request: gr.Request) -> None:
+    # Not a plain function: gradio would run it in another thread, from which tasks cannot be cancelled.
+    async def end(request: gr.Request) -> None:
         if request.session_hash in running:
             running[request.session_hash].stop()
 
     async def begin_again(request: gr.Request) -> tuple[Any, ...]:
-        end(request)
+        await end(request)
         # The last pieces of an answer must not come after this.
         while request.session_hash in running:
             await asyncio.sleep(0.01)
@@ -183,10 +184,15 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinkin
         thinking (`bool`): the initial setting.
 
     Raises:
-        `ValueError`: if a port is in use.
+        `ValueError`: if a port is in use, or needed twice.
     """
     host = "127.0.0.1" if flags["host"] == "0.0.0.0" else flags["host"]
     ports = range(flags["port"], flags["port"] + len(models))
+    if flags["web_port"] in ports:
+        raise ValueError(
+            f"--web_port {flags['web_port']} is the port of a model, too. The models use "
+            f"{', '.join(map(str, ports))}: choose another --web_port or --port."
+        )
     _check_ports(flags["host"], [*ports, flags["web_port"]])
     endpoints = [Endpoint(name, f"http://{host}:{port}/v1") for name, port in zip(models, ports, strict=True)]
     servers: list[subprocess.Popen] = []
@@ -238,7 +244,8 @@ def _start_server(recipe: str, flags: dict[str, Any]) -> subprocess.Popen:
         # Leave out the flags of the page, those that were not given, and switches that are off.
         if flag not in ("web", "web_port", "compare") and value is not None and value is not False:
             words.append(f"--{flag}" if value is True else f"--{flag}={value}")
-    return subprocess.Popen(words)
+    # The pipe closes when this process ends in whatever way, and the server then ends as well.
+    return subprocess.Popen([*words, "--end_with_stdin"], stdin=subprocess.PIPE)
 
 
 def _wait_until_ready(server: subprocess.Popen, endpoint: Endpoint) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, set_seed
+from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..checkpoints.directory import remove_leftovers
@@ -136,6 +136,7 @@ def train_and_evaluate(
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLinesCallback)
+    _set_generation_defaults(trainer)
     trackers = Trackers(trainer.args, trainer.callback_handler.callbacks, is_resumed=checkpoint is not None)
     trainer.add_callback(trackers)
     if trainer.args.profile:
@@ -163,6 +164,18 @@ def train_and_evaluate(
         earlier = read_run(trainer.args.output_dir).of_kind("samples")
         samples.latest = [tuple(pair) for pair in earlier[-1]["samples"]] if earlier else []
     return RunResults(metrics, [] if samples is None else samples.latest)
+
+
+def _set_generation_defaults(trainer: RunTrainer) -> None:
+    """Set the defaults of chat clients after conversations. `stages.continuing` reads the value after text."""
+    model = base_model_of(trainer.model)
+    if trainer.run_facts.data_kind == "conversations":
+        # Servers respect the temperature of a request only if sampling is on.
+        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
+    elif trainer.run_facts.data_kind == "text":
+        # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.generation_config.do_sample = False
 
 
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
@@ -221,9 +234,6 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
 
 def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:
     """Train, evaluate, answer questions of the validation set, and report."""
-    if trainer.run_facts.data_kind == "conversations":
-        # Defaults of chat clients. Servers respect the temperature of a request only if sampling is on.
-        base_model_of(trainer.model).generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
     conversations, tokenizer, sample = rows.conversations, trainer.processing_class, None
     if conversations is not None:
         sample = partial(sample_answers, tokenizer=tokenizer, conversations=conversations)

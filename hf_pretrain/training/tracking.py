@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 from transformers.integrations import MLflowCallback, TensorBoardCallback, TrackioCallback
+from transformers.utils import logging
 
 from ..reports.runs import read_launches, read_run
 from ..runtime.command_line import is_quiet
@@ -20,10 +21,12 @@ from .arguments import LMTrainingArguments
 from .run_record import add_to_record
 
 
+logger = logging.get_logger(__name__)
+
 # SwanLab's ids have this length.
 _ID_LENGTH = 21
 _NAMES = {TensorBoardCallback: "tensorboard", TrackioCallback: "trackio", MLflowCallback: "mlflow"}
-# The environment variables that the last run of this process has set.
+# The environment variables that the current run of this process has set.
 _passed: dict[str, str] = {}
 
 
@@ -38,6 +41,13 @@ def continue_tracking(args: LMTrainingArguments, *, checkpoint: str | None) -> s
     Returns:
         `str`: the id, for `run.json`.
     """
+    if "mlflow" in args.report_to:
+        import mlflow
+
+        # An evaluation after the last step of an earlier run of this process has begun that tracked run again.
+        if (active := mlflow.active_run()) is not None and active.info.run_id == _passed.get("MLFLOW_RUN_ID"):
+            mlflow.end_run()
+    _remove_passed()
     launches = read_launches(args.output_dir) if checkpoint else []
     earlier = {name: value for launch in launches for name, value in launch.items() if value}
     tracking_id = earlier.get("tracking_id") or uuid.uuid4().hex[:_ID_LENGTH]
@@ -49,11 +59,22 @@ def continue_tracking(args: LMTrainingArguments, *, checkpoint: str | None) -> s
     if "mlflow_run_id" in earlier:
         # MLflow refuses to change the arguments of a run, such as `resume_from_checkpoint`.
         variables |= {"MLFLOW_RUN_ID": earlier["mlflow_run_id"], "MLFLOW_MAX_LOG_PARAMS": "0"}
+    _pass(variables)
+    return tracking_id
+
+
+def _pass(variables: dict[str, str]) -> None:
+    """Set environment variables. A user's own values stay."""
     for name, value in variables.items():
-        # A user's own value stays; the value of an earlier run in this process does not.
         if os.environ.get(name) in (None, _passed.get(name)):
             os.environ[name] = _passed[name] = value
-    return tracking_id
+
+
+def _remove_passed(prefix: str = "") -> None:
+    """Remove the environment variables of a tracker, or of all of them, that a run of this process has set."""
+    for name in [name for name in _passed if name.startswith(prefix)]:
+        if _passed.pop(name) == os.environ.get(name):
+            del os.environ[name]
 
 
 class Trackers(TrainerCallback):
@@ -99,7 +120,7 @@ class Trackers(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if "mlflow" in self._names:
             # NOTE: MLflow has ended the run and would begin another one for an evaluation after the last step.
-            os.environ["MLFLOW_RUN_ID"] = self._mlflow_run_id
+            _pass({"MLFLOW_RUN_ID": self._mlflow_run_id})
 
     def log_samples(self, step: int, samples: list[tuple[str, str]]) -> None:
         """
@@ -115,6 +136,8 @@ class Trackers(TrainerCallback):
         text = "\n\n".join(f"**{prompt}**\n\n{answer}" for prompt, answer in samples)
         if "tensorboard" in new and self._tensorboard.tb_writer is not None:
             self._tensorboard.tb_writer.add_text("samples", text, step)
+            # The history holds the samples at once, and a resumed run leaves out what the history holds.
+            self._tensorboard.tb_writer.flush()
         if "trackio" in new:
             import trackio
 
@@ -155,6 +178,19 @@ def _find_logged(tracker: str, args: LMTrainingArguments) -> set[tuple[str, int]
         import mlflow
 
         client, run_id = mlflow.MlflowClient(), os.environ["MLFLOW_RUN_ID"]
+        try:
+            if client.get_run(run_id).info.lifecycle_stage == "deleted":
+                raise mlflow.MlflowException("it was deleted")
+        except mlflow.MlflowException as error:
+            lost = f"The tracked run {run_id} of MLflow at {mlflow.get_tracking_uri()} cannot be continued ({error})."
+            if run_id != _passed.get("MLFLOW_RUN_ID"):
+                raise ValueError(f"{lost} Correct or unset MLFLOW_RUN_ID.") from error
+            logger.warning(
+                f"{lost} A new tracked run begins. To continue the old one, restore it or correct "
+                f"MLFLOW_TRACKING_URI, and resume again with MLFLOW_RUN_ID={run_id}."
+            )
+            _remove_passed("MLFLOW")
+            return set()
         metrics = [client.get_metric_history(run_id, key) for key in ("loss", "eval_loss")]
         return {(metric.key, metric.step) for history in metrics for metric in history}
     return set()

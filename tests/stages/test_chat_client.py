@@ -76,6 +76,15 @@ def test_a_server_that_is_gone_is_an_answer_and_not_a_crash():
     assert url in answer["error"] and "Connection error" in answer["error"]
 
 
+def test_any_other_error_is_an_answer_too():
+    async def ask() -> list:
+        answers = Answers([Endpoint("m", "http://127.0.0.1:1/v1")], [[QUESTION]], Sampling(max_tokens=None))
+        return [histories async for histories in answers.stream()]
+
+    ((question, answer),) = asyncio.run(ask())[-1]
+    assert question == QUESTION and "TypeError: int() argument must be" in answer["error"]
+
+
 def test_stop_closes_the_connection_of_a_server_that_is_silent():
     """A model may need long for a prompt, and sends nothing until then."""
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.stages.continuing import Continuation, is_base_model
 from hf_pretrain.stages.generating import Generator
 from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.training.running import train_and_evaluate
 from tests.invariants.launching import ROOT, cpu_environment
+from tests.training.test_trainer import make_documents, make_model, make_trainer
 
 
 @pytest.fixture
@@ -74,6 +77,13 @@ def test_the_text_cannot_contain_control_tokens(continuation, monkeypatch):
     assert control == [tokenizer.bos_token_id]
 
 
+def test_a_text_is_saved_only_if_there_is_one(continuation, tmp_path):
+    """Pretraining counts an empty text as a bad line."""
+    with pytest.raises(ValueError, match="there is no text yet"):
+        continuation.run_command(f"/save {tmp_path}/texts.jsonl")
+    assert not (tmp_path / "texts.jsonl").exists()
+
+
 def test_commands(continuation):
     assert continuation.run_command("/temperature 0.5") == "temperature: 0.5"
     assert continuation.generator.temperature == 0.5
@@ -91,20 +101,38 @@ def test_commands(continuation):
         ([{"recipe": "sft"}, {"recipe": "pretrain"}], True),
         ([{"recipe": "distill", "arguments": {"dataset_kind": "text"}}], True),
         ([{"recipe": "distill", "arguments": {"dataset_kind": "auto"}}], False),
+        # The last launch ended before its training.
+        ([{"recipe": "pretrain"}, {}], True),
+        ([{"recipe": "sft"}, {}], False),
         # A record of an earlier version, and none.
-        ([{}], False),
-        ([], False),
+        ([{}], None),
+        ([], None),
     ],
 )
-def test_the_record_of_the_run_tells_base_models(talker, tmp_path, launches, is_base):
+def test_the_record_of_the_run_tells_base_models(generator, tmp_path, launches, is_base):
     (tmp_path / "run.json").write_text(json.dumps(launches))
-    tokenizer = load_tokenizer(talker)
-    assert is_base_model(str(tmp_path), tokenizer) == is_base
-    assert is_base_model(str(tmp_path / "checkpoint-10"), tokenizer) == is_base
-    assert is_base_model(str(tmp_path), tokenizer, without_record=True) == (is_base or launches in ([{}], []))
-    assert not is_base_model("owner/name", tokenizer)
+    model, tokenizer = generator.model, generator.tokenizer
+    for do_sample in (True, False, None):
+        model.generation_config.do_sample = do_sample
+        expected = do_sample is False if is_base is None else is_base
+        assert is_base_model(str(tmp_path), model, tokenizer) == expected
+        assert is_base_model(str(tmp_path / "checkpoint-10"), model, tokenizer) == expected
+        assert is_base_model("owner/name", model, tokenizer) == (do_sample is False)
     tokenizer.chat_template = None
-    assert is_base_model("owner/name", tokenizer)
+    assert is_base_model("owner/name", model, tokenizer)
+
+
+@pytest.mark.parametrize(("kind", "is_base"), [("text", True), ("conversations", False), ("preferences", False)])
+def test_the_files_of_the_model_alone_tell_base_models(generator, tmp_path, kind, is_base):
+    """`run.json` is never pushed to the Hub. A base model may be a chat model that was trained on text afterwards."""
+    model = make_model()
+    model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9, top_k=20)
+    trainer = make_trainer(tmp_path / "run", make_documents(), model=model, arguments={"max_steps": 1})
+    trainer.run_facts = RunFacts(data_kind=kind)
+    train_and_evaluate(trainer, checkpoint=None)
+    (tmp_path / "run/run.json").unlink()
+    written = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
+    assert is_base_model(str(tmp_path / "run"), written, generator.tokenizer) == is_base
 
 
 def test_the_recipe_continues_or_answers(talker, tmp_path):

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 import requests
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig
+from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.stages.serving import CBGenerateManager, ReasoningMode, _sampling, template_kwargs
@@ -22,13 +26,13 @@ from tests.talking import CHINESE, SUM, TOOL, WEATHER
 openai = pytest.importorskip("openai")
 
 
-@pytest.fixture(scope="module")
-def server(talker, tmp_path_factory):
-    """Return a client, the log of its server, and its process."""
-    port, path = free_port(), tmp_path_factory.mktemp("server")
+@contextmanager
+def serving(model: Path, path: Path):
+    """Serve a model as `out/run`. Give a client, the log of its server, and its process."""
+    port = free_port()
     command = [sys.executable, str(ROOT / "recipes/serve.py"), "--port", str(port), "--device", "cpu"]
     (path / "out").mkdir()
-    (path / "out/run").symlink_to(talker)
+    (path / "out/run").symlink_to(model)
     with open(path / "log", "w") as log:
         process = subprocess.Popen(
             command,
@@ -47,6 +51,12 @@ def server(talker, tmp_path_factory):
     finally:
         process.terminate()
         process.wait(timeout=300)
+
+
+@pytest.fixture(scope="module")
+def server(talker, tmp_path_factory):
+    with serving(talker, tmp_path_factory.mktemp("server")) as found:
+        yield found
 
 
 def ask(server, messages, **options):
@@ -128,6 +138,23 @@ def test_a_temperature_samples(server):
     assert texts[0] != texts[1] and not any("It is four." in text for text in texts)
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 50}, {"generation_config": {"temperature": 50.0}}])
+@pytest.mark.parametrize("do_sample", [None, False])
+def test_do_sample_of_a_request_wins_over_its_temperature(server, fields, do_sample):
+    config = {"max_new_tokens": 10} | fields.get("generation_config", {})
+    config |= {} if do_sample is None else {"do_sample": do_sample}
+    fields = chat(temperature=None) | fields | {"generation_config": json.dumps(config)}
+    answers = [post(server, "/v1/chat/completions", fields).json()["choices"][0]["message"] for _ in range(2)]
+    assert (answers[0] == answers[1]) == (do_sample is False)
+    assert ("add them" in str(answers[0])) == (do_sample is False)
+
+
+def test_a_tiny_temperature_takes_the_most_probable_token(server):
+    """The logits divided by it would be infinite, and could not be sampled from."""
+    answer = post(server, "/v1/chat/completions", chat(temperature=1e-40))
+    assert answer.json()["choices"][0]["message"]["content"] == "It is four."
+
+
 def test_a_temperature_samples_with_continuous_batching(talker):
     """In this process, because the cache of a real server would fill the memory of a machine without a GPU."""
     model = MiniMindForCausalLM.from_pretrained(talker).eval()
@@ -135,9 +162,13 @@ def test_a_temperature_samples_with_continuous_batching(talker):
     inputs = {"input_ids": encode_prompt(tokenizer, SUM[:1])}
 
     async def answer(temperature: float) -> str:
-        config = GenerationConfig(temperature=temperature, max_new_tokens=14, use_cache=False, eos_token_id=2)
+        # As the server does, build the settings of a request, and take those of the first one.
+        config = _sampling(BaseHandler._build_generation_config)(
+            BaseHandler(None, GenerationState()), {"temperature": temperature}, model.generation_config, use_cb=True
+        )
+        config.max_new_tokens = 14
         manager = CBGenerateManager(ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64))
-        _sampling(CBGenerateManager.init_cb)(manager, model, config)
+        manager.init_cb(model, config)
         try:
             return (await manager.generate_non_streaming(model, tokenizer, inputs, config, request_id="one"))[0]
         finally:
@@ -327,6 +358,25 @@ def test_a_body_that_is_no_object_is_refused(server, body):
 def test_wrong_fields_are_answered_with_the_reason(server, fields, words):
     answer = post(server, "/v1/chat/completions", chat(**fields))
     assert answer.status_code == 400 and words in answer.json()["detail"], answer.text
+
+
+def test_an_error_of_the_server_is_not_blamed_on_the_request(talker, tmp_path):
+    shutil.copytree(talker, tmp_path / "model")
+    config = json.loads((talker / "generation_config.json").read_text())
+    # transformers compares it with a number while it generates.
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(config | {"max_time": "soon"}))
+    (tmp_path / "server").mkdir()
+    with serving(tmp_path / "model", tmp_path / "server") as server:
+        answer = post(server, "/v1/chat/completions", chat())
+        assert (answer.status_code, answer.text) == (500, "Internal Server Error")
+        # The server writes its log after its response.
+        deadline = time.monotonic() + 60
+        while "TypeError: '>' not supported" not in server[1].read_text():
+            assert time.monotonic() < deadline, server[1].read_text()
+            time.sleep(0.1)
+        # Wrong fields still get their reason, also those that only `generate` checks.
+        for fields in ({"temperature": -1}, {"messages": [{"content": "x"}]}):
+            assert post(server, "/v1/chat/completions", chat(**fields)).status_code == 400
 
 
 def test_it_still_answers_after_all_refused_requests(server):

@@ -1,5 +1,6 @@
 """The chat page in a real browser, with two real servers: one model knows its answers, the other never ends one."""
 
+import inspect
 import json
 import re
 import socket
@@ -15,7 +16,8 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from hf_pretrain.stages.web_chat import show
+from hf_pretrain.stages.chat_client import Endpoint
+from hf_pretrain.stages.web_chat import make_page, show
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.talking import CHINESE, TOOL, save_rambler
 
@@ -236,6 +238,14 @@ def test_settings_reach_the_server_and_regenerate_answers_again(chat, served, mo
     wait_for_text(chat, 0, "HELLO")
 
 
+def test_all_handlers_run_in_the_thread_of_the_answers():
+    """gradio runs plain functions in other threads, where Stop could not cancel an answer."""
+    page = make_page([Endpoint("m", "http://127.0.0.1:1/v1")])
+    handlers = [handler.fn for handler in page.fns.values() if handler.fn is not None]
+    assert len(handlers) >= 3
+    assert all(inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn) for fn in handlers)
+
+
 @pytest.mark.slow
 def test_regenerate_without_a_question_does_nothing(chat):
     chat.locator("#regenerate").click()
@@ -319,15 +329,35 @@ def test_the_servers_end_with_the_page_during_an_answer(page, models):
         assert servers and not any(server.is_running() for server in servers)
 
 
-@pytest.mark.parametrize("taken", ["--port", "--web_port", "both"])
+@pytest.mark.slow
+def test_the_servers_end_with_a_page_that_is_killed(models):
+    with serving("--model_name_or_path", models[0], "--compare", models[0]) as (_, _, process):
+        servers = psutil.Process(process.pid).children()
+        process.kill()
+        _, alive = psutil.wait_procs(servers, timeout=60)
+        for server in alive:
+            server.kill()
+    assert len(servers) == 2 and alive == []
+
+
+@pytest.mark.parametrize("taken", ["--port", "--web_port"])
 def test_ports_in_use_are_reported_before_a_model_is_loaded(models, taken):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        words = ["--port", str(port), "--web_port", str(port)] if taken == "both" else [taken, str(port)]
-        result = run_recipe("--web", "--model_name_or_path", models[0], *words)
+        result = run_recipe("--web", "--model_name_or_path", models[0], taken, str(port))
     assert result.returncode == 2 and f"Port {port} of 127.0.0.1 cannot be used" in result.stderr
+
+
+@pytest.mark.parametrize(("distance", "words"), [(0, []), (1, ["--compare", "{0}"])])
+def test_a_port_for_two_servers_is_reported_before_a_model_is_loaded(models, distance, words):
+    port = free_port()
+    words = [word.format(models[0]) for word in words] + ["--port", str(port), "--web_port", str(port + distance)]
+    result = run_recipe("--web", "--model_name_or_path", models[0], *words)
+    ports = ", ".join(str(port + number) for number in range(distance + 1))
+    message = f"--web_port {port + distance} is the port of a model, too. The models use {ports}:"
+    assert result.returncode == 2 and message in result.stderr
 
 
 def test_a_model_without_a_chat_template_is_refused(models, tmp_path):

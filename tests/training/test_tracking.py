@@ -10,15 +10,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import TrainerState
+from transformers.integrations import TensorBoardCallback
 
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.run_record import add_to_record, begin_record
-from hf_pretrain.training.tracking import continue_tracking
+from hf_pretrain.training.running import train_and_evaluate
+from hf_pretrain.training.tracking import Trackers, continue_tracking
 from tests.faults.conftest import workspace  # noqa: F401
 from tests.faults.driving import command, run, start
+from tests.training.test_trainer import make_documents, make_model, make_trainer
 
 
 VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME", "SWANLAB_RUN_ID", "SWANLAB_RESUME")
+# A test that resumes a run may set these, too.
+MLFLOW_VARIABLES = ("MLFLOW_RUN_ID", "MLFLOW_MAX_LOG_PARAMS", "MLFLOW_EXPERIMENT_ID")
+
+
+@pytest.fixture(autouse=True)
+def keep_environment(monkeypatch):
+    """Give each test an environment without these variables, and restore it afterwards."""
+    for name in (*VARIABLES, *MLFLOW_VARIABLES):
+        # Setting a variable first lets monkeypatch also remove what the test leaves behind.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -52,19 +67,108 @@ def test_a_new_run_has_a_new_id_and_the_users_name_stays(launch):
     assert launch(None, run_name="mine")["name"] == "mine"
 
 
-def test_two_runs_in_one_process_are_two_runs(tmp_path, monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+def test_two_runs_in_one_process_are_two_runs(tmp_path):
     for name in ("a", "b"):
         args = LMTrainingArguments(output_dir=str(tmp_path / name), use_cpu=True, report_to="none")
         assert continue_tracking(args, checkpoint=None) == os.environ["WANDB_RUN_ID"]
 
 
+def test_a_new_run_in_the_process_of_a_resumed_run_does_not_continue_its_mlflow_run(launch, tmp_path):
+    launch(None)
+    args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none")
+    add_to_record(args, mlflow_run_id="of-the-first")
+    launch("checkpoint-2")
+    assert os.environ["MLFLOW_RUN_ID"] == "of-the-first" and os.environ["MLFLOW_MAX_LOG_PARAMS"] == "0"
+    launch(None)
+    assert not {"MLFLOW_RUN_ID", "MLFLOW_MAX_LOG_PARAMS"} & os.environ.keys()
+
+
 def test_the_users_variables_stay(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "mine")
     args = LMTrainingArguments(output_dir=str(tmp_path / "other"), use_cpu=True, report_to="none")
-    continue_tracking(args, checkpoint=None)
-    assert os.environ["WANDB_RUN_ID"] == "mine"
+    for _ in range(2):
+        continue_tracking(args, checkpoint=None)
+        assert os.environ["WANDB_RUN_ID"] == os.environ["MLFLOW_RUN_ID"] == "mine"
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Return a function that trains and evaluates two steps of a run in this process, tracked by MLflow."""
+    pytest.importorskip("mlflow", reason="needs the extra `trackers`")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "toy")
+
+    def run(name: str, checkpoint: str | None = None) -> None:
+        flags = {"max_steps": 2, "report_to": "mlflow", "save_strategy": "steps", "save_steps": 1}
+        trainer = make_trainer(tmp_path / name, make_documents(), model=make_model(), arguments=flags)
+        tracking_id = continue_tracking(trainer.args, checkpoint=checkpoint)
+        begin_record(trainer.args, (), checkpoint=checkpoint)
+        add_to_record(trainer.args, tracking_id=tracking_id)
+        train_and_evaluate(trainer, checkpoint=checkpoint)
+
+    yield run
+    import mlflow
+
+    mlflow.end_run()
+
+
+def find_mlflow_runs() -> dict[str, tuple[str, list[int]]]:
+    """Return the id and the steps of each tracked run that was not deleted, by the name of the run."""
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    found = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
+    assert len({run.info.run_name for run in found}) == len(found)
+    return {
+        run.info.run_name.partition("-")[0]: (
+            run.info.run_id,
+            [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")],
+        )
+        for run in found
+    }
+
+
+def test_runs_in_one_process_have_their_own_mlflow_runs(train, tmp_path):
+    """The evaluation after the last step leaves a tracked run open, which must not get the figures of the next run."""
+    train("a")
+    train("b")
+    train("a", checkpoint=str(tmp_path / "a/checkpoint-1"))
+    assert {name: steps for name, (_, steps) in find_mlflow_runs().items()} == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_a_deleted_mlflow_run_is_replaced_by_a_new_one(train, tmp_path, caplog, monkeypatch):
+    import mlflow
+
+    train("a")
+    ((deleted, _),) = find_mlflow_runs().values()
+    mlflow.end_run()
+    mlflow.MlflowClient().delete_run(deleted)
+    with caplog.at_level("WARNING", logger="hf_pretrain"):
+        train("a", checkpoint=str(tmp_path / "a/checkpoint-1"))
+    assert f"The tracked run {deleted} of MLflow" in caplog.text and f"MLFLOW_RUN_ID={deleted}" in caplog.text
+    ((new, steps),) = find_mlflow_runs().values()
+    assert new != deleted and steps == [2] and mlflow.get_run(new).data.params
+    # The next resume continues the new one.
+    train("a", checkpoint=str(tmp_path / "a/checkpoint-1"))
+    assert find_mlflow_runs() == {"a": (new, [2])}
+    monkeypatch.setenv("MLFLOW_RUN_ID", "unknown")
+    with pytest.raises(ValueError, match="The tracked run unknown of MLflow .* Correct or unset MLFLOW_RUN_ID"):
+        train("a", checkpoint=str(tmp_path / "a/checkpoint-1"))
+
+
+def test_samples_are_on_the_disk_at_once(tmp_path):
+    """A resumed run leaves out the samples of the history, so a killed run must not lose those of TensorBoard."""
+    pytest.importorskip("tensorboard")
+    args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="tensorboard", run_name="a")
+    callback = TensorBoardCallback()
+    trackers = Trackers(args, [callback], is_resumed=False)
+    callback.on_train_begin(args, TrainerState(), None)
+    # TensorBoard's own thread needs a while to write so much.
+    trackers.log_samples(1, [("once", "upon a time " * 50_000)])
+    (file,) = (tmp_path / "run/runs/a").iterdir()
+    assert file.stat().st_size > 600_000
+    callback.on_train_end(args, TrainerState(), None)
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
@@ -175,8 +279,6 @@ READERS = {
 @pytest.mark.parametrize("tracker", READERS)
 def test_a_killed_run_continues_its_tracked_run(workspace, tmp_path, monkeypatch, tracker):  # noqa: F811
     pytest.importorskip(tracker, reason="needs the extra `trackers`")
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("SWANLAB_MODE", "offline")
