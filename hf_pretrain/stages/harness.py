@@ -128,7 +128,7 @@ def evaluate_tasks(
 def find_datasets(manager: TaskManager, tasks: list[str]) -> list[str]:
     """Return the datasets that tasks, groups, tags and patterns read, as their YAML files name them."""
     datasets: list[str] = []
-    for task in manager.match_tasks(tasks):
+    for task in (name for pattern in tasks for name in manager.match_tasks([pattern])):
         entry = manager.task_index[task]
         # A tag has no YAML file. A task's `tags` are the ones that it carries.
         config = entry.cfg or {"task": sorted(entry.tags)}

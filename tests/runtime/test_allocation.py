@@ -23,10 +23,10 @@ class CountFaults(TrainerCallback):
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self.before)
 
 args = LMTrainingArguments(
-    output_dir=sys.argv[1], max_steps=6, per_device_train_batch_size=8, save_strategy="no", bf16=False, use_cpu=True,
+    output_dir=sys.argv[1], max_steps=12, per_device_train_batch_size=8, save_strategy="no", bf16=False, use_cpu=True,
     report_to="none", disable_tqdm=True,
 )
-rows = [{"input_ids": [3 + (row + place) % 100 for place in range(256)]} for row in range(48)]
+rows = [{"input_ids": [3 + (row + place) % 100 for place in range(256)]} for row in range(96)]
 model = toy_model(hidden_size=128, intermediate_size=512, max_position_embeddings=256)
 MaskedLossTrainer(model=model, args=args, train_dataset=rows, callbacks=[CountFaults()]).train()
 print("FAULTS", *faults[3:])
@@ -37,8 +37,9 @@ print("FAULTS", *faults[3:])
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_MMAP_THRESHOLD_": "131072"}], ids=["default", "configured"])
 def test_a_step_reuses_memory(tmp_path, environment):
     result = start([sys.executable, "-c", TRAIN, str(tmp_path)], **environment)
-    found = re.search(r"FAULTS (\d+) (\d+) (\d+)", result.stdout)
+    found = re.search(r"FAULTS (.+)", result.stdout)
     assert found, result.stdout[-3000:]
-    # Each fault gives the process one page of 4 KiB.
-    faults = sorted(map(int, found.groups()))
-    assert faults[0] < 20 if not environment else faults[1] > 500
+    # Each fault gives the process one page of 4 KiB. In single steps, other threads still touch new pages. With glibc's
+    # own settings, the steps have 5,000 to 20,000 faults.
+    faults = [int(number) for number in found[1].split()]
+    assert min(faults) < 500 if not environment else min(faults) > 20_000

@@ -71,6 +71,7 @@ def score(model, tokenizer, context: str, choice: str) -> float:
 @pytest.mark.slow
 def test_tasks_from_the_hub_are_compared_with_published_figures(hub, talker, tmp_path):
     arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path / "results"), "--bf16", "false"]
+    arguments += ["--apply_chat_template", "false"]
     environment = hub.client_environment() | {"HF_HOME": str(tmp_path / "home")}
     result = evaluate("python", *arguments, "--tasks", "arc_easy,piqa", "--validation_fraction", "0", **environment)
     assert result.returncode == 0, result.stdout[-3000:]
