@@ -121,18 +121,20 @@ def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", al
     return f"{api.endpoint}/{repo_id}"
 
 
-def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, int, list[str]]:
+def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, int, list[str], str]:
     """
-    Return the folder, step and files of the newest checkpoint in a repository.
+    Return the folder, step and files of the newest checkpoint in a repository, and the commit that holds them.
 
     Raises:
         `ValueError`: if there is none, or its step is unreadable.
     """
+    # One answer has the files and their commit. Read from this commit alone: a push may be in progress.
+    info = HfApi().model_info(repo_id, revision=revision)
+    files = [sibling.rfilename for sibling in info.siblings or ()]
     # Only a checkpoint has a state file, which also holds its step.
-    files = HfApi().list_repo_files(repo_id, revision=revision)
     found = []
     for match in filter(None, map(_CHECKPOINT.fullmatch, files)):
-        state = Path(hf_hub_download(repo_id, match[0], revision=revision))
+        state = Path(hf_hub_download(repo_id, match[0], revision=info.sha))
         try:
             step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
         except (ValueError, KeyError, TypeError) as error:
@@ -149,10 +151,10 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
         )
     # At equal steps, `last-checkpoint` wins over `checkpoint-N`, because its name comes later in the alphabet.
     step, folder = max(found)
-    return folder, step, [path for path in files if path.startswith(f"{folder}/")]
+    return folder, step, [path for path in files if path.startswith(f"{folder}/")], info.sha
 
 
-def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Path, revision: str | None):
+def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Path, revision: str):
     """
     Download a checkpoint beside `target` and rename it, so that an interrupted download leaves no incomplete
     checkpoint.

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .cpu_ranks import leave_process_group, remove_allreduce_buffers
+
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -101,7 +103,8 @@ def main() -> None:
             result = {"check": name, "is_ok": False, "message": f"{type(error).__name__}: {error}"}
         if dist.get_rank() == 0:
             print(json.dumps(result), flush=True)
-    dist.destroy_process_group()
+    leave_process_group()
+    remove_allreduce_buffers()
 
 
 if __name__ == "__main__":

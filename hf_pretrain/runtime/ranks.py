@@ -82,8 +82,9 @@ class Ranks:
                 time.sleep(0.1)
             return [rank for rank, name in enumerate(names) if not store.check([name])]
         except (RuntimeError, ConnectionError):
-            # Without a launcher, rank 0 holds the store, so an unreachable store means that rank 0 has ended.
-            return [0]
+            # Rank 0 or its launcher holds the store, so an unreachable store means that rank 0 has ended or will end.
+            # Rank 0 itself cannot tell who failed, and keeps its own error.
+            return [0] if self.rank else []
 
 
 __all__ = ["Ranks"]

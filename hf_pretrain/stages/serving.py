@@ -85,7 +85,8 @@ def announce(name: str, url: str) -> None:
 
     def is_shown(record: std_logging.LogRecord) -> bool:
         if "running on" in str(record.msg):
-            print(f"Serving {name} at {url} (Ctrl+C stops it)", flush=True)
+            # Two servers may print at the same time: write the line break with the line.
+            print(f"Serving {name} at {url} (Ctrl+C stops it)\n", end="", flush=True)
         return record.levelno >= std_logging.WARNING or not is_quiet()
 
     # NOTE: transformers' server sets uvicorn's log level to `info`.

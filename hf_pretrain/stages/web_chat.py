@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing, suppress
+from http.client import HTTPException
 from typing import Any
 
 
@@ -252,10 +253,10 @@ def _wait_until_ready(server: subprocess.Popen, endpoint: Endpoint) -> None:
     """Wait until the server of a model answers. End as it ended if it could not start."""
     while server.poll() is None:
         with (
-            suppress(OSError, ValueError),
+            suppress(OSError, HTTPException, ValueError, TypeError, LookupError),
             urllib.request.urlopen(f"{endpoint.base_url}/models", timeout=5) as response,
         ):
-            # Another program may listen at this port.
+            # Another program may listen at this port, and answer anything.
             if [model["id"] for model in json.load(response)["data"]] == [endpoint.model]:
                 return
         time.sleep(0.2)

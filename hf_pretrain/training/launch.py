@@ -12,7 +12,6 @@ import io
 import os
 import sys
 import tempfile
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.utils import strtobool
 
 from ..runtime.command_line import is_quiet
+from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
 from ..runtime.devices import default_device_type, installed_plug_ins
 from ..runtime.processes import num_local_processes
 from ..weights.files import read_json
@@ -176,7 +176,7 @@ def start_cpu_ranks(args: "LMTrainingArguments") -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    atexit.register(_end_gloo)
+    atexit.register(leave_process_group)
 
 
 def start_deepspeed_cpu_ranks() -> None:
@@ -190,8 +190,7 @@ def start_deepspeed_cpu_ranks() -> None:
     # It prints that it has built its kernel.
     with contextlib.redirect_stdout(io.StringIO()) if is_quiet() else contextlib.nullcontext():
         deepspeed.init_distributed(dist_backend="gloo")
-    # NOTE: DeepSpeed's CPU kernel leaks 66 MiB of shared memory per rank per run, until /dev/shm is full.
-    atexit.register(_remove_allreduce_buffers)
+    atexit.register(remove_allreduce_buffers)
 
 
 def _check_shared_memory() -> None:
@@ -208,27 +207,6 @@ def _check_shared_memory() -> None:
             "data through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and "
             "launch with torchrun."
         ) from error
-
-
-def _end_gloo() -> None:
-    """
-    Leave the process group.
-
-    NOTE: gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for
-    that. If the interpreter is exiting by then, they abort the process with `terminate called without an active
-    exception`. Without the pause, this happened to 5 of 136 processes on a busy machine.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    time.sleep(0.2)
-
-
-def _remove_allreduce_buffers() -> None:
-    """Remove this run's buffers of DeepSpeed's CPU kernel. Ranks that still use them keep them open."""
-    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    # The names hold address and port, so that buffers of other runs on this machine stay.
-    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
-        path.unlink(missing_ok=True)
 
 
 def launcher() -> str:

@@ -44,7 +44,9 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
         )
     naming = _naming(repo_id)
     # All ranks must decide alike, although a push may be in progress, and each machine may have other checkpoints.
-    folder, step, files = on_main_process(args, naming(lambda: newest_pushed_checkpoint(repo_id, args.hub_revision)))
+    folder, step, files, commit = on_main_process(
+        args, naming(lambda: newest_pushed_checkpoint(repo_id, args.hub_revision))
+    )
     local = find_newest(args, unverified=args.allow_inexact_resume)
     if local is not None and int(local[0].rpartition("-")[2]) >= step:
         logger.warning(f"Resuming from {local[0]} ({repo_id} has step {step}).")
@@ -64,7 +66,7 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
 
     def download() -> None:
         if args.local_process_index == 0:
-            download_checkpoint(repo_id, folder, files, target, args.hub_revision)
+            download_checkpoint(repo_id, folder, files, target, commit)
 
     on_processes(args, naming(download))
     logger.warning(f"Resuming from {target} ({repo_id} has step {step}).")

@@ -57,10 +57,10 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
         on_saving_processes(args, lambda: _refuse_used(Path(args.output_dir)))
         return None
     path = Path(resume)
-    # Links may lead elsewhere on another machine.
+    # All ranks must decide alike. On another machine, links may lead elsewhere, and the files may be others.
     is_own = all(on_processes(args, lambda: Path(args.output_dir).resolve() == path.resolve().parent))
-    is_unpickled = args.deepspeed_plugin is not None or any(path.glob("*/.metadata"))
-    if is_unpickled and not is_own and not args.trust_checkpoint:
+    has_metadata = any(on_processes(args, lambda: any(path.glob("*/.metadata"))))
+    if (args.deepspeed_plugin is not None or has_metadata) and not is_own and not args.trust_checkpoint:
         raise ValueError(
             f"--resume_from_checkpoint {resume} lies outside --output_dir {args.output_dir}, and its shards "
             "(DeepSpeed's global_step*/*.pt, torch's .metadata) are pickles: loading them runs whatever code they "

@@ -167,15 +167,16 @@ def train_and_evaluate(
 
 
 def _set_generation_defaults(trainer: RunTrainer) -> None:
-    """Set the defaults of chat clients after conversations. `stages.continuing` reads the value after text."""
-    model = base_model_of(trainer.model)
-    if trainer.run_facts.data_kind == "conversations":
-        # Servers respect the temperature of a request only if sampling is on.
-        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
-    elif trainer.run_facts.data_kind == "text":
+    """Set the defaults of chat clients. `stages.continuing` reads the value after text."""
+    model, data_kind = base_model_of(trainer.model), trainer.run_facts.data_kind
+    if data_kind == "text":
         # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.do_sample = False
+    # Preferences and tasks make a base model a chat model, and leave the defaults of a chat model as they are.
+    elif data_kind == "conversations" or model.generation_config.do_sample is False:
+        # Servers respect the temperature of a request only if sampling is on.
+        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
 
 
 def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:

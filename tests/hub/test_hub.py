@@ -446,6 +446,21 @@ def test_a_conversion_without_tokenizer_promises_none(format, build_model):
     ) == (True, False)
 
 
+def test_a_push_during_the_download_mixes_no_checkpoints(publish, server, monkeypatch):
+    args = publish("toy", STATE | {"last-checkpoint/optimizer.pt": "of step 5"})
+    download = hub.snapshot_download
+
+    def download_after_a_push(*words, **options):
+        newer = {"last-checkpoint/trainer_state.json": b'{"global_step": 9}', "last-checkpoint/optimizer.pt": b"of 9"}
+        server.repos["user/toy"].commit("newer", newer)
+        return download(*words, **options)
+
+    monkeypatch.setattr(hub, "snapshot_download", download_after_a_push)
+    pull_checkpoint(args)
+    assert Path(args.resume_from_checkpoint).name == "checkpoint-5"
+    assert Path(args.resume_from_checkpoint, "optimizer.pt").read_text() == "of step 5"
+
+
 def test_another_machine_may_have_downloaded_it_first(publish, monkeypatch):
     args = publish("toy", STATE | {"last-checkpoint/optimizer.pt": "", "last-checkpoint/a.json": "{}"})
     download = hub.snapshot_download

@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -95,6 +96,20 @@ def test_ranks_without_an_answer_are_ended(monkeypatch):
         for process in psutil.process_iter(["cmdline"])
         if "hf_pretrain.runtime.probe" in (process.info["cmdline"] or [])
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed's CPU kernel needs Linux")
+def test_the_zero_step_leaves_no_shared_memory():
+    port = str(free_port())
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    words += ["-m", "hf_pretrain.runtime.probe", "cpu", "zero"]
+    result = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=cpu_environment(LOCAL_SIZE="2"), cwd=ROOT
+    )
+    assert result.returncode == 0 and '"is_ok": true' in result.stdout, result.stderr[-3000:]
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
 
 
 @pytest.mark.slow

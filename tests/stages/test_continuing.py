@@ -122,11 +122,12 @@ def test_the_record_of_the_run_tells_base_models(generator, tmp_path, launches, 
     assert is_base_model("owner/name", model, tokenizer)
 
 
+@pytest.mark.parametrize("start", [{"do_sample": True, "temperature": 0.8, "top_k": 20}, {"do_sample": False}])
 @pytest.mark.parametrize(("kind", "is_base"), [("text", True), ("conversations", False), ("preferences", False)])
-def test_the_files_of_the_model_alone_tell_base_models(generator, tmp_path, kind, is_base):
-    """`run.json` is never pushed to the Hub. A base model may be a chat model that was trained on text afterwards."""
+def test_the_files_of_the_model_alone_tell_base_models(generator, tmp_path, kind, is_base, start):
+    """`run.json` is never pushed to the Hub. A run may begin with a chat model or with a base model."""
     model = make_model()
-    model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9, top_k=20)
+    model.generation_config.update(**start)
     trainer = make_trainer(tmp_path / "run", make_documents(), model=model, arguments={"max_steps": 1})
     trainer.run_facts = RunFacts(data_kind=kind)
     train_and_evaluate(trainer, checkpoint=None)

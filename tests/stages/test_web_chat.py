@@ -1,11 +1,13 @@
 """The chat page in a real browser, with two real servers: one model knows its answers, the other never ends one."""
 
+import contextlib
 import inspect
 import json
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 from openai import OpenAI
 
 from hf_pretrain.stages.chat_client import Endpoint
-from hf_pretrain.stages.web_chat import make_page, show
+from hf_pretrain.stages.web_chat import _wait_until_ready, make_page, show
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.talking import CHINESE, TOOL, save_rambler
 
@@ -391,3 +393,25 @@ def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
     )
     assert broken.content == "```json\n{\n```"
     assert re.search("empty", show([{"role": "assistant", "content": ""}])[0].content)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.0 200 OK\r\n\r\n[1]", b"HTTP/1.0 200 OK\r\n\r\n{}"]
+)
+def test_another_program_at_the_port_of_a_model_is_not_its_server(answer):
+    """The page waits on, and ends with the status of its own server."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = other.accept()
+                    connection.recv(4096)
+                    connection.sendall(answer)
+                    connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(3)"])
+        with pytest.raises(SystemExit) as end:
+            _wait_until_ready(server, Endpoint("m", f"http://127.0.0.1:{other.getsockname()[1]}/v1"))
+    assert end.value.code == 3

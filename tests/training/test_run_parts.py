@@ -11,6 +11,7 @@ import time
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
@@ -157,6 +158,17 @@ def test_one_rank_agrees_with_itself_and_passes_errors_on():
     ranks = Ranks(1, 0, timeout_seconds=1.0)
     assert ranks.largest(7) == 7 and ranks.gather("a") == ["a"]
     with pytest.raises(RuntimeError, match="^gloo: connection closed$"), ranks.naming_missing():
+        raise RuntimeError("gloo: connection closed")
+
+
+@pytest.mark.parametrize(("rank", "message"), [(0, "^gloo: connection closed$"), (1, "^Rank.s. 0 of 2 died")])
+def test_rank_0_does_not_blame_itself_when_the_store_is_gone(rank, message, monkeypatch):
+    # A port of 0 lets the store choose one.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    del server
+    with pytest.raises(RuntimeError, match=message), Ranks(2, rank, timeout_seconds=1.0).naming_missing():
         raise RuntimeError("gloo: connection closed")
 
 
