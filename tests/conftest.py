@@ -9,6 +9,9 @@ from collections.abc import Callable
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread, as in the processes that tests start: on some CPUs, sums over several threads give other bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# `make test ARGS="-k name"` passes its variables on to the `make` that a test starts.
+for variable in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "ARGS"):
+    os.environ.pop(variable, None)
 if hasattr(signal, "SIGHUP"):
     # `nohup make test` ignores SIGHUP, and every run that a test starts would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -16,7 +19,7 @@ if hasattr(signal, "SIGHUP"):
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain import MiniMindForCausalLM  # noqa: E402
 from tests.talking import train_talker  # noqa: E402
 from tests.toys import toy_model  # noqa: E402
 

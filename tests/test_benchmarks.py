@@ -71,9 +71,18 @@ def test_the_table_says_its_precision(capsys):
     settings = {"precision": "float32"}
     profile = {"float32": {"norms": 0.25}}
     results = {"machine": "a CPU", "settings": settings, "sizes": {"26M": size}, "profile": profile}
-    bench.print_table(results | {"cost_of_experts": 1.0})
+    bench.print_table(results | {"cost_of_experts": 1.0, "cost_of_muon": {4096: 1.25}})
     printed = capsys.readouterr().out
+    assert "Muon over AdamW, 4,096 tokens per step: 1.25x" in printed
     assert "26M in float32 on a CPU" in printed and re.search(r"norms +25.0%", printed)
+
+
+def test_the_cost_of_muon_falls_with_the_tokens_of_a_step(tmp_path):
+    found = bench.cost_of_muon(make_setting(tmp_path), step_seconds=1.0, rounds=1, steps=3)
+    (few, cost_of_few), (many, cost_of_many) = found.items()
+    assert (few, many) == (64, bench.PRESET_TOKENS) and cost_of_few > cost_of_many > 1
+    # An update does not depend on the tokens. So the additional time is the same fraction of 512 times the passes.
+    assert cost_of_many - 1 == pytest.approx((cost_of_few - 1) / 512, rel=0.1)
 
 
 class _SlowSilu(torch.autograd.Function):

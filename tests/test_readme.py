@@ -24,7 +24,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.reporting import format_report
 from hf_pretrain.weights.exporting import export
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.toys import toy_model, write_jsonl
 
 
@@ -88,7 +88,8 @@ def check_make(words: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for name in (word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)):
         assert re.search(rf"\b{name}\b", makefile), f"The Makefile has no variable {name}"
-    machine = [f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES="]
+    # Another run may use the default port.
+    machine = [f"VENV={sys.prefix}", "PRESENT=", "CUDA_VISIBLE_DEVICES=", f"MASTER_PORT={free_port()}"]
     command = ["make", "-n", "--no-print-directory", *words, *machine]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     # make accepts a target that is .PHONY and has no rule.
@@ -108,6 +109,8 @@ def check_command(words: list[str]) -> None:
         # A sentence may name a command without its flags.
         assert stage in hf_pretrain_cli.STAGES + hf_pretrain_cli.TOOLS, f"hf-pretrain has no command {stage}"
         return
+    if "--launcher" in rest and "--master_port" not in rest:
+        rest = ["--master_port", str(free_port()), *rest]
     _, command = hf_pretrain_cli.make_command(stage, rest)
     short = [re.sub(r"^\S*/bin/", "", word).removeprefix(f"{ROOT}/") for word in command]
     check(shlex.join(["python" if re.fullmatch(r"python[\d.]*", word) else word for word in short]))
