@@ -42,6 +42,8 @@ from hf_pretrain.training.efficiency import measure_gemm_rate, num_active_parame
 ROOT = Path(__file__).parents[1]
 SIZES = {"26M": "minimind2-small", "104M": "minimind2", "145M-moe": "minimind2-moe"}
 NUM_DOCUMENTS = 6000
+# Tokens per step of `recipes/minimind2-small/pretrain.yaml`.
+PRESET_TOKENS = 64 * 512
 
 
 def median_step(steps: Steps) -> tuple[float, float]:
@@ -191,6 +193,44 @@ def cost_of_experts(setting: Setting, *, rounds: int, steps: int) -> float:
     return seconds["sparse"] / seconds["dense"]
 
 
+def cost_of_muon(setting: Setting, *, step_seconds: float, rounds: int, steps: int) -> dict[int, float]:
+    """
+    Return the time of a step with Muon, relative to a step with AdamW, by the number of tokens per step.
+
+    Only the updates of the optimizers are measured. Their time does not depend on the number of tokens, and is small
+    compared with the noise of a step of many tokens.
+
+    Args:
+        setting (`Setting`): the model and the batch.
+        step_seconds (`float`): measured time of a step with AdamW on one batch.
+    """
+
+    def updates(optim_preset: str) -> Callable[[int], Steps]:
+        trainer = programs.ours(setting, optim_preset=optim_preset).trainer
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = trainer.create_optimizer()
+
+        def run(num_steps: int) -> Steps:
+            times = []
+            for _ in range(num_steps + 1):
+                optimizer.step()
+                programs.wait_for(setting.device)
+                times.append(time.perf_counter())
+            return [(end - start, 0) for start, end in zip(times, times[1:], strict=False)]
+
+        return run
+
+    runs = {name: updates(name) for name in ("muon", "adamw")}
+    seconds = {name: median_step(found)[0] for name, found in interleave(runs, rounds=rounds, steps=steps).items()}
+    tokens = setting.batch_size * setting.max_length
+    passes = step_seconds - seconds["adamw"]
+    return {
+        number * tokens: (number * passes + seconds["muon"]) / (number * passes + seconds["adamw"])
+        for number in sorted({1, max(1, PRESET_TOKENS // tokens)})
+    }
+
+
 def machine() -> str:
     """Return the name of the GPU, or the number of cores and the name of the CPU."""
     if torch.cuda.is_available():
@@ -246,6 +286,8 @@ def print_table(results: dict[str, Any]) -> None:
         for part, share in shares.items():
             print(f"  {part:34}{share:6.1%}")
     print(f"\nStep time with experts over a dense model of equal active parameters: {results['cost_of_experts']:.2f}x")
+    for tokens, ratio in results["cost_of_muon"].items():
+        print(f"Step time with Muon over AdamW, {int(tokens):,} tokens per step: {ratio:.2f}x")
     if "seconds_to_first_step" in results:
         print(f"Start of the recipe to its first step (tiny, cached data): {results['seconds_to_first_step']:.1f} s")
 
@@ -309,6 +351,10 @@ def main() -> None:
                 for precision in dict.fromkeys((fastest_precision(), "float32"))
             }
         results["cost_of_experts"] = cost_of_experts(setting, rounds=args.rounds, steps=args.steps)
+        first = next(iter(results["sizes"].values()))["programs"]["ours"]
+        results["cost_of_muon"] = cost_of_muon(
+            setting, step_seconds=first["step_seconds"], rounds=args.rounds, steps=args.steps
+        )
     # On a GPU, the recipe's first step includes compilation.
     if not torch.cuda.is_available():
         results["seconds_to_first_step"] = seconds_to_first_step()

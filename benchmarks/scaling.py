@@ -57,7 +57,7 @@ def scale(num_gpus: int, num_parameters: float, flops: float, args: argparse.Nam
     gpu_tokens = args.rows * args.accumulation * args.max_length
     batch = gpu_tokens * num_gpus
     computing = gpu_tokens * flops / (args.flops * args.mfu)
-    # The batch of 8 GPUs, split over all of them.
+    # The global batch of 8 GPUs, split over all of them.
     shared = computing * 8 / num_gpus
     sending = all_reduce_bytes(num_parameters, num_gpus) / (args.gigabits * 1e9 / 8)
     checkpoint = 12 * num_parameters  # weights and two moments in float32
@@ -66,18 +66,19 @@ def scale(num_gpus: int, num_parameters: float, flops: float, args: argparse.Nam
     interval = checkpoint_interval(saving, between_failures)
     lost = saving / interval + (interval / 2 + args.restart_seconds) / between_failures  # half an interval is repeated
     memory = state_bytes(num_parameters, num_gpus)
+    data = data_factor(batch, critical_batch_tokens(args.loss))
     return {
         "tokens per step": f"{batch:,.0f}",
         "steps per pass over the data": f"{args.tokens / batch:,.1f}",
         "batch / critical batch": f"{batch / critical_batch_tokens(args.loss):,.1f}",
-        "data needed for the same loss": f"{data_factor(batch, critical_batch_tokens(args.loss)):,.1f} x",
+        "data for the same loss, relative to a very small batch": f"{data:,.1f} x",
         **{f"states per GPU, {name}": f"{size / 1e9:,.3f} GB" for name, size in memory.items()},
         "sent per GPU and step": f"{all_reduce_bytes(num_parameters, num_gpus) / 1e9:,.2f} GB",
         "computing per step": f"{computing:,.3f} s",
         "communication per step, at least": f"{sending:,.3f} s",
         "step, at least": f"{max(computing, sending):,.3f} s",
-        "rows per GPU with the batch of 8": f"{args.rows * args.accumulation * 8 / num_gpus:,g}",
-        "step with the batch of 8, at least": f"{max(shared, sending):,.3f} s",
+        "sequences per GPU, with the global batch of 8 GPUs": f"{args.rows * args.accumulation * 8 / num_gpus:,g}",
+        "step with the global batch of 8 GPUs, at least": f"{max(shared, sending):,.3f} s",
         "checkpoint": f"{checkpoint / 1e9:,.2f} GB, {saving:,.1f} s",
         "failures per day": f"{86400 / between_failures:,.3f}",
         "best checkpoint interval": f"{interval / 60:,.1f} min, {interval / max(computing, sending):,.0f} steps",
