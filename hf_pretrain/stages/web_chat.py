@@ -5,7 +5,6 @@ With two servers, the page shows both answers beside each other. Reasoning stand
 when it ends.
 """
 
-import asyncio
 import json
 import os
 import signal
@@ -90,9 +89,10 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
         thinking (`bool`): the initial setting.
     """
 
-    # The answers that run, by the session of the browser.
+    # The answers that run, by the session of the browser, and the sessions that ask for a new chat meanwhile.
     # NOTE: gradio's `cancels` runs beside the handler of Stop, so the last pieces of an answer could come after it.
     running: dict[str | None, Answers] = {}
+    cleared: set[str | None] = set()
 
     async def answer(
         event: gr.EventData, request: gr.Request, text: str, histories: list[History], *settings: Any
@@ -114,8 +114,12 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
             calls = [call["function"]["name"] for history in histories for call in waiting_calls(history)[:1]]
             typed = gr.update(placeholder=f"Type the result of {calls[0]}" if calls else _PLACEHOLDER)
             yield gr.update(interactive=False), typed, *map(show, histories), histories
+            # NOTE: gradio sends the last state again after this handler, and `begin_again` may have ended by then.
+            if request.session_hash in cleared:
+                yield gr.update(interactive=False), *empty_page()
         finally:
             running.pop(request.session_hash, None)
+            cleared.discard(request.session_hash)
 
     # Not a plain function: gradio would run it in another thread, from which tasks cannot be cancelled.
     async def end(request: gr.Request) -> None:
@@ -123,12 +127,16 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
             running[request.session_hash].stop()
 
     async def begin_again(request: gr.Request) -> tuple[Any, ...]:
+        if request.session_hash not in running:
+            return empty_page()
+        cleared.add(request.session_hash)
         await end(request)
-        # The last pieces of an answer must not come after this.
-        while request.session_hash in running:
-            await asyncio.sleep(0.01)
+        return tuple(gr.skip() for _ in empty_page())
+
+    def empty_page() -> tuple[Any, ...]:
+        # What the user has typed stays.
         empty: list[History] = [[] for _ in endpoints]
-        return gr.update(value="", placeholder=_PLACEHOLDER), *empty, empty
+        return gr.update(placeholder=_PLACEHOLDER), *empty, empty
 
     for endpoint in endpoints:
         endpoint.client  # noqa: B018
