@@ -26,8 +26,9 @@ from hf_pretrain.runtime.names import model_name
 from hf_pretrain.runtime.writing import check_writable
 from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
+from hf_pretrain.weights.configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
-from hf_pretrain.weights.loading import UPSTREAM_FIELDS, load_upstream
+from hf_pretrain.weights.loading import load_upstream
 from hf_pretrain.weights.model_arguments import parse_fields
 from hf_pretrain.weights.perplexity import validation_documents
 

@@ -195,7 +195,7 @@ def format_conversion_card(
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the source.
-        report (`str`): the comparison of the two, as [`~weights.exporting.ExportReport`] prints it.
+        report (`str`): the comparison of the two, as [`~weights.comparing.ExportReport`] prints it.
         repo_id (`str`): the repository that receives the card.
         source (`str`): the name of the source as the user gave it.
         format (`str`): one of `EXPORT_FORMATS`.

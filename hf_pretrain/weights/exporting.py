@@ -10,9 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -23,10 +21,11 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.names import split_hub_name
 from ..runtime.writing import check_writable, written_whole
 from ..tokenizer.loading import check_tokenizer, save_tokenizer
-from .gguf import check_gguf, check_gguf_fields, gguf_layout, read_ernie_weights, write_gguf, write_modelfile
+from .comparing import ExportReport, compare, compare_gguf
+from .configs import V3_YARN, write_stock_fields, write_upstream_fields
+from .gguf import check_gguf, gguf_layout, write_gguf, write_modelfile
 from .layouts import LAYOUTS, describe_layout, to_half_split
-from .loading import V3_YARN, load_upstream
-from .perplexity import perplexity
+from .loading import load_upstream
 
 
 logger = logging.get_logger(__name__)
@@ -36,11 +35,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_0": "Q4_0"}
 # Our names of the stages, and the names in the file names of MiniMind's scripts.
 UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
-# The default of v1's `max_seq_len`, the length of its training rows.
-V1_LENGTH = 8192
 CARD_NAME = "README.md"
-# The random input on which logits are compared.
-ROWS, ROW_TOKENS = 8, 64
 
 
 def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
@@ -130,7 +125,7 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
     Return the model as `LlamaForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM` or `Ernie4_5_MoeForCausalLM`.
     """
     check_fits(model.config, layout)
-    config = AutoConfig.for_model(layout, **_write_stock_fields(model.config, layout))
+    config = AutoConfig.for_model(layout, **write_stock_fields(model.config, layout))
     stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     target = LAYOUTS[layout]
     # transformers stacks experts in memory as this package does, and splits them only when it saves them.
@@ -149,140 +144,6 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
     stock.load_state_dict(state_dict, strict=True)
     stock.generation_config = model.generation_config
     return stock.to(model.dtype).eval()
-
-
-def _write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
-    """Return the config fields of the transformers architecture `layout`."""
-    fields = {
-        name: getattr(config, name)
-        for name in (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-            *("head_dim", "intermediate_size", "hidden_act", "max_position_embeddings", "initializer_range"),
-            *("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
-            "pad_token_id",
-        )
-    }
-    if layout != "ernie4_5_moe":
-        # Ernie's config has no such field.
-        fields["attention_dropout"] = config.dropout
-    if layout in ("llama", "qwen3"):
-        return fields
-    fields["moe_intermediate_size"] = config.moe_intermediate_size
-    # transformers averages the router loss over layers and does not divide by top-k; MiniMind sums and divides.
-    fields["router_aux_loss_coef"] = (
-        config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
-    )
-    if layout == "qwen3_moe":
-        return fields | {
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "norm_topk_prob": config.norm_topk_prob,
-        }
-    return fields | {
-        "moe_num_experts": config.num_experts,
-        "moe_k": config.num_experts_per_tok,
-        "moe_num_shared_experts": config.num_shared_experts,
-        "moe_layer_start_index": 0,
-        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than this floor. A floor
-        # of 1 therefore turns the normalisation off.
-        "moe_norm_min": 1e-12 if config.norm_topk_prob else 1.0,
-    }
-
-
-def to_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any]:
-    """Return the config.json that MiniMind's own code of that generation writes."""
-    check_fits(config, generation)
-    fields: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-            *("rms_norm_eps", "dropout", "bos_token_id", "eos_token_id", "hidden_act", "max_position_embeddings"),
-        )
-    }
-    width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
-    fields |= {
-        "model_type": "minimind",
-        "intermediate_size": width,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "use_moe": config.num_experts > 0,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        # v1 and v2 never normalise at top-1, whatever this field says; True is their default.
-        "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
-    }
-    if generation == "v3":
-        return fields | {
-            "head_dim": config.head_dim,
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "inference_rope_scaling": config.rope_parameters["rope_type"] == "yarn",
-            # The config of a dense model holds the default of MiniMind's code.
-            "num_experts": config.num_experts or 4,
-            "moe_intermediate_size": width,
-            "norm_topk_prob": config.norm_topk_prob,
-            "router_aux_loss_coef": config.router_aux_loss_coef / config.num_experts_per_tok,
-        }
-    fields |= {
-        "n_routed_experts": config.num_experts or 4,
-        "n_shared_experts": config.num_shared_experts,
-        "scoring_func": "softmax",
-        "aux_loss_alpha": config.router_aux_loss_coef,
-        "seq_aux": config.router_aux_loss_level == "sequence",
-    }
-    if generation == "v1":
-        # v1 has at most one shared expert, and its field is a flag.
-        fields["n_shared_experts"] = True if config.num_shared_experts else None
-        # v1's code allocates a mask of this size squared in each layer. Its rotary table always has 32,768 positions.
-        fields["max_position_embeddings"] = config.upstream_max_seq_len or min(
-            config.max_position_embeddings, V1_LENGTH
-        )
-        theirs = {ours: name for name, ours in MiniMindConfig.attribute_map.items()}
-        fields = {theirs.get(name, name): value for name, value in fields.items()}
-    return fields
-
-
-@dataclass
-class ExportReport:
-    """
-    Result of [`export`]: the format that was written, and its difference from the original model.
-
-    Args:
-        format (`str`): the format that was written; for GGUF, also its architecture.
-        dtype (`str`): the dtype of the weights.
-        max_difference (`float`, *optional*): the largest difference of a logit on `ROWS` rows of `ROW_TOKENS` random
-            ids, both sides computed in float32; `None` if no program here can run the format, in which case the
-            tensors are compared.
-        relative_difference (`float`, *optional*): the norm of the differences divided by the norm of the logits.
-        max_weight_difference (`float`, *optional*): the largest difference of a weight, if the logits could not be
-            compared.
-        decisive_difference (`float`): the difference that decides whether the export is correct. If the written dtype
-            is the model's, it must be rounding error. It is the difference of the weights, or of all logits. For a
-            model with experts it is the difference of the second-worst row, because rounding may decide a near tie
-            between two experts, and then a whole row differs.
-        perplexity (`tuple[float, float]`, *optional*): the perplexity before and after, for a GGUF file and with
-            documents to measure it on.
-    """
-
-    format: str
-    dtype: str
-    max_difference: float | None = None
-    relative_difference: float | None = None
-    max_weight_difference: float | None = None
-    decisive_difference: float = math.nan
-    perplexity: tuple[float, float] | None = None
-
-    def __str__(self) -> str:
-        if self.max_difference is None:
-            difference = f"largest difference of a weight {self.max_weight_difference:.2e}"
-        else:
-            difference = (
-                f"largest logit difference on {ROWS} rows {self.max_difference:.2e} "
-                f"({self.relative_difference:.1e} of the logits' norm)"
-            )
-        cost = ""
-        if self.perplexity is not None:
-            before, after = self.perplexity
-            change = f"{after / before - 1:+.2%}"
-            cost = f"; perplexity on validation text {before:.3f} before, {after:.3f} after ({change})"
-        return f"{self.format}, {self.dtype}: read back; {difference}{cost}"
 
 
 def export(
@@ -378,13 +239,13 @@ def export(
             )
             if tokenizer is not None and "<|im_start|>" in (tokenizer.chat_template or ""):
                 write_modelfile(aside, tokenizer)
-            report = _compare_gguf(reference, path, dtype, documents)
+            report = compare_gguf(reference, path, dtype, documents)
         elif format == "upstream":
             # MiniMind's own scripts read only a pickled state dict, not safetensors.
             torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
-            fields = json.dumps(to_upstream_fields(converted.config, generation), indent=2)
+            fields = json.dumps(write_upstream_fields(converted.config, generation), indent=2)
             (aside / "config.json").write_text(fields + "\n", encoding="utf-8")
-            report = _compare(reference, load_upstream(aside, dtype=torch.float32), target, dtype)
+            report = compare(reference, load_upstream(aside, dtype=torch.float32), target, dtype)
         else:
             if format == "minimind":
                 converted.save_pretrained(aside)
@@ -393,7 +254,7 @@ def export(
                 _add_older_names(aside / "config.json")
             # Read the files back as a user would, with the Auto class.
             written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
-            report = _compare(reference, written, target, dtype)
+            report = compare(reference, written, target, dtype)
         difference = report.decisive_difference
         # In the model's own dtype no weight was rounded, so only the order of float32 operations may differ.
         if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
@@ -448,84 +309,16 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
     return model
 
 
-@torch.no_grad()
-def _compare(reference: PreTrainedModel, written: PreTrainedModel, format: str, dtype: str) -> ExportReport:
-    """Compare the logits of two models on the same random ids, in float32."""
-    # Random ids need no tokenizer, and use rows of the embedding that text rarely uses.
-    generator = torch.Generator().manual_seed(0)
-    length = min(ROW_TOKENS, reference.config.max_position_embeddings)
-    # Our own generator: the comparison must neither depend on the global seed nor change it.
-    input_ids = torch.randint(reference.config.vocab_size, (ROWS, length), generator=generator)
-    expected = reference(input_ids).logits
-    difference = written.eval()(input_ids).logits - expected
-    rows = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-    relative_difference = (difference.norm() / expected.norm()).item()
-    # A NaN in a single row would hide behind a finite second-worst row. With a NaN, use the difference of all logits.
-    is_tie_possible = reference.config.num_experts and math.isfinite(relative_difference)
-    return ExportReport(
-        format,
-        dtype,
-        max_difference=difference.abs().max().item(),
-        relative_difference=relative_difference,
-        # The second-worst row: rounding may decide a near tie of two experts in one row.
-        decisive_difference=rows.topk(2).values[1].item() if is_tie_possible else relative_difference,
-    )
-
-
-def _compare_gguf(
-    reference: MiniMindForCausalLM, path: Path, dtype: str, documents: list[list[int]] | None
-) -> ExportReport:
-    """
-    Compare the logits through transformers' GGUF reader. It cannot read Ernie, so compare the weights there. With
-    `documents`, also measure the perplexity of both models.
-    """
-    layout = gguf_layout(reference.config)
-    name = f"GGUF ({layout})"
-    check_gguf_fields(path, reference.config)
-    if layout == "ernie4_5_moe":
-        written, expected = read_ernie_weights(path), reference.state_dict()
-        if reference.config.tie_word_embeddings:
-            del expected["lm_head.weight"]
-        if written.keys() != expected.keys():
-            raise RuntimeError(
-                f"{path} was written wrongly; these tensors are missing or unexpected: "
-                f"{written.keys() ^ expected.keys()}."
-            )
-        differences = torch.stack([(written[key] - tensor).abs().max() for key, tensor in expected.items()])
-        difference = differences.max().item()
-        report = ExportReport(name, dtype, max_weight_difference=difference, decisive_difference=difference)
-        written_model: PreTrainedModel = copy.deepcopy(reference)
-        # A tied head has no weights of its own.
-        written_model.load_state_dict(written, strict=False)
-    else:
-        written_model = _load_gguf(reference, path, layout)
-        report = _compare(reference, written_model, name, dtype)
-    if documents:
-        report.perplexity = perplexity(reference, documents), perplexity(written_model.eval(), documents)
-    return report
-
-
-def _load_gguf(reference: MiniMindForCausalLM, path: Path, layout: str) -> PreTrainedModel:
-    """Load a GGUF file with transformers, in float32."""
-    # transformers reads the config from the file for llama, but not for the other architectures.
-    loading: dict[str, Any] = {}
-    if layout != "llama":
-        loading["config"] = AutoConfig.for_model(layout, **_write_stock_fields(reference.config, layout))
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **loading)
-
-
 __all__ = [
     "DTYPES",
     "EXPORT_FORMATS",
     "GGUF_TYPES",
-    "ExportReport",
     "check_fits",
     "default_generation",
     "export",
     "unsupported_feature",
     "to_state_dict",
     "to_stock_model",
-    "to_upstream_fields",
     "upstream_file_name",
     "upstream_stage",
 ]

@@ -1,15 +1,14 @@
 """
 Read checkpoints of three MiniMind generations, and of the transformers architectures that MiniMind's scripts export.
 
-A [`~weights.layouts.WeightLayout`] describes how a program names and lays out the weights; `_read_fields` translates
-its config.json. The shapes in the file give the sizes of an empty model. In the file's layout, the tensors of this
-empty model must have exactly the names and shapes of the file. This finds every missing or additional tensor before
-any value is used.
+A [`~weights.layouts.WeightLayout`] describes how a program names and lays out the weights, and `weights.configs`
+translates its config.json. The shapes in the file give the sizes of an empty model. In the file's layout, the tensors
+of this empty model must have exactly the names and shapes of the file. This finds every missing or additional tensor
+before any value is used.
 
     tensors in some layout -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
 """
 
-import copy
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,34 +17,17 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig
 from transformers.utils import logging
 
-from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.names import may_be_checkpoint
+from .configs import assumed_fields, merge_fields, read_fields
 from .files import check_content, check_shards, read_json, read_tensors, resolve
 from .layouts import LAYOUTS, describe_layout
 
 
 logger = logging.get_logger(__name__)
-
-# Fields of MiniMind's own configs that our config expresses by other fields. Users may pass them all the same.
-UPSTREAM_FIELDS = frozenset(
-    ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
-    + ("inference_rope_scaling", "rope_scaling")
-)
-# Fields for which MiniMind's code has defaults, and the names under which a config may give them.
-_ASSUMED = {
-    "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
-    "rope_parameters": {"rope_parameters", "rope_theta"},
-    "max_position_embeddings": {"max_position_embeddings", "max_seq_len"},
-    "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
-    "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
-}
-# YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
-V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def is_native_checkpoint(path: str | Path) -> bool:
@@ -92,9 +74,9 @@ def load_upstream(
 
     try:
         # The config classes check types, but their errors do not name the file, so catch them.
-        raw = _merge(_read_config(path), config or {})
+        raw = merge_fields(_read_config(path), config or {})
         layout = _recognise(tensors, raw, path)
-        given = _read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
+        given = read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
         inferred = _infer_sizes(tensors, layout, given)
         minimind_config = MiniMindConfig(**given | inferred)
     except StrictDataclassError as error:
@@ -115,7 +97,7 @@ def load_upstream(
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
     sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
-    assumed = {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
+    assumed = assumed_fields(raw, given)
     defaults = f" No config gives these, so MiniMind's defaults are used: {assumed}." if assumed else ""
     logger.warning(f"{path}: {describe_layout(layout)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
     return model
@@ -192,36 +174,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return the config fields of a file, overridden by `given`. An architecture of transformers also gets transformers'
-    defaults.
-    """
-    fields = {**raw, **given}
-    check_fields(fields)
-    if fields.get("model_type") in LAYOUTS:
-        # Copy, because transformers changes the dictionaries that it gets.
-        fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
-        try:
-            # Python evaluates `pop` before it unpacks `**fields`, so `model_type` is passed only once.
-            fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
-        except Exception as error:
-            # transformers checks only some fields and computes with the others, so a wrong value may raise any error.
-            raise ValueError(f"The config is not valid for {model_type}: {error}") from error
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return `rope_parameters` of transformers 5 as the two fields of transformers 4, which a user can set separately.
-    """
-    rope = dict(fields.get("rope_parameters") or {})
-    split = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
-    if rope:
-        split["rope_scaling"] = rope
-    return {name: value for name, value in fields.items() if name != "rope_parameters"} | split
-
-
 def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
     """
     Return the layout of the weights. The names of the tensors tell the generation, the config a transformers
@@ -240,129 +192,6 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
     if model_type != "minimind":
         raise ValueError(f"{path}: model_type={model_type!r} is not one of minimind, {', '.join(list(LAYOUTS)[3:])}.")
     return "v3" if any(name.endswith("q_norm.weight") for name in tensors) else "v2"
-
-
-def _read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[str, Any]:
-    """
-    Translate the config fields of `layout` into ours, and add the constants of that program's code.
-
-    Our router loss divides by top-k; the losses of v3, Qwen3-MoE and Ernie4.5-MoE do not. The latter two also average
-    over layers, and MiniMind sums. The translated coefficient compensates for both differences.
-    """
-    # v1 has other names for the sizes, such as `dim`.
-    aliases = MiniMindConfig.attribute_map if layout == "v1" else {}
-    raw = {aliases.get(name, name): value for name, value in raw.items()}
-    if layout == "ernie4_5_moe":
-        names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
-        raw = {names.get(name, name): value for name, value in raw.items()}
-        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than the floor
-        # `moe_norm_min`.
-        if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
-            raise ValueError(
-                f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
-                "1e-6) or never (exactly 1)."
-            )
-        raw["norm_topk_prob"] = raw["moe_norm_min"] != 1.0
-    raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
-    if raw.get("use_moe", has_experts) != has_experts:
-        raise ValueError(
-            f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
-        )
-    if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
-        raise ValueError("MiniMind has neither sliding windows nor dense layers among layers with experts.")
-    if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("MiniMind rotates whole heads: partial_rotary_factor must be 1.")
-
-    given = {
-        name: raw[name]
-        for name in (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-            *("head_dim", "intermediate_size", "hidden_act", "initializer_range", "dropout", "tie_word_embeddings"),
-            *("bos_token_id", "eos_token_id", "pad_token_id"),
-        )
-        if raw.get(name) is not None
-    }
-    given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
-    given["rope_parameters"] = _read_rope(raw, layout)
-    # In v1, max_seq_len is the length of the training rows. The rotary table always has 32,768 positions.
-    given["max_position_embeddings"] = 32768 if layout == "v1" else raw.get("max_position_embeddings", 32768)
-    if LAYOUTS[layout].is_generation:
-        given["upstream_generation"] = layout
-    if layout == "v1":
-        given["upstream_max_seq_len"] = raw.get("max_position_embeddings")
-    if has_experts:
-        given |= _read_router_fields(raw, layout)
-    return given
-
-
-def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Translate the config fields of the experts' router."""
-    if "num_experts_per_tok" not in raw:
-        raise ValueError(
-            "The weights do not show how many experts a token is routed to: give the config.json, or "
-            "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
-        )
-    top_k = raw["num_experts_per_tok"]
-    given = {"num_experts_per_tok": top_k}
-    if raw["num_experts"] is not None:
-        given["num_experts"] = raw["num_experts"]
-    if layout in ("v1", "v2"):
-        if raw.get("scoring_func", "softmax") != "softmax":
-            raise ValueError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
-        if raw.get("intermediate_size") is not None:
-            given["moe_intermediate_size"] = raw["intermediate_size"]
-        return given | {
-            # v1 and v2 never normalise at top-1, whatever the config says.
-            "norm_topk_prob": top_k > 1 and raw.get("norm_topk_prob", True),
-            "router_aux_loss_coef": raw.get("aux_loss_alpha", 0.1),
-            "router_aux_loss_level": "sequence" if raw.get("seq_aux", True) else "batch",
-        }
-    if "moe_intermediate_size" in raw:
-        given["moe_intermediate_size"] = raw["moe_intermediate_size"]
-    # v3 sums over layers as we do; the others average.
-    layers = 1 if layout == "v3" else raw["num_hidden_layers"]
-    return given | {
-        "norm_topk_prob": raw.get("norm_topk_prob", True),
-        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 5e-4) * top_k / layers,
-        "router_aux_loss_level": "batch",
-    }
-
-
-def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Translate the fields of the rotary table into `rope_parameters`."""
-    rope = dict(raw.get("rope_parameters") or {})
-    rope.pop("type", None)
-    if raw.get("rope_theta") is not None:
-        rope["rope_theta"] = raw["rope_theta"]
-    # A null in the file means that the file does not give the field.
-    if rope.get("rope_theta", 0) is None:
-        del rope["rope_theta"]
-    if layout == "v1" and "rope_theta" not in rope:
-        raise ValueError(
-            "The base of v1's rotary table is unknown: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
-            "MiniMind-V1 of 2024, whose config.json lacks it)."
-        )
-    if not LAYOUTS[layout].is_generation:
-        return rope
-    # 1e6 is the default of MiniMind's code from v2 on.
-    theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
-    if not raw.get("inference_rope_scaling"):
-        return theta
-    # The field's name depends on the version of transformers that wrote the file.
-    scaling = raw.get("rope_scaling") or rope
-    if layout == "v3" and "factor" not in scaling:
-        scaling = V3_YARN | {"attention_factor": 1.0}
-    if "attention_factor" not in scaling:
-        raise ValueError(
-            "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that "
-            "it is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
-            "attention_factor."
-        )
-    # MiniMind's code scales only a table that is longer than the original one.
-    if raw.get("max_position_embeddings", 32768) <= scaling["original_max_position_embeddings"]:
-        return theta
-    names = (*V3_YARN, "attention_factor")
-    return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in names if name in scaling}
 
 
 def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -482,4 +311,4 @@ def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> 
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 
-__all__ = ["UPSTREAM_FIELDS", "V3_YARN", "is_native_checkpoint", "load_native_checkpoint", "load_upstream"]
+__all__ = ["is_native_checkpoint", "load_native_checkpoint", "load_upstream"]

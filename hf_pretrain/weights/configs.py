@@ -1,0 +1,297 @@
+"""
+The config.json of every layout of [`~weights.layouts`]: translated into fields of `MiniMindConfig`, and back.
+
+    merge_fields -> read_fields -> MiniMindConfig -> write_stock_fields | write_upstream_fields
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig
+
+from ..model.config_fields import check_fields
+from ..model.configuration_minimind import MiniMindConfig
+from .layouts import LAYOUTS
+
+
+# Fields of MiniMind's own configs that our config expresses by other fields. Users may pass them all the same.
+UPSTREAM_FIELDS = frozenset(
+    ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
+    + ("inference_rope_scaling", "rope_scaling")
+)
+# Fields for which MiniMind's code has defaults, and the names under which a config may give them.
+_ASSUMED = {
+    "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
+    "rope_parameters": {"rope_parameters", "rope_theta"},
+    "max_position_embeddings": {"max_position_embeddings", "max_seq_len"},
+    "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
+    "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
+}
+# YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
+V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
+# The default of v1's `max_seq_len`, the length of its training rows.
+_V1_LENGTH = 8192
+
+
+def merge_fields(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return the config fields of a file, overridden by `given`. An architecture of transformers also gets transformers'
+    defaults.
+
+    Raises:
+        `ValueError`: if a field has a wrong value.
+    """
+    fields = {**raw, **given}
+    check_fields(fields)
+    if fields.get("model_type") in LAYOUTS:
+        # Copy, because transformers changes the dictionaries that it gets.
+        fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
+        try:
+            # Python evaluates `pop` before it unpacks `**fields`, so `model_type` is passed only once.
+            fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
+        except Exception as error:
+            # transformers checks only some fields and computes with the others, so a wrong value may raise any error.
+            raise ValueError(f"The config is not valid for {model_type}: {error}") from error
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _split_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return `rope_parameters` of transformers 5 as the two fields of transformers 4, which a user can set separately.
+    """
+    rope = dict(fields.get("rope_parameters") or {})
+    split = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
+    if rope:
+        split["rope_scaling"] = rope
+    return {name: value for name, value in fields.items() if name != "rope_parameters"} | split
+
+
+def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[str, Any]:
+    """
+    Translate the config fields of `layout` into ours, and add the constants of that program's code.
+
+    Our router loss divides by top-k; the losses of v3, Qwen3-MoE and Ernie4.5-MoE do not. The latter two also average
+    over layers, and MiniMind sums. The translated coefficient compensates for both differences.
+
+    Raises:
+        `ValueError`: if the fields contradict the weights, leave open what the weights do not show, or ask for what
+            MiniMind does not have.
+    """
+    # v1 has other names for the sizes, such as `dim`.
+    aliases = MiniMindConfig.attribute_map if layout == "v1" else {}
+    raw = {aliases.get(name, name): value for name, value in raw.items()}
+    if layout == "ernie4_5_moe":
+        names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+        raw = {names.get(name, name): value for name, value in raw.items()}
+        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than the floor
+        # `moe_norm_min`.
+        if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
+            raise ValueError(
+                f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
+                "1e-6) or never (exactly 1)."
+            )
+        raw["norm_topk_prob"] = raw["moe_norm_min"] != 1.0
+    raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
+    if raw.get("use_moe", has_experts) != has_experts:
+        raise ValueError(
+            f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
+        )
+    if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise ValueError("MiniMind has neither sliding windows nor dense layers among layers with experts.")
+    if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("MiniMind rotates whole heads: partial_rotary_factor must be 1.")
+
+    given = {
+        name: raw[name]
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "intermediate_size", "hidden_act", "initializer_range", "dropout", "tie_word_embeddings"),
+            *("bos_token_id", "eos_token_id", "pad_token_id"),
+        )
+        if raw.get(name) is not None
+    }
+    given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
+    given["rope_parameters"] = _read_rope(raw, layout)
+    # In v1, max_seq_len is the length of the training rows. The rotary table always has 32,768 positions.
+    given["max_position_embeddings"] = 32768 if layout == "v1" else raw.get("max_position_embeddings", 32768)
+    if LAYOUTS[layout].is_generation:
+        given["upstream_generation"] = layout
+    if layout == "v1":
+        given["upstream_max_seq_len"] = raw.get("max_position_embeddings")
+    if has_experts:
+        given |= _read_router_fields(raw, layout)
+    return given
+
+
+def assumed_fields(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `given`, the result of [`read_fields`], that `raw` lacks: MiniMind's defaults."""
+    return {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
+
+
+def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Translate the config fields of the experts' router."""
+    if "num_experts_per_tok" not in raw:
+        raise ValueError(
+            "The weights do not show how many experts a token is routed to: give the config.json, or "
+            "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
+        )
+    top_k = raw["num_experts_per_tok"]
+    given = {"num_experts_per_tok": top_k}
+    if raw["num_experts"] is not None:
+        given["num_experts"] = raw["num_experts"]
+    if layout in ("v1", "v2"):
+        if raw.get("scoring_func", "softmax") != "softmax":
+            raise ValueError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
+        if raw.get("intermediate_size") is not None:
+            given["moe_intermediate_size"] = raw["intermediate_size"]
+        return given | {
+            # v1 and v2 never normalise at top-1, whatever the config says.
+            "norm_topk_prob": top_k > 1 and raw.get("norm_topk_prob", True),
+            "router_aux_loss_coef": raw.get("aux_loss_alpha", 0.1),
+            "router_aux_loss_level": "sequence" if raw.get("seq_aux", True) else "batch",
+        }
+    if "moe_intermediate_size" in raw:
+        given["moe_intermediate_size"] = raw["moe_intermediate_size"]
+    # v3 sums over layers as we do; the others average.
+    layers = 1 if layout == "v3" else raw["num_hidden_layers"]
+    return given | {
+        "norm_topk_prob": raw.get("norm_topk_prob", True),
+        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 5e-4) * top_k / layers,
+        "router_aux_loss_level": "batch",
+    }
+
+
+def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Translate the fields of the rotary table into `rope_parameters`."""
+    rope = dict(raw.get("rope_parameters") or {})
+    rope.pop("type", None)
+    if raw.get("rope_theta") is not None:
+        rope["rope_theta"] = raw["rope_theta"]
+    # A null in the file means that the file does not give the field.
+    if rope.get("rope_theta", 0) is None:
+        del rope["rope_theta"]
+    if layout == "v1" and "rope_theta" not in rope:
+        raise ValueError(
+            "The base of v1's rotary table is unknown: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
+            "MiniMind-V1 of 2024, whose config.json lacks it)."
+        )
+    if not LAYOUTS[layout].is_generation:
+        return rope
+    # 1e6 is the default of MiniMind's code from v2 on.
+    theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
+    if not raw.get("inference_rope_scaling"):
+        return theta
+    # The field's name depends on the version of transformers that wrote the file.
+    scaling = raw.get("rope_scaling") or rope
+    if layout == "v3" and "factor" not in scaling:
+        scaling = V3_YARN | {"attention_factor": 1.0}
+    if "attention_factor" not in scaling:
+        raise ValueError(
+            "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that "
+            "it is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
+            "attention_factor."
+        )
+    # MiniMind's code scales only a table that is longer than the original one.
+    if raw.get("max_position_embeddings", 32768) <= scaling["original_max_position_embeddings"]:
+        return theta
+    names = (*V3_YARN, "attention_factor")
+    return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in names if name in scaling}
+
+
+def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
+    """Return the config fields of the transformers architecture `layout`."""
+    fields = {
+        name: getattr(config, name)
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "intermediate_size", "hidden_act", "max_position_embeddings", "initializer_range"),
+            *("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+            "pad_token_id",
+        )
+    }
+    if layout != "ernie4_5_moe":
+        # Ernie's config has no such field.
+        fields["attention_dropout"] = config.dropout
+    if layout in ("llama", "qwen3"):
+        return fields
+    fields["moe_intermediate_size"] = config.moe_intermediate_size
+    # transformers averages the router loss over layers and does not divide by top-k; MiniMind sums and divides.
+    fields["router_aux_loss_coef"] = (
+        config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
+    )
+    if layout == "qwen3_moe":
+        return fields | {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "norm_topk_prob": config.norm_topk_prob,
+        }
+    return fields | {
+        "moe_num_experts": config.num_experts,
+        "moe_k": config.num_experts_per_tok,
+        "moe_num_shared_experts": config.num_shared_experts,
+        "moe_layer_start_index": 0,
+        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than this floor. A floor
+        # of 1 therefore turns the normalisation off.
+        "moe_norm_min": 1e-12 if config.norm_topk_prob else 1.0,
+    }
+
+
+def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any]:
+    """Return the config.json that MiniMind's own code of that generation writes. The generation must fit the model."""
+    fields: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in (
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("rms_norm_eps", "dropout", "bos_token_id", "eos_token_id", "hidden_act", "max_position_embeddings"),
+        )
+    }
+    width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
+    fields |= {
+        "model_type": "minimind",
+        "intermediate_size": width,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "use_moe": config.num_experts > 0,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        # v1 and v2 never normalise at top-1, whatever this field says; True is their default.
+        "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
+    }
+    if generation == "v3":
+        return fields | {
+            "head_dim": config.head_dim,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "inference_rope_scaling": config.rope_parameters["rope_type"] == "yarn",
+            # The config of a dense model holds the default of MiniMind's code.
+            "num_experts": config.num_experts or 4,
+            "moe_intermediate_size": width,
+            "norm_topk_prob": config.norm_topk_prob,
+            "router_aux_loss_coef": config.router_aux_loss_coef / config.num_experts_per_tok,
+        }
+    fields |= {
+        "n_routed_experts": config.num_experts or 4,
+        "n_shared_experts": config.num_shared_experts,
+        "scoring_func": "softmax",
+        "aux_loss_alpha": config.router_aux_loss_coef,
+        "seq_aux": config.router_aux_loss_level == "sequence",
+    }
+    if generation == "v1":
+        # v1 has at most one shared expert, and its field is a flag.
+        fields["n_shared_experts"] = True if config.num_shared_experts else None
+        # v1's code allocates a mask of this size squared in each layer. Its rotary table always has 32,768 positions.
+        fields["max_position_embeddings"] = config.upstream_max_seq_len or min(
+            config.max_position_embeddings, _V1_LENGTH
+        )
+        theirs = {ours: name for name, ours in MiniMindConfig.attribute_map.items()}
+        fields = {theirs.get(name, name): value for name, value in fields.items()}
+    return fields
+
+
+__all__ = [
+    "UPSTREAM_FIELDS",
+    "V3_YARN",
+    "assumed_fields",
+    "merge_fields",
+    "read_fields",
+    "write_stock_fields",
+    "write_upstream_fields",
+]
