@@ -71,7 +71,7 @@ def scale(num_gpus: int, num_parameters: float, flops: float, args: argparse.Nam
         "tokens per step": f"{batch:,.0f}",
         "steps per pass over the data": f"{args.tokens / batch:,.1f}",
         "batch / critical batch": f"{batch / critical_batch_tokens(args.loss):,.1f}",
-        "data for the same loss, relative to a very small batch": f"{data:,.1f} x",
+        "data for the same loss, relative to very small batches": f"{data:,.1f} x",
         **{f"states per GPU, {name}": f"{size / 1e9:,.3f} GB" for name, size in memory.items()},
         "sent per GPU and step": f"{all_reduce_bytes(num_parameters, num_gpus) / 1e9:,.2f} GB",
         "computing per step": f"{computing:,.3f} s",

@@ -8,7 +8,7 @@ Train a chat model with verifiable rewards: GRPO, its CISPO and DAPO losses, or 
     torchrun --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
 `--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts an
-empty thought before each answer, and `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works;
+empty `<think>` block before each answer, and `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works;
 `--help-all` prints all flags.
 """
 

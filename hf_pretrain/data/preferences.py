@@ -73,8 +73,8 @@ def _encode_batch(
             start, end = _last_answer(is_generated, num_turns)
             sequences[f"{name}_ids"] = ids[:end]
             starts.append(start)
-        # Some templates write text before an answer that depends on the answer, for example an empty thought. So the
-        # prompt ends where the two sequences differ, at the latest.
+        # Some templates write text before an answer that depends on the answer, for example an empty <think> block. So
+        # the prompt ends where the two sequences differ, at the latest.
         start = min(*starts, _common_length(*sequences.values()))
         row = {"prompt_ids": sequences["chosen_ids"][:start]}
         row |= {name: ids[start:] for name, ids in sequences.items()}

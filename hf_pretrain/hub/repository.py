@@ -128,7 +128,7 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
     Raises:
         `ValueError`: if there is none, or its step is unreadable.
     """
-    # One answer has the files and their commit. Read from this commit alone: a push may be in progress.
+    # One request returns the files and their commit. Read all of them from it: a push may replace files meanwhile.
     info = HfApi().model_info(repo_id, revision=revision)
     files = [sibling.rfilename for sibling in info.siblings or ()]
     # Only a checkpoint has a state file, which also holds its step.

@@ -1,4 +1,4 @@
-"""What ranks on CPUs must do when they end."""
+"""Clean up when a rank on a CPU ends."""
 
 import os
 import time
@@ -22,12 +22,12 @@ def leave_process_group() -> None:
 
 def remove_allreduce_buffers() -> None:
     """
-    Remove the buffers of DeepSpeed's CPU kernel in this run. Ranks that still use them keep them open.
+    Remove this run's buffers of DeepSpeed's CPU kernel. A rank that still uses one keeps its mapping.
 
     NOTE: the kernel leaks 66 MiB of shared memory per rank per run, until /dev/shm is full.
     """
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    # The names hold address and port, so that buffers of other runs on this machine stay.
+    # The names hold address and port, so the buffers of other runs on this machine stay.
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
         path.unlink(missing_ok=True)
 

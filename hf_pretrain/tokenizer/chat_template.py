@@ -31,7 +31,7 @@ _UNMARKED = {
     "{{- '<|im_start|>' + message.role + '\\n' + content }}": (
         "{{- '<|im_start|>' + message.role + '\\n' }}{%- generation %}{{- content }}"
     ),
-    # minimind-3. An empty thought stays outside the marks: the generation prompt contains it, so the model never
+    # minimind-3. An empty <think> block stays outside the marks: the generation prompt contains it, so the model never
     # generates it.
     "{{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n')"
     " + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\n        {%- endif %}": (

@@ -57,7 +57,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
         on_saving_processes(args, lambda: _refuse_used(Path(args.output_dir)))
         return None
     path = Path(resume)
-    # All ranks must decide alike. On another machine, links may lead elsewhere, and the files may be others.
+    # All ranks must decide alike, but links and files may differ between machines.
     is_own = all(on_processes(args, lambda: Path(args.output_dir).resolve() == path.resolve().parent))
     has_metadata = any(on_processes(args, lambda: any(path.glob("*/.metadata"))))
     if (args.deepspeed_plugin is not None or has_metadata) and not is_own and not args.trust_checkpoint:

@@ -167,13 +167,17 @@ def train_and_evaluate(
 
 
 def _set_generation_defaults(trainer: RunTrainer) -> None:
-    """Set the defaults of chat clients. `stages.continuing` reads the value after text."""
+    """
+    Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
+    `stages.continuing` recognises base models by it.
+    """
     model, data_kind = base_model_of(trainer.model), trainer.run_facts.data_kind
     if data_kind == "text":
         # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.do_sample = False
-    # Preferences and tasks make a base model a chat model, and leave the defaults of a chat model as they are.
+    # Training on preferences or tasks turns a base model into a chat model, and a chat model keeps its own defaults.
+    # Without a record of its training, a model that does not sample counts as a base model.
     elif data_kind == "conversations" or model.generation_config.do_sample is False:
         # Servers respect the temperature of a request only if sampling is on.
         model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)

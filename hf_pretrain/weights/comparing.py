@@ -1,4 +1,4 @@
-"""Compare an exported model, as another program reads it back, with the original."""
+"""Compare what was read back from an export with the original model: the logits, or else the weights."""
 
 import copy
 import math

@@ -122,8 +122,10 @@ def test_the_record_of_the_run_tells_base_models(generator, tmp_path, launches, 
     assert is_base_model("owner/name", model, tokenizer)
 
 
-@pytest.mark.parametrize("start", [{"do_sample": True, "temperature": 0.8, "top_k": 20}, {"do_sample": False}])
-@pytest.mark.parametrize(("kind", "is_base"), [("text", True), ("conversations", False), ("preferences", False)])
+@pytest.mark.parametrize("start", [{"do_sample": True, "temperature": 0.5, "top_k": 20}, {"do_sample": False}])
+@pytest.mark.parametrize(
+    ("kind", "is_base"), [("text", True), ("conversations", False), ("preferences", False), ("tasks", False)]
+)
 def test_the_files_of_the_model_alone_tell_base_models(generator, tmp_path, kind, is_base, start):
     """`run.json` is never pushed to the Hub. A run may begin with a chat model or with a base model."""
     model = make_model()
@@ -134,6 +136,9 @@ def test_the_files_of_the_model_alone_tell_base_models(generator, tmp_path, kind
     (tmp_path / "run/run.json").unlink()
     written = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     assert is_base_model(str(tmp_path / "run"), written, generator.tokenizer) == is_base
+    # Training on preferences or tasks keeps the settings of a chat model.
+    keeps = kind in ("preferences", "tasks") and start["do_sample"]
+    assert written.generation_config.temperature == (None if is_base else 0.5 if keeps else 0.8)
 
 
 def test_the_recipe_continues_or_answers(talker, tmp_path):
