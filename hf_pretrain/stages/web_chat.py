@@ -89,7 +89,7 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
         thinking (`bool`): the initial setting.
     """
 
-    # The answers that run, by the session of the browser, and the sessions that ask for a new chat meanwhile.
+    # Running answers by browser session, and the sessions that asked for a new chat while an answer was running.
     # NOTE: gradio's `cancels` runs beside the handler of Stop, so the last pieces of an answer could come after it.
     running: dict[str | None, Answers] = {}
     cleared: set[str | None] = set()
@@ -114,9 +114,12 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
             calls = [call["function"]["name"] for history in histories for call in waiting_calls(history)[:1]]
             typed = gr.update(placeholder=f"Type the result of {calls[0]}" if calls else _PLACEHOLDER)
             yield gr.update(interactive=False), typed, *map(show, histories), histories
-            # NOTE: gradio sends the last state again after this handler, and `begin_again` may have ended by then.
             if request.session_hash in cleared:
                 yield gr.update(interactive=False), *empty_page()
+            # From here on, a new chat empties the page itself.
+            running.pop(request.session_hash)
+            # NOTE: when this generator ends, gradio sends its last output again, so this output must change nothing.
+            yield gr.skip(), *skipped()
         finally:
             running.pop(request.session_hash, None)
             cleared.discard(request.session_hash)
@@ -129,12 +132,16 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
     async def begin_again(request: gr.Request) -> tuple[Any, ...]:
         if request.session_hash not in running:
             return empty_page()
+        # The answer itself empties the page, so that none of its pieces can come later.
         cleared.add(request.session_hash)
         await end(request)
+        return skipped()
+
+    def skipped() -> tuple[Any, ...]:
         return tuple(gr.skip() for _ in empty_page())
 
     def empty_page() -> tuple[Any, ...]:
-        # What the user has typed stays.
+        # Keep the text that the user has typed.
         empty: list[History] = [[] for _ in endpoints]
         return gr.update(placeholder=_PLACEHOLDER), *empty, empty
 
@@ -264,8 +271,8 @@ def _wait_until_ready(server: subprocess.Popen, endpoint: Endpoint) -> None:
             suppress(OSError, HTTPException, ValueError, TypeError, LookupError),
             urllib.request.urlopen(f"{endpoint.base_url}/models", timeout=5) as response,
         ):
-            # Another program may listen at this port, and answer anything.
-            if [model["id"] for model in json.load(response)["data"]] == [endpoint.model]:
+            # Another program may listen at this port, and answer anything, even without end.
+            if [model["id"] for model in json.loads(response.read(1 << 16))["data"]] == [endpoint.model]:
                 return
         time.sleep(0.2)
     # The server has printed the reason.

@@ -119,7 +119,10 @@ def wait_until_empty(page) -> None:
 
 @contextmanager
 def whole_answer(page) -> Iterator[None]:
-    """Wait for the end of the answers that begin in this block: the page or its server then ends their stream."""
+    """
+    Wait until the answers that this block starts or stops have ended: the stream of their request then closes. The
+    page takes no other question before.
+    """
     ended = []
     for event in ("requestfinished", "requestfailed"):
         page.on(event, lambda request: ended.append(request) if "queue/data" in request.url else None)
@@ -160,10 +163,11 @@ def test_two_models_answer_beside_each_other(chat, models):
     set_number(chat, LENGTH, 40)
     for number in (0, 1):
         assert models[number] in chat.locator(f"#chat-{number}").inner_text()
-    ask(chat, "two and two?")
-    wait_for_text(chat, 0, "It is four.")
-    # The answer is complete while the other one still grows; the next question can be typed meanwhile.
-    chat.locator("#question textarea").fill("next")
+    with whole_answer(chat):
+        ask(chat, "two and two?")
+        wait_for_text(chat, 0, "It is four.")
+        # The answer is complete while the other one still grows; the next question can be typed meanwhile.
+        chat.locator("#question textarea").fill("next")
     assert len(wait_for_end(chat, 1)) > 20
     assert chat.locator("#question textarea").input_value() == "next"
     for number in (0, 1):
@@ -181,17 +185,19 @@ def test_two_models_answer_beside_each_other(chat, models):
 @pytest.mark.slow
 def test_an_answer_streams_and_stop_ends_it_at_the_server(chat, served, models):
     set_number(chat, LENGTH, 2048)
-    ask(chat, "hello")
-    wait_for_answer(chat, 1, chars=5)
-    early = len(bot_text(chat, 1))
-    wait_for_answer(chat, 1, chars=early + 10)
-    chat.locator("#stop").click()
-    check_idle(served, models)
+    with whole_answer(chat):
+        ask(chat, "hello")
+        wait_for_answer(chat, 1, chars=5)
+        early = len(bot_text(chat, 1))
+        wait_for_answer(chat, 1, chars=early + 10)
+        chat.locator("#stop").click()
+        check_idle(served, models)
     stopped = wait_for_end(chat, 1)
     # Much shorter than 2,048 tokens, and it stays while the conversation continues.
     assert early + 10 <= len(stopped) < 2048
     set_number(chat, LENGTH, 5)
-    ask(chat, "and now?")
+    with whole_answer(chat):
+        ask(chat, "and now?")
     wait_for_answer(chat, 1, chars=len(stopped) + 1)
     assert wait_for_end(chat, 1).startswith(stopped)
     assert chat.locator("#chat-1 .user.message").all_inner_texts() == ["hello", "and now?"]
@@ -200,9 +206,10 @@ def test_an_answer_streams_and_stop_ends_it_at_the_server(chat, served, models):
 @pytest.mark.slow
 def test_stop_before_the_first_token(chat, served, models):
     set_number(chat, LENGTH, 2048)
-    ask(chat, "hello")
-    chat.locator("#stop").click()
-    check_idle(served, models)
+    with whole_answer(chat):
+        ask(chat, "hello")
+        chat.locator("#stop").click()
+        check_idle(served, models)
     assert chat.get_by_text("Error").count() == 0
     set_number(chat, LENGTH, 5)
     ask(chat, "two and two?")
@@ -221,11 +228,12 @@ def test_a_closed_page_ends_its_answers_at_the_server(chat, served, models):
 @pytest.mark.slow
 def test_a_new_chat_forgets_a_growing_answer(chat, served, models):
     set_number(chat, LENGTH, 2048)
-    ask(chat, "hello")
-    wait_for_answer(chat, 1)
-    # The small button of a chat does the same as the large one.
-    chat.locator("#chat-1").get_by_label("Clear").click()
-    check_idle(served, models)
+    with whole_answer(chat):
+        ask(chat, "hello")
+        wait_for_answer(chat, 1)
+        # The small button of a chat does the same as the large one.
+        chat.locator("#chat-1").get_by_label("Clear").click()
+        check_idle(served, models)
     wait_until_empty(chat)
     # It stays empty.
     chat.wait_for_timeout(1000)
@@ -238,7 +246,7 @@ def test_a_new_chat_forgets_a_growing_answer(chat, served, models):
 
 @pytest.mark.slow
 def test_a_new_chat_stays_empty_if_the_answer_ends_late(page, served, models, monkeypatch):
-    """When a handler ends, gradio sends its last state again. A busy machine does that late."""
+    """When a handler ends, gradio sends its last output again. On a busy machine, this can be late."""
     postprocess, ended = gr.Blocks.postprocess_data, []
 
     async def postprocess_late(self, function, predictions, state):
@@ -268,7 +276,7 @@ def test_a_new_chat_stays_empty_if_the_answer_ends_late(page, served, models, mo
 @pytest.mark.slow
 def test_settings_reach_the_server_and_regenerate_answers_again(chat, served, models):
     set_number(chat, LENGTH, 30)
-    # The most probable answer has most of the probability, unless the temperature is high.
+    # At a lower temperature, two sampled answers of this model may be equal.
     set_number(chat, "Temperature", 2)
     set_number(chat, "Top p", 1)
     with whole_answer(chat):
@@ -280,7 +288,7 @@ def test_settings_reach_the_server_and_regenerate_answers_again(chat, served, mo
     assert wait_for_end(chat, 1) != sampled
     set_number(chat, LENGTH, 7)
     set_number(chat, "Temperature", 0)
-    # Without sampling, the answer is the same as that to any other client.
+    # Without sampling, every client gets the same answer.
     expected = complete(served[1] + 1, models[1], "hello", temperature=0, max_tokens=7)
     for _ in range(2):
         with whole_answer(chat):
@@ -314,11 +322,13 @@ def test_regenerate_without_a_question_does_nothing(chat):
 def test_a_tool_is_called_and_gets_the_result_that_the_user_types(chat):
     set_number(chat, LENGTH, 60)
     chat.get_by_label("Tools (JSON list of schemas)").fill(json.dumps([TOOL]))
-    ask(chat, "weather in Oslo?")
+    with whole_answer(chat):
+        ask(chat, "weather in Oslo?")
     wait_for_text(chat, 0, "Call of the tool get_weather")
     wait_for_text(chat, 0, '"city": "Oslo"')
     chat.get_by_placeholder("Type the result of get_weather").wait_for()
-    ask(chat, "rain")
+    with whole_answer(chat):
+        ask(chat, "rain")
     wait_for_text(chat, 0, "It rains in Oslo.")
     # The other model has called nothing, so the result is not for it.
     assert chat.locator("#chat-1 .user.message").all_inner_texts() == ["weather in Oslo?"]
@@ -338,7 +348,8 @@ def test_chinese_letters_of_several_tokens_arrive_whole(chat):
 @pytest.mark.slow
 def test_errors_of_the_server_are_shown(chat):
     set_number(chat, LENGTH, 5)
-    ask(chat, "x y" * 600)
+    with whole_answer(chat):
+        ask(chat, "x y" * 600)
     # The other model has more positions.
     wait_for_text(chat, 0, "tokens, and the model has 1,024 positions for prompt and answer.")
     wait_for_answer(chat, 1)
@@ -453,7 +464,7 @@ def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
     "answer", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.0 200 OK\r\n\r\n[1]", b"HTTP/1.0 200 OK\r\n\r\n{}"]
 )
 def test_another_program_at_the_port_of_a_model_is_not_its_server(answer):
-    """The page waits on, and ends with the status of its own server."""
+    """The page keeps waiting, and ends with the exit status of its own server."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def serve():
@@ -468,4 +479,6 @@ def test_another_program_at_the_port_of_a_model_is_not_its_server(answer):
         server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(3)"])
         with pytest.raises(SystemExit) as end:
             _wait_until_ready(server, Endpoint("m", f"http://127.0.0.1:{other.getsockname()[1]}/v1"))
+        # This ends the thread.
+        other.shutdown(socket.SHUT_RDWR)
     assert end.value.code == 3
