@@ -37,13 +37,12 @@ from hf_pretrain.runtime.allocation import keep_freed_blocks
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.efficiency import measure_gemm_rate, num_active_parameters
+from hf_pretrain.training.parsing import read_config
 
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"26M": "minimind2-small", "104M": "minimind2", "145M-moe": "minimind2-moe"}
 NUM_DOCUMENTS = 6000
-# Tokens per step of `recipes/minimind2-small/pretrain.yaml`.
-PRESET_TOKENS = 64 * 512
 
 
 def median_step(steps: Steps) -> tuple[float, float]:
@@ -193,16 +192,19 @@ def cost_of_experts(setting: Setting, *, rounds: int, steps: int) -> float:
     return seconds["sparse"] / seconds["dense"]
 
 
-def cost_of_muon(setting: Setting, *, step_seconds: float, rounds: int, steps: int) -> dict[int, float]:
+def preset_tokens(preset: str) -> int:
+    """Return the number of tokens per step and process of `recipes/<preset>/pretrain.yaml`."""
+    recipe = read_config(ROOT / f"recipes/{preset}/pretrain.yaml")
+    rows = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    return rows * recipe["max_length"]
+
+
+def cost_of_muon(setting: Setting, *, most_tokens: int, rounds: int, steps: int) -> dict[int, float]:
     """
-    Return the time of a step with Muon, relative to a step with AdamW, by the number of tokens per step.
+    Return the step time with Muon over the step time with AdamW, for steps of one batch and of `most_tokens` tokens.
 
-    Only the updates of the optimizers are measured. Their time does not depend on the number of tokens, and is small
-    compared with the noise of a step of many tokens.
-
-    Args:
-        setting (`Setting`): the model and the batch.
-        step_seconds (`float`): measured time of a step with AdamW on one batch.
+    Measure a step with AdamW, and the updates of both optimizers alone: in whole steps of many tokens, noise would
+    hide the difference. Scale the time of the forward and backward passes with the tokens.
     """
 
     def updates(optim_preset: str) -> Callable[[int], Steps]:
@@ -221,13 +223,14 @@ def cost_of_muon(setting: Setting, *, step_seconds: float, rounds: int, steps: i
 
         return run
 
-    runs = {name: updates(name) for name in ("muon", "adamw")}
+    runs: dict[str, Callable[[int], Steps]] = {name: updates(name) for name in ("muon", "adamw")}
+    runs["step"] = programs.ours(setting)
     seconds = {name: median_step(found)[0] for name, found in interleave(runs, rounds=rounds, steps=steps).items()}
     tokens = setting.batch_size * setting.max_length
-    passes = step_seconds - seconds["adamw"]
+    passes = seconds["step"] - seconds["adamw"]
     return {
         number * tokens: (number * passes + seconds["muon"]) / (number * passes + seconds["adamw"])
-        for number in sorted({1, max(1, PRESET_TOKENS // tokens)})
+        for number in sorted({1, max(1, most_tokens // tokens)})
     }
 
 
@@ -351,9 +354,8 @@ def main() -> None:
                 for precision in dict.fromkeys((fastest_precision(), "float32"))
             }
         results["cost_of_experts"] = cost_of_experts(setting, rounds=args.rounds, steps=args.steps)
-        first = next(iter(results["sizes"].values()))["programs"]["ours"]
         results["cost_of_muon"] = cost_of_muon(
-            setting, step_seconds=first["step_seconds"], rounds=args.rounds, steps=args.steps
+            setting, most_tokens=preset_tokens(SIZES[sizes[0]]), rounds=args.rounds, steps=args.steps
         )
     # On a GPU, the recipe's first step includes compilation.
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """
 Time to reach a validation loss, measured side by side: `make race`, or
 
-    python -m benchmarks.race --minutes 5 --seeds 3
+    python -m benchmarks.race --minutes 7 --seeds 3
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
     python -m benchmarks.race --minutes 4 --seeds 1 --leave_out
 
@@ -240,6 +240,12 @@ def ratios(races: list[Race], name: str) -> list[float]:
     return found
 
 
+def ratios_of_all(races: list[Race]) -> dict[str, list[float | None]]:
+    """Return the ratios of all other contestants, one per seed; `None` if no run of ours reached the loss."""
+    names = itertools.filterfalse(is_ours, races[0])
+    return {name: [round(x, 3) if math.isfinite(x) else None for x in ratios(races, name)] for name in names}
+
+
 def report(races: list[Race]) -> str:
     """Return the table of final losses and ratios, and the two ratios that matter most."""
 
@@ -348,6 +354,7 @@ def main() -> None:
         "others": best,
         "upstream": git_commit(args.upstream) if args.upstream else None,
     }
+    record["ratios"] = ratios_of_all(races)
     record["seeds"] = races
     kind = "-left-out" if args.leave_out else "-upstream" if args.upstream else ""
     path = ROOT / f"benchmarks/results/race{kind}-{args.model_preset}.json"
