@@ -1,16 +1,19 @@
 """Toy models for all tests: two layers, width 32, a fixed seed."""
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread, as in the processes that tests start: on some CPUs, sums over several threads give other bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # `make test ARGS="-k name"` passes its variables on to the `make` that a test starts.
-for variable in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "ARGS"):
+MAKE_VARIABLES = re.findall(r"^(\w+) \?=", (Path(__file__).parents[1] / "Makefile").read_text(), re.MULTILINE)
+for variable in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", *MAKE_VARIABLES):
     os.environ.pop(variable, None)
 if hasattr(signal, "SIGHUP"):
     # `nohup make test` ignores SIGHUP, and every run that a test starts would inherit that.

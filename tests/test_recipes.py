@@ -222,6 +222,10 @@ def test_a_checkpoint_is_resumed(workspace):
     assert record[0]["data"] == record[1]["data"]
 
 
+def test_the_former_name_of_the_slurm_job_still_works():
+    assert (ROOT / "recipes/slurm/pretrain.sbatch").samefile(ROOT / "recipes/clusters/slurm.sbatch")
+
+
 @pytest.mark.parametrize("name", ["slurm.sbatch", "skypilot.yaml", "trainjob.yaml"])
 def test_the_files_for_clusters_start_torchrun_with_flags_of_the_recipe(name):
     text = (ROOT / "recipes/clusters" / name).read_text(encoding="utf-8")
@@ -441,6 +445,16 @@ def test_sft_previews_the_trained_tokens(workspace, chats):
     coloured = re.findall("\033\\[32m(.*?)\033\\[0m", result.stdout, flags=re.DOTALL)
     completions = [json.loads(line)["completion"] + "<|im_end|>" for line in Path(chats).read_text().splitlines()]
     assert coloured and set(coloured) <= set(completions)
+
+
+def test_a_dry_run_of_sft_plans_without_writing(workspace, chats):
+    command = [sys.executable, str(ROOT / "recipes/sft.py"), "--model_name_or_path", str(workspace / "toy")]
+    command += ["--dataset_name", chats, "--max_length", "64", "--bf16", "false", "--use_cpu", "--max_steps", "7"]
+    result = start([*command, "--dry_run", "--output_dir", str(workspace / "planned")])
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert re.search(r"^Steps +7 of \d+ sequences each", result.stdout, re.MULTILINE)
+    assert re.search(r"^Memory .* sequences of 64 tokens fit", result.stdout, re.MULTILINE)
+    assert not (workspace / "planned").exists()
 
 
 OPTIONS = {"plain": [], "streaming": ["--streaming"], "adapter": ["--use_peft"], "text": ["--dataset_kind", "text"]}

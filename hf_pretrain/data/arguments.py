@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from .conversations import CONVERSATION_KEYS
 from .encoding import ConversationEncoder, RenderingError, parse_span_weights
 from .loading import find_line, load_documents
-from .packing import PackingReport, prepare_rows
+from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 
 
 @dataclass
@@ -105,6 +105,13 @@ class DataArguments(SourceArguments):
         },
     )
 
+    def __post_init__(self):
+        # Packing raises this error, too, but only after the tokenizer is trained.
+        if self.packing_strategy not in PACKING_STRATEGIES:
+            raise ValueError(
+                f"--packing_strategy {self.packing_strategy} is unknown; use {', '.join(PACKING_STRATEGIES)}."
+            )
+
     @property
     def row_length(self) -> int | None:
         """
@@ -172,7 +179,7 @@ class ChatArguments(DataArguments):
     )
     enable_thinking: bool | None = field(
         default=None,
-        metadata={"help": "Variable of the chat template; false puts an empty thought in front of each answer."},
+        metadata={"help": "Variable of the chat template; false puts an empty <think> block in front of each answer."},
     )
     train_on_inputs: bool = field(
         default=False, metadata={"help": "Train on system, user and tool messages too, not only on the assistant's."}
@@ -189,6 +196,7 @@ class ChatArguments(DataArguments):
     )
 
     def __post_init__(self):
+        super().__post_init__()
         if self.dataset_kind not in ("auto", "text", *CONVERSATION_KEYS):
             raise ValueError(
                 f"--dataset_kind {self.dataset_kind} is unknown. Use auto, {', '.join(CONVERSATION_KEYS)} or text."

@@ -31,18 +31,23 @@ class Survey:
     Counts over all records of some data, and a random sample of the records.
 
     Args:
-        num_records (`int`): number of records that can be trained on.
+        kinds (`Counter`): number of records that can be trained on, by kind: `text`, `conversation` or `preference`.
         num_bytes (`int`): UTF-8 bytes of their plain texts. For a preference, they do not include the rejected answer.
         num_duplicates (`int`): number of records that equal an earlier one.
         reasons (`Counter`): number of bad lines for each reason.
         sample (`list[Record]`): up to `SAMPLE_SIZE` records, drawn at random.
     """
 
-    num_records: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     num_duplicates: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     sample: list[Record] = field(default_factory=list)
+
+    @property
+    def num_records(self) -> int:
+        """Number of records that can be trained on."""
+        return self.kinds.total()
 
 
 def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
@@ -53,7 +58,7 @@ def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
         if record.reason:
             survey.reasons[record.reason] += 1
             continue
-        survey.num_records += 1
+        survey.kinds[record.schema] += 1
         survey.num_bytes += len(plain_text(record, chosen_only=True).encode())
         digests.add(digest(record.document))
         if len(survey.sample) < SAMPLE_SIZE:
@@ -105,10 +110,11 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     tokens = int(lengths.mean() * survey.num_records)
     places = ", ".join(f"{percentile}%: {np.percentile(lengths, percentile):,.0f}" for percentile in _PERCENTILES)
     languages = Counter(map(find_language, map(plain_text, sample)))
-    has_preferences = any(record.schema == "preference" for record in sample)
+    note = "of a preference, only the prompt and the chosen answer are counted"
+    kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
     rows = [
-        ("Records", f"{survey.num_records:,}, {survey.num_bytes / 1e6:,.1f} MB of text"),
-        *([("", "of a preference, only the prompt and the chosen answer are counted")] if has_preferences else []),
+        ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
+        *([("", note)] if survey.kinds["preference"] else []),
         ("Bad lines", f"{survey.reasons.total():,}"),
         *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(3)),
         ("Tokens", f"about {tokens:,}; {lengths.sum() / max(1, num_bytes):.3f} per byte"),

@@ -68,7 +68,7 @@ def load_documents(
     and all embedded text, and the hash of the text for other documents. The split therefore does not depend on the
     order of files, world size, seed or streaming, and equal documents are in the same set. In the embedded corpora, no
     stage trains on a document that another stage uses for validation. This function drops exact copies in the embedded
-    corpora. The description of the training set (`train.info.description`) has their number.
+    corpora. The description of the training set (`train.info.description`) has the numbers of copies and bad lines.
 
     Args:
         dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
@@ -156,7 +156,7 @@ def load_documents(
         train.info.description = str((described, weights, *shares))
     else:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
-        train.info.description = "; ".join(filter(None, (share, repeats, rejected.describe_copies())))
+        train.info.description = "; ".join(filter(None, (share, repeats, rejected.describe_counts())))
     return train, validation
 
 

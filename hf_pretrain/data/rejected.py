@@ -82,9 +82,13 @@ class RejectedLines:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    def describe_copies(self) -> str:
-        """Return a text with the number of dropped copies, or an empty one."""
-        return f"{self.num_copies:,} exact copies of embedded documents left out" if self.num_copies else ""
+    def describe_counts(self) -> str:
+        """Return a text with the numbers of dropped copies and bad lines, or an empty one."""
+        counts = {
+            "exact copies of embedded documents left out": self.num_copies,
+            "bad lines skipped": self.num_rejected,
+        }
+        return "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
     def check_ratio(self) -> None:
         """

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import logging
 
 from ..runtime.activity import activity, shows_bars
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
+from ..runtime.names import nearest_word
 from ..runtime.waiting import first_process_first
 from .deepspeed_support import remove_stale_build_locks, turns_on_deepspeed
 from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
@@ -322,12 +324,17 @@ class LMTrainingArguments(TrainingArguments):
 
 
 def _check_trackers(names: list[str]) -> None:
-    """Raise `ValueError` for a tracker of `--report_to` whose package is missing. Trainer raises after the data."""
+    """
+    Raise `ValueError` for a tracker of `--report_to` that is unknown or not installed. Trainer raises after the data.
+    """
     available = get_available_reporting_integrations()
     for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            nearest = nearest_word(name, INTEGRATION_TO_CALLBACK)
+            raise ValueError(f"--report_to {name} is unknown; the nearest one is {nearest}.")
         if name not in available:
             raise ValueError(
-                f"--report_to {name} is unknown or its package is not installed: pip install {name}. Installed here: "
+                f"--report_to {name}: its package is not installed: pip install {name}. Installed here: "
                 f"{', '.join(available) or 'none'}."
             )
 

@@ -1,5 +1,5 @@
 """
-The config.json of every layout of [`~weights.layouts`]: translated into fields of `MiniMindConfig`, and back.
+Translate the config.json of each layout in `weights.layouts` into fields of `MiniMindConfig`, and back.
 
     merge_fields -> read_fields -> MiniMindConfig -> write_stock_fields | write_upstream_fields
 """
@@ -28,8 +28,18 @@ _ASSUMED = {
     "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
     "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
 }
+# Sizes that have the same name in every config but v1's, which `MiniMindConfig.attribute_map` translates.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+# The positions of MiniMind's rotary table.
+_POSITIONS = 32768
 # YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
-V3_YARN = {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 1.0}
+V3_YARN = {
+    "factor": 16.0,
+    "original_max_position_embeddings": 2048,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.0,
+}
 # The default of v1's `max_seq_len`, the length of its training rows.
 _V1_LENGTH = 8192
 
@@ -75,8 +85,8 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     over layers, and MiniMind sums. The translated coefficient compensates for both differences.
 
     Raises:
-        `ValueError`: if the fields contradict the weights, leave open what the weights do not show, or ask for what
-            MiniMind does not have.
+        `ValueError`: if a field contradicts the weights or asks for something that MiniMind lacks; if a value is
+            missing that the weights do not show, such as `num_experts_per_tok`.
     """
     # v1 has other names for the sizes, such as `dim`.
     aliases = MiniMindConfig.attribute_map if layout == "v1" else {}
@@ -105,7 +115,7 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     given = {
         name: raw[name]
         for name in (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *_SIZES,
             *("head_dim", "intermediate_size", "hidden_act", "initializer_range", "dropout", "tie_word_embeddings"),
             *("bos_token_id", "eos_token_id", "pad_token_id"),
         )
@@ -114,7 +124,7 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
     given["rope_parameters"] = _read_rope(raw, layout)
     # In v1, max_seq_len is the length of the training rows. The rotary table always has 32,768 positions.
-    given["max_position_embeddings"] = 32768 if layout == "v1" else raw.get("max_position_embeddings", 32768)
+    given["max_position_embeddings"] = _POSITIONS if layout == "v1" else raw.get("max_position_embeddings", _POSITIONS)
     if LAYOUTS[layout].is_generation:
         given["upstream_generation"] = layout
     if layout == "v1":
@@ -125,7 +135,7 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
 
 
 def assumed_fields(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `given`, the result of [`read_fields`], that `raw` lacks: MiniMind's defaults."""
+    """Return the fields of `given` that `raw` does not set, so that they have the defaults of MiniMind's code."""
     return {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
 
 
@@ -185,7 +195,7 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     # The field's name depends on the version of transformers that wrote the file.
     scaling = raw.get("rope_scaling") or rope
     if layout == "v3" and "factor" not in scaling:
-        scaling = V3_YARN | {"attention_factor": 1.0}
+        scaling = V3_YARN
     if "attention_factor" not in scaling:
         raise ValueError(
             "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that "
@@ -193,10 +203,9 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
             "attention_factor."
         )
     # MiniMind's code scales only a table that is longer than the original one.
-    if raw.get("max_position_embeddings", 32768) <= scaling["original_max_position_embeddings"]:
+    if raw.get("max_position_embeddings", _POSITIONS) <= scaling["original_max_position_embeddings"]:
         return theta
-    names = (*V3_YARN, "attention_factor")
-    return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in names if name in scaling}
+    return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in V3_YARN if name in scaling}
 
 
 def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
@@ -204,7 +213,7 @@ def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
     fields = {
         name: getattr(config, name)
         for name in (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *_SIZES,
             *("head_dim", "intermediate_size", "hidden_act", "max_position_embeddings", "initializer_range"),
             *("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
             "pad_token_id",
@@ -238,11 +247,11 @@ def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
 
 
 def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any]:
-    """Return the config.json that MiniMind's own code of that generation writes. The generation must fit the model."""
+    """Return the fields of config.json that MiniMind's code of `generation` writes. Call `check_fits` before."""
     fields: dict[str, Any] = {
         name: getattr(config, name)
         for name in (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *_SIZES,
             *("rms_norm_eps", "dropout", "bos_token_id", "eos_token_id", "hidden_act", "max_position_embeddings"),
         )
     }

@@ -69,7 +69,7 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
         }
     elif layout == "v3":
         rope = config.rope_parameters
-        yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "attention_factor": 1.0}
+        yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"]}
         is_long = config.max_position_embeddings > V3_YARN["original_max_position_embeddings"]
         # v3's code has fixed constants of YaRN, and applies them only to tables longer than the original length.
         is_v3_yarn = rope == yarn and is_long

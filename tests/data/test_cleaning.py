@@ -356,6 +356,15 @@ def test_the_description_agrees_with_the_data(tmp_path):
     assert found["Tokens"].endswith(f"; {sum(lengths) / sum(map(len, [*texts, texts[0]])):.3f} per byte")
     assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Over --max_length"].startswith("100.0%")
     assert found["Languages"] == "en 100%" and "For tiny" in found
+    assert found["Records"].startswith("41 texts, ") and found["Near duplicates"].startswith("0.0% ")
+
+
+def test_near_duplicates_of_few_records_are_counted(tmp_path):
+    text = " ".join(sentences(30))
+    texts = [text, text + " and so on", *sentences(8)]
+    survey = survey_records(read_records([write_jsonl(tmp_path / "a.jsonl", texts)]))
+    found = dict(describe(survey, train_tokenizer(texts, vocab_size=400)))
+    assert found["Near duplicates"].startswith("10.0% ") and found["Exact duplicates"].startswith("0.0% ")
 
 
 def test_duplicates_are_counted_over_all_records():
@@ -380,6 +389,8 @@ def test_bytes_of_a_conversation_are_those_of_its_text(tmp_path):
         assert ("No." in plain_text(survey.sample[0])) == (name == "pair")
         found = describe(survey, train_tokenizer(sentences(3), vocab_size=400))
         assert any("only the prompt and the chosen answer" in text for _, text in found) == (name == "pair")
+        kind = "preferences" if name == "pair" else "conversations"
+        assert dict(found)["Records"].startswith(f"1 {kind}, ")
 
 
 @pytest.mark.parametrize(
@@ -438,7 +449,7 @@ def test_the_command(tmp_path, capsys):
     assert "1  in the held-out data" in printed
     run_command("inspect", source, "--show", "2")
     printed = capsys.readouterr().out
-    assert "31, " in printed and printed.count("--- ") == 2 and "20 tokens per parameter are best" in printed
+    assert "31 texts, " in printed and printed.count("--- ") == 2 and "20 tokens per parameter are best" in printed
 
 
 def test_a_reader_may_end_before_the_last_line(tmp_path):

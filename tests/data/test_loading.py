@@ -101,6 +101,7 @@ def test_bad_lines_are_rejected_and_good_ones_are_kept(tmp_path, warnings, strea
         for entry, (_, words), warning in zip(listed, BAD_LINES.values(), warnings, strict=True):
             assert words in entry["reason"]
             assert warning.startswith(f"{name}:{entry['line']}: ") and words in warning
+        assert streaming or train.info.description == f"{len(BAD_LINES)} bad lines skipped"
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from playwright.sync_api import Page
 from hf_pretrain.reports.history import History
 from hf_pretrain.reports.page import find_differences, write_page
 from hf_pretrain.reports.runs import RECORD_NAME, Run, read_run
+from tests.invariants.launching import ROOT, cpu_environment
 
 
 PHONE = {"width": 390, "height": 844}
@@ -23,7 +26,7 @@ def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
         "command": "python recipes/pretrain.py --max_steps 40",
         "arguments": {"learning_rate": learning_rate, "output_dir": str(directory), "max_length": 256},
         "versions": {"torch": "2.13.0"},
-        "data": {"counts": ["Training: 43,162 documents"]},
+        "data": {"counts": ["Training: 43,162 documents; 12 bad lines skipped"]},
     }
     (directory / RECORD_NAME).write_text(json.dumps([launch]))
     history = History(directory, is_writer=True)
@@ -32,6 +35,8 @@ def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
         if step == 21:
             history.add("stop", 20, message="SIGTERM")
             history.begin(20, checkpoint="checkpoint-20")
+        if step == 31:
+            history.add("skipped_step", 31, message="The loss is not finite")
         figures = {"loss": 6 / step**0.5, "grad_norm": 1 / step, "learning_rate": learning_rate, "mfu": 0.5}
         speed = {"tokens_per_second": 1000.0, "peak_memory_gib": 1.5, "num_input_tokens_seen": 1000 * step}
         history.add("log", step, **figures, **speed)
@@ -87,11 +92,14 @@ def test_the_page_of_a_run(page, tmp_path):
         "the run was stopped: SIGTERM",
         "the run resumed: checkpoint-20",
         "checkpoint saved: checkpoint-40",
+        "step skipped: The loss is not finite",
+        "43,162 documents; 12 bad lines skipped",
+        "torch\t2.13.0",
+        "python recipes/pretrain.py --max_steps 40 --resume_from_checkpoint auto",
     ):
         assert expected in text
     # The newest sample is open, and the page escapes the model's text.
     assert "<script>alert(40)</script>" in text and "alert(10)" not in text
-    assert "python recipes/pretrain.py --max_steps 40" in text and "43,162 documents" in text
 
 
 def test_a_chart_without_a_line_counts_as_empty(page, tmp_path):
@@ -116,6 +124,20 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
     legend = page.locator("figure svg").nth(2).inner_html()
     assert "_slow" in legend and "fast$1$" in legend
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_the_recipe_writes_the_page_of_each_run_or_of_several(page, tmp_path):
+    directories = [str(tmp_path / name) for name in ("slow", "fast")]
+    for directory, rate in zip(directories, (1e-3, 4e-3), strict=True):
+        write_run(Path(directory), learning_rate=rate)
+    recipe = [sys.executable, str(ROOT / "recipes/compare.py")]
+    both = tmp_path / "both.html"
+    for words, path in ((directories[:1], tmp_path / "slow/report.html"), ([*directories, "--output", both], both)):
+        subprocess.run([*recipe, *words], check=True, env=cpu_environment())
+        assert open_page(page, path) == [] and num_drawn_pixels(page, 0) > 300
+    assert page.locator("h2").all_inner_texts()[0] == "Differences"
+    result = subprocess.run([*recipe, str(tmp_path)], capture_output=True, text=True, env=cpu_environment())
+    assert result.returncode == 2 and str(tmp_path) in result.stderr and "Traceback" not in result.stderr
 
 
 def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):

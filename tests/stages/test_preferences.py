@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -264,7 +265,7 @@ def test_pairs_are_truncated_and_dropped(tokenizer):
 
 
 def test_a_template_whose_prompt_depends_on_the_answer():
-    """minimind-3's template writes an empty thought into the prompt of an answer without a thought."""
+    """minimind-3's template writes an empty <think> block into the prompt of an answer without reasoning."""
     v3 = load_tokenizer(ROOT / "tests/fixtures/tokenizers/v3")
     mark_template(v3)
     thought = {"role": "assistant", "content": "hello", "reasoning_content": "greet"}
@@ -306,6 +307,15 @@ def test_muon_under_deepspeed_is_checked_here_too(command, tmp_path):
     words += ["--output_dir", str(tmp_path / "muon")]
     result = start([*launcher_command("deepspeed"), *words])
     assert result.returncode != 0 and "Leave --max_grad_norm out" in result.stdout, result.stdout[-3000:]
+
+
+@pytest.mark.distributed
+def test_a_dry_run_plans_without_writing(command, tmp_path):
+    result = start([*command, "--max_steps", "6", "--dry_run", "--output_dir", str(tmp_path / "planned")])
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert re.search(r"^Steps +6 of 2 sequences each, 3.00 passes over 4 sequences$", result.stdout, re.MULTILINE)
+    assert re.search(r"^Memory +peak of [\d.]+ GiB per process", result.stdout, re.MULTILINE)
+    assert not (tmp_path / "planned").exists()
 
 
 @pytest.mark.distributed

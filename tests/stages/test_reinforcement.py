@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 
 import pytest
@@ -500,6 +501,23 @@ def recipe_arguments(workspace, output_dir: str, *flags: str) -> list[str]:
 
 def log_of(workspace, output_dir: str) -> list[dict]:
     return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
+
+
+@pytest.mark.parametrize(
+    ("beta", "reference"), [("0", "without a reference model"), ("0.1", "with a reference model")]
+)
+def test_a_dry_run_plans_the_rollouts(workspace, beta, reference):
+    command = [
+        *launcher_command("python"),
+        RECIPE,
+        *recipe_arguments(workspace, "planned", "--dry_run", "--beta", beta),
+    ]
+    result = start(command)
+    assert result.returncode == 0, result.stdout[-3000:]
+    expected = f"Rollouts +2 completions per prompt, each of at most 8 tokens, {reference} a reference model"
+    assert re.search(rf"^{expected}$", result.stdout, re.MULTILINE)
+    assert re.search(r"^Time +[\d.]+ s per step", result.stdout, re.MULTILINE)
+    assert not (workspace / "planned").exists()
 
 
 def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):

@@ -42,6 +42,15 @@ def test_orthogonalized_is_near_the_singular_vectors(shape):
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "hidden_size", "expected"),
+    [("muon", 192, 8e-3), ("muon", 768, 4e-3), ("adamw", 192, 4e-3), ("adamw", 768, 5e-4)],
+)
+def test_the_learning_rate_follows_from_the_width(optimizer, hidden_size, expected):
+    """The formulas of docs/performance.md, at tiny's and at MiniMind's width."""
+    assert optimizers.default_learning_rate(optimizer, hidden_size) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
     ("has_units", "dtype", "tolerance"), [(True, torch.bfloat16, 2e-2), (False, torch.float32, 1e-4)]
 )
 def test_the_iteration_is_in_bfloat16_only_where_there_are_units_for_it(monkeypatch, has_units, dtype, tolerance):
