@@ -514,7 +514,7 @@ def test_a_dry_run_plans_the_rollouts(workspace, beta, reference):
     ]
     result = start(command)
     assert result.returncode == 0, result.stdout[-3000:]
-    expected = f"Rollouts +2 completions per prompt, each of at most 8 tokens, {reference} a reference model"
+    expected = f"Rollouts +2 completions per prompt, each of at most 8 tokens, {reference}"
     assert re.search(rf"^{expected}$", result.stdout, re.MULTILINE)
     assert re.search(r"^Time +[\d.]+ s per step", result.stdout, re.MULTILINE)
     assert not (workspace / "planned").exists()
