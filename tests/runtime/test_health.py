@@ -1,6 +1,7 @@
 """`hf-pretrain doctor`: good parts are ok, each defect comes with advice, and the ranks really run."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -44,6 +45,32 @@ def test_a_directory_that_cannot_be_written_is_a_defect(monkeypatch, tmp_path):
     assert findings(health.check_disk)["caches"].message.startswith(f"{tmp_path}: ")
     monkeypatch.setattr(health.os, "access", lambda path, mode: False)
     assert findings(health.check_disk)["caches"].status == BAD
+
+
+def test_little_memory_and_space_are_reported_with_advice(monkeypatch):
+    usage = psutil.virtual_memory()._replace(available=1e8)
+    monkeypatch.setattr(health.psutil, "virtual_memory", lambda: usage)
+    monkeypatch.setattr(health.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2e8, 1e8, 1e7))
+    found = findings(health.check_devices) | findings(health.check_disk)
+    assert found["memory"].status == BAD and "Stop other programs" in found["memory"].advice
+    assert found["disk"].status == NOTE and "--output_dir" in found["disk"].advice
+    if sys.platform == "linux":
+        assert found["shared memory"].status == NOTE and "--shm-size" in found["shared memory"].advice
+
+
+def test_a_missing_compiler_is_reported_with_advice(monkeypatch):
+    monkeypatch.setattr(health.shutil, "which", lambda name, path=None: None)
+    found = findings(health.check_compiler)
+    assert found["C++ compiler"].status == NOTE and "apt-get install g++" in found["C++ compiler"].advice
+    assert found["ninja"].status == NOTE and "pip install ninja" in found["ninja"].advice
+
+
+def test_visible_devices_come_with_a_note_on_the_deepspeed_launcher(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert findings(health.check_visible_devices) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    found = findings(health.check_visible_devices)["CUDA_VISIBLE_DEVICES"]
+    assert found.message == "'1,2'" and "`deepspeed --include` ignores this variable" in found.advice
 
 
 def test_a_port_in_use_is_named(monkeypatch):
