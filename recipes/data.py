@@ -5,20 +5,24 @@ Inspect data before training, or clean them.
     python recipes/data.py inspect jingyaogong/minimind_dataset:sft_mini_512.jsonl --tokenizer out/pretrain-tiny
     python recipes/data.py clean my/*.jsonl --output clean.jsonl
     python recipes/data.py clean my/*.jsonl --output clean.jsonl --held_out validation.jsonl --min_chars 100
+    python recipes/data.py clean my/*.jsonl --output clean.jsonl --held_out_tasks minimind
 
 `inspect` prints the number of records and bad lines, the lengths in tokens, the shares of duplicates and languages,
 some records as the model sees them, and the tokens per parameter for each model preset.
 
 `clean` drops bad lines, short and repetitive records, exact and near duplicates, and records that share 60 characters
-in a row with `--held_out` data. It writes the other records as JSONL. `<output>.dropped` lists each dropped record
-with its line and the reason. `<output>.report.json` holds the number of records per reason.
+in a row with `--held_out` data or with the examples of `--held_out_tasks`. It writes the other records as JSONL.
+`<output>.dropped` lists each dropped record with its line and the reason. `<output>.report.json` holds the number of
+records per reason.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_pretrain.data.cleaning import (
@@ -33,6 +37,7 @@ from hf_pretrain.data.cleaning import (
 from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import list_sources, plain_text, read_records
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.stages.task_groups import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -70,7 +75,8 @@ def clean(args: argparse.Namespace) -> None:
     rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
     sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
     check_sources(sources + held_out_sources, output)
-    held_out = OverlapFinder(held_out_texts(read_records(held_out_sources, text_column=args.held_out_column)))
+    texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
+    held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
     if held_out.short:
         print(
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
@@ -80,6 +86,18 @@ def clean(args: argparse.Namespace) -> None:
     content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
     report_path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{report}\nWrote {output}, {dropped.name} and {report_path.name}.")
+
+
+def task_texts(names: str | None) -> Iterable[str]:
+    """Return the texts of the examples of evaluation tasks, which are separated by commas."""
+    if names is None:
+        return []
+    # lm-eval is an extra, and its import is slow.
+    try:
+        from hf_pretrain.stages.harness import read_questions
+    except ImportError as error:
+        raise ImportError('--held_out_tasks needs lm-eval: pip install "hf_pretrain[eval]"') from error
+    return read_questions(expand_tasks(names))
 
 
 def make_parser() -> RecipeParser:
@@ -100,6 +118,10 @@ def make_parser() -> RecipeParser:
     rules.add_argument("--output", type=Path, default=Path("clean.jsonl"), help="JSONL file to write")
     rules.add_argument("--overwrite", action="store_true", help="replace --output and the two files beside it")
     rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
+    rules.add_argument(
+        "--held_out_tasks",
+        help="evaluation tasks whose examples to keep out: tasks of lm-eval, minimind or small, separated by commas",
+    )
     rules.add_argument("--held_out_column", default="text", help="column that holds the held-out text")
     rules.add_argument("--min_chars", type=int, default=default.min_chars, help="least number of characters")
     rules.add_argument(

@@ -7,6 +7,8 @@ the model on texts that look as if their beginning were missing.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from datasets.exceptions import DatasetNotFoundError
@@ -88,15 +90,8 @@ def evaluate_tasks(
         `ValueError`: for a task that lm-eval does not know (naming the nearest one), or if the data of a task cannot
             be downloaded (naming the datasets of all tasks).
     """
-    manager = TaskManager(include_path=include_path, include_defaults=False)
-    # Indexing the thousands of tasks in lm-eval takes about ten seconds, so search the user's own tasks first.
-    if any(not manager.match_tasks([task]) for task in tasks):
-        manager = TaskManager(include_path=include_path)
-    for task in tasks:
-        if not manager.match_tasks([task]):
-            nearest = nearest_word(task, manager.all_tasks)
-            raise ValueError(f"--tasks: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
-    try:
+    manager = _index_tasks(tasks, include_path)
+    with _naming_datasets(manager, tasks):
         output = simple_evaluate(
             # A rendered conversation begins with the template's own token.
             model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
@@ -110,12 +105,6 @@ def evaluate_tasks(
             # Logged samples would keep every question and answer in memory.
             log_samples=False,
         )
-    except (ConnectionError, DatasetNotFoundError) as error:
-        raise ValueError(
-            f"--tasks {','.join(tasks)}: {error}. The tasks need these datasets from the Hub: "
-            f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
-            "datasets that were downloaded once need no connection."
-        ) from error
     summaries = {name: _summary(name, output) for name in output["results"]}
     for group, members in output["group_subtasks"].items():
         # Some groups have no figures of their own.
@@ -123,6 +112,56 @@ def evaluate_tasks(
             for name in set(members) & summaries.keys():
                 summaries[name]["group"] = group
     return summaries
+
+
+def read_questions(tasks: list[str]) -> Iterator[str]:
+    """
+    Yield the texts that tasks of lm-eval ask about: every text in their examples, such as questions and choices.
+
+    Raises:
+        `ValueError`: in the cases of [`evaluate_tasks`].
+    """
+    manager = _index_tasks(tasks, None)
+    with _naming_datasets(manager, tasks):
+        loaded = manager.load(tasks)["tasks"]
+    for task in loaded.values():
+        for example in task.eval_docs:
+            yield from _texts_in(example)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(part)
+
+
+def _index_tasks(tasks: list[str], include_path: list[str] | None) -> TaskManager:
+    """Return the index of tasks that has `tasks`. Raise `ValueError` for an unknown one."""
+    manager = TaskManager(include_path=include_path, include_defaults=False)
+    # Indexing the thousands of tasks in lm-eval takes about ten seconds, so search the user's own tasks first.
+    if any(not manager.match_tasks([task]) for task in tasks):
+        manager = TaskManager(include_path=include_path)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            nearest = nearest_word(task, manager.all_tasks)
+            raise ValueError(f"--tasks: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
+    return manager
+
+
+@contextmanager
+def _naming_datasets(manager: TaskManager, tasks: list[str]) -> Iterator[None]:
+    """Raise `ValueError` with the names of all datasets if one of them cannot be downloaded within the block."""
+    try:
+        yield
+    except (ConnectionError, DatasetNotFoundError) as error:
+        raise ValueError(
+            f"--tasks {','.join(tasks)}: {error}. The tasks need these datasets from the Hub: "
+            f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
+            "datasets that were downloaded once need no connection."
+        ) from error
 
 
 def find_datasets(manager: TaskManager, tasks: list[str]) -> list[str]:

@@ -2,6 +2,9 @@
 
 import io
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from hf_pretrain.stages.harness import evaluate_tasks, find_datasets
 from hf_pretrain.stages.task_groups import GROUPS
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.hub_server import HubServer, Repo
+from tests.invariants.launching import ROOT, cpu_environment
 from tests.stages.test_evaluation import EXAMPLES, evaluate, tasks  # noqa: F401
 from tests.toys import write_jsonl
 
@@ -99,6 +103,26 @@ def test_tasks_from_the_hub_are_compared_with_published_figures(hub, talker, tmp
     assert results["tasks"]["arc_easy"]["dataset"] == "allenai/ai2_arc" and results["apply_chat_template"] is False
     table = (tmp_path / "results/comparison.md").read_text()
     assert "| minimind-3 (64M)" in table and table.strip() in result.stdout
+
+
+@pytest.mark.slow
+def test_examples_of_tasks_are_removed_from_training_data(hub, tmp_path):
+    question = "Which of these towns has a harbour, an opera and many days of rain in autumn?"
+    test = {"ARC-Easy/test-00000-of-00001.parquet": parquet([ARC[0] | {"question": question}])}
+    hub.repos["allenai/ai2_arc"].commit("a longer question", dict(hub.repos["allenai/ai2_arc"].files) | test)
+    kept = "A sentence about something else, which no task asks about, and which is long enough."
+    data = write_jsonl(tmp_path / "raw.jsonl", [kept, f"An exam. {question} Answer: Oslo.", PIQA[0]["sol2"]])
+    words = [sys.executable, str(ROOT / "recipes/data.py"), "clean", data, "--output", str(tmp_path / "clean.jsonl")]
+    environment = cpu_environment(**hub.client_environment() | {"HF_HOME": str(tmp_path / "home")})
+    result = subprocess.run(
+        [*words, "--held_out_tasks", "arc_easy,piqa"], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    # The short solution of PIQA equals a record.
+    assert "3 records read, 1 kept, 2 dropped" in result.stdout and re.search(
+        " 2 +in the held-out data", result.stdout
+    )
+    assert [json.loads(line)["text"] for line in (tmp_path / "clean.jsonl").read_text().splitlines()] == [kept]
 
 
 @pytest.mark.slow
