@@ -4,12 +4,13 @@ learning rate and seed.
 
     python -m benchmarks.learning --rate_factors 0.5 1 2
     python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_sizes 64 --max_length 512
-    python -m benchmarks.learning --optim_presets muon --leave_out all --seeds 0 1 2
+    python -m benchmarks.learning --optim_presets muon --leave_out all --candidates all --seeds 0 1 2
 
 Learning rates are given as multiples of the one that pretraining would choose (`default_learning_rate`).
 
 The script prints the final validation loss of each run and appends it to `benchmarks/results/learning-<preset>.json`.
-`--leave_out all` also trains without each of the `INGREDIENTS`, one at a time.
+`--leave_out all` also trains without each of the default's ingredients, and `--candidates all` with each of the ideas
+that the default does not use, one at a time.
 To compare Muon with AdamW at fewer tokens, start a run with fewer `--max_steps`. Do not read the loss from the middle
 of a longer run, because its learning rate has not decayed yet.
 """
@@ -26,24 +27,16 @@ from unittest import mock
 import torch
 
 from benchmarks.bench import ROOT, git_commit, machine
+from benchmarks.variants import CANDIDATES, INGREDIENTS, OptimizerFollower, Variant
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training import optimizers
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.optimizers import default_learning_rate
 from hf_pretrain.weights.model_arguments import parse_fields
-
-
-# What the default of pretraining adds to plain Muon, and the config field or the name of `optimizers.py` without it.
-INGREDIENTS: dict[str, dict[str, Any]] = {
-    "zero init": {"fields": {"zero_init_residual": False}},
-    "lower momentum": {"replacements": {"MOMENTUM": 0.95}},
-    "embedding rate": {"replacements": {"embedding_factor": lambda hidden_size: 1.0}},
-}
 
 
 def main() -> None:
@@ -56,6 +49,7 @@ def main() -> None:
     parser.add_argument("--max_steps", nargs="+", type=int, default=[550])
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--leave_out", nargs="*", default=[], choices=["all", *INGREDIENTS])
+    parser.add_argument("--candidates", nargs="*", default=[], choices=["all", *CANDIDATES])
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[8])
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
@@ -75,28 +69,30 @@ def main() -> None:
         args.rate_factors,
         args.seeds,
     )
-    left_out = [None, *(INGREDIENTS if "all" in args.leave_out else args.leave_out)]
+    left_out = INGREDIENTS if "all" in args.leave_out else args.leave_out
+    candidates = CANDIDATES if "all" in args.candidates else args.candidates
+    variants: list[tuple[dict[str, str | None], Variant]] = [
+        ({"left_out": None}, Variant()),
+        *(({"left_out": name}, INGREDIENTS[name]) for name in left_out),
+        *(({"left_out": None, "candidate": name}, CANDIDATES[name]) for name in candidates),
+    ]
     for combination in itertools.product(*values):
-        for ingredient in left_out:
-            if "adamw" in combination and "replacements" in INGREDIENTS.get(ingredient, {}):
-                # They are Muon's.
-                continue
-            settings = dict(zip(names, combination, strict=True))
+        for description, variant in variants:
+            settings = dict(zip(names, combination, strict=True)) | variant.settings
             rate = default_learning_rate(settings["optim_preset"], fields["hidden_size"])
             settings["learning_rate"] = settings.pop("rate_factor") * rate
-            without = INGREDIENTS.get(ingredient, {})
-            config = MiniMindConfig(**fields | without.get("fields", {}))
-            record = run(config, rows, eval_rows, tokenizer, settings, replacements=without.get("replacements", {}))
-            record |= {"config_overrides": args.config_overrides, "left_out": ingredient}
+            config = MiniMindConfig(**fields | variant.fields(fields["hidden_size"]))
+            record = run(config, rows, eval_rows, tokenizer, settings, variant)
+            record |= {"config_overrides": args.config_overrides, **description}
             record |= {"max_length": args.max_length, **made_by}
             # Write after each run, so that an interrupted search keeps its results.
             records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
             path.write_text(json.dumps([*records, record], indent=1) + "\n", encoding="utf-8")
-            print({name: record[name] for name in (*settings, "left_out", "eval_loss", "seconds")}, flush=True)
+            print({name: record[name] for name in (*settings, *description, "eval_loss", "seconds")}, flush=True)
 
 
 def run(
-    config: MiniMindConfig, rows, eval_rows, tokenizer, settings: dict[str, Any], *, replacements: dict[str, Any]
+    config: MiniMindConfig, rows, eval_rows, tokenizer, settings: dict[str, Any], variant: Variant
 ) -> dict[str, Any]:
     """
     Train once, and return the settings with the validation metrics, tokens and seconds.
@@ -104,15 +100,16 @@ def run(
     Args:
         config ([`MiniMindConfig`]): shape of the model.
         settings (`dict`): training arguments.
-        replacements (`dict`): names in `training/optimizers.py` and what they stand for instead.
+        variant ([`Variant`]): changes of the model, of the package and of the optimizer.
     """
     # All settings start from the same random draws.
     torch.manual_seed(settings["seed"])
     model = MiniMindForCausalLM(config)
+    variant.prepare_model(model)
     model.set_attn_implementation("packed")
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        for name, value in replacements.items():
-            stack.enter_context(mock.patch.object(optimizers, name, value))
+        for name, value in variant.replacements.items():
+            stack.enter_context(mock.patch(name, value))
         trainer = MaskedLossTrainer(
             model=model,
             args=LMTrainingArguments(
@@ -127,6 +124,7 @@ def run(
             train_dataset=rows,
             eval_dataset=eval_rows,
             processing_class=tokenizer,
+            callbacks=[OptimizerFollower(variant.follow_optimizer)] if variant.follow_optimizer else [],
         )
         start = time.perf_counter()
         trainer.train()
