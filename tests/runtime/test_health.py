@@ -70,7 +70,8 @@ def test_visible_devices_come_with_a_note_on_the_deepspeed_launcher(monkeypatch)
     assert findings(health.check_visible_devices) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     found = findings(health.check_visible_devices)["CUDA_VISIBLE_DEVICES"]
-    assert found.message == "'1,2'" and "`deepspeed --include` ignores this variable" in found.advice
+    assert found.status == NOTE and found.message == "'1,2'"
+    assert "`deepspeed --include` ignores this variable" in found.advice
 
 
 def test_a_port_in_use_is_named(monkeypatch):
