@@ -169,7 +169,7 @@ INGREDIENTS: dict[str, Variant] = {
 CANDIDATES: dict[str, Variant] = {
     "warmup-stable-decay": Variant(settings={"lr_scheduler_type": "warmup_stable_decay"}),
     "initializer_range of 1 / sqrt(width)": Variant(fields=lambda width: {"initializer_range": width**-0.5}),
-    "initializer_range of 0.02": Variant(fields=lambda width: {"initializer_range": 0.02}),
+    "initializer_range of 0.05": Variant(fields=lambda width: {"initializer_range": 0.05}),
     "scaled residual branches": Variant(
         fields=lambda width: {"zero_init_residual": False}, prepare_model=scale_residual_branches
     ),

@@ -22,8 +22,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "zero_init_residual": True,
-        # Closer to 1 / sqrt(hidden_size) than the default of 0.02: a short run ends 0.14 nats lower.
-        "initializer_range": 0.05,
     },
     "minimind2-small": {"hidden_size": 512, "num_hidden_layers": 8, **_V2},
     "minimind2": {"hidden_size": 768, "num_hidden_layers": 16, **_V2},
