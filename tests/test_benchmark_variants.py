@@ -102,7 +102,7 @@ def test_every_variant_trains_differently_from_the_default():
     rows, _ = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=32)
     settings = {"per_device_train_batch_size": 2, "max_steps": 20, "learning_rate": 1e-2, "seed": 0, "bf16": True}
     settings |= {"optim_preset": "muon", "lr_scheduler_type": "cosine_with_min_lr"}
-    experts = EXPERTS | {"zero_init_residual": True, "initializer_range": 0.05}
+    experts = EXPERTS | {"zero_init_residual": True, "initializer_range": 0.1}
 
     def loss(variant: variants.Variant) -> float:
         config = MiniMindConfig(**SHAPE | experts | variant.fields(32))
