@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -131,6 +132,7 @@ def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
     # DeepSpeed takes the number of CPU devices from LOCAL_SIZE.
     own = {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(num_ranks), "PATH": _path()}
     what = f"{num_ranks} rank(s) on {kind}"
+    rerun = f"run {' '.join([*launch, '-m', 'hf_pretrain.runtime.probe', kind, *words])}"
     ranks = subprocess.Popen(
         [*launch, "-m", "hf_pretrain.runtime.probe", kind, *words],
         env=os.environ | own,
@@ -138,28 +140,45 @@ def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
-        output, errors = ranks.communicate(timeout=_PROBE_SECONDS)
-    except subprocess.TimeoutExpired:
+    torchrun = psutil.Process(ranks.pid)
+    deadline, is_late = time.monotonic() + _PROBE_SECONDS, False
+    while not is_late:
+        try:
+            output, errors = ranks.communicate(timeout=1)
+            break
+        except subprocess.TimeoutExpired:
+            if _is_compiling(torchrun):
+                # DeepSpeed compiles a kernel when it runs for the first time. That can take minutes on a slow machine.
+                deadline = time.monotonic() + _PROBE_SECONDS
+            is_late = time.monotonic() > deadline
+    if is_late:
         # Killing torchrun alone would leave its ranks behind. A suspended torchrun starts no new ranks.
-        torchrun = psutil.Process(ranks.pid)
         torchrun.suspend()
         for process in [*torchrun.children(recursive=True), torchrun]:
             process.kill()
-        ranks.communicate()
-        yield _no_answer(what)
-        return
-    rerun = f"For the traceback, run {' '.join([*launch, '-m', 'hf_pretrain.runtime.probe', kind, *words])}"
+        output, errors = ranks.communicate()
     found = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
     for result in found:
         status = OK if result["is_ok"] else BAD
-        yield Finding(f"{result['check']}, {what}", status, result["message"], "" if result["is_ok"] else rerun)
-    if ranks.returncode or not found:
+        advice = "" if result["is_ok"] else f"For the traceback, {rerun}"
+        yield Finding(f"{result['check']}, {what}", status, result["message"], advice)
+    if is_late:
+        yield _no_answer(f"ZeRO step, {what}" if words else what, f"To see where it waits, {rerun}")
+    elif ranks.returncode or not found:
         last = [line for line in errors.splitlines() if "Error" in line][-1:] or ["no output"]
-        yield Finding(what, BAD, last[0].strip(), rerun)
+        yield Finding(what, BAD, last[0].strip(), f"For the traceback, {rerun}")
 
 
-def _no_answer(what: str) -> Finding:
+def _is_compiling(launcher: psutil.Process) -> bool:
+    """Return whether a descendant of a process is `ninja`, with which torch compiles kernels."""
+    try:
+        return any(process.name() == "ninja" for process in launcher.children(recursive=True))
+    except psutil.NoSuchProcess:
+        # A process ended in the meantime.
+        return False
+
+
+def _no_answer(what: str, rerun: str) -> Finding:
     """Return the finding about ranks that did not answer in time."""
     message = f"no answer in {_PROBE_SECONDS} s"
     load, num_cores = psutil.getloadavg()[0], os.cpu_count() or 1
@@ -171,8 +190,8 @@ def _no_answer(what: str) -> Finding:
             f"{message}, with a load of {load:.0f} on {num_cores} cores",
             "Stop other programs, and run the doctor again.",
         )
-    advice = "A firewall or a wrong host name may be the cause. Try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
-    return Finding(what, BAD, message, advice)
+    advice = "A firewall or a wrong host name may be the cause: try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
+    return Finding(what, BAD, message, f"{advice} {rerun}")
 
 
 def check_port() -> Iterator[Finding]:

@@ -118,12 +118,26 @@ def test_ranks_without_an_answer_are_ended(monkeypatch):
         monkeypatch.setattr(health.psutil, "getloadavg", lambda load=load: (load, 0, 0))
         (found,) = health._probe("cpu", 2, [])
         assert found.status == status and advice in found.advice and found.message.startswith("no answer in 1 s")
+    assert next(health._probe("cpu", 2, ["zero"])).name == "ZeRO step, 2 rank(s) on cpu"
     # Ranks that outlived torchrun would be children of another process.
     assert not [
         process
         for process in psutil.process_iter(["cmdline"])
         if "hf_pretrain.runtime.probe" in (process.info["cmdline"] or [])
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of a process is that of its file")
+def test_the_time_of_a_compiler_does_not_count(monkeypatch, tmp_path):
+    shutil.copy("/bin/sleep", tmp_path / "ninja")
+    answer = json.dumps({"check": "ZeRO step", "is_ok": True, "message": "a step"})
+    ranks = tmp_path / "python"
+    ranks.write_text(f"#!/bin/sh\n{tmp_path / 'ninja'} 4\necho '{answer}'\n")
+    ranks.chmod(0o755)
+    monkeypatch.setattr(health, "_PROBE_SECONDS", 2)
+    monkeypatch.setattr(health.sys, "executable", str(ranks))
+    (found,) = health._probe("cpu", 2, ["zero"])
+    assert (found.name, found.status) == ("ZeRO step, 2 rank(s) on cpu", OK)
 
 
 @pytest.mark.slow
