@@ -8,8 +8,9 @@ All programs read the same file of shuffled embedded documents with the same tok
 process and with an empty cache. They take turns. The speed is the text per second of CPU time: on a busy machine, the
 seconds on the clock also count the time in which other programs hold the core.
 
-With `--gigabytes`, our own program prepares files of several sizes on all cores, in which the documents repeat. Their
-peak memory of the largest process shows whether memory grows with the data.
+With `--gigabytes`, our own program prepares files of several sizes on all cores, in which the documents repeat. The
+peak memory of the largest process shows whether memory grows with the data. The resident memory includes files of the
+cache that are mapped into memory, which the system can drop. The private memory does not.
 
 The script prints the results, and writes them to `benchmarks/results/preparation.json`. A run without one of the two
 measurements keeps the earlier record of that measurement.
@@ -26,10 +27,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 from datasets import Dataset, disable_progress_bars, load_dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -113,6 +116,17 @@ def peak_rss_bytes() -> int:
     return max(own, workers)
 
 
+def private_bytes(pid: int) -> int:
+    """Return the memory of a process, or of its largest worker, without mapped files and shared memory (Linux)."""
+    found = 0
+    with suppress(psutil.Error):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with suppress(psutil.Error):
+                memory = process.memory_info()
+                found = max(found, memory.rss - getattr(memory, "shared", 0))
+    return found
+
+
 def measure(name: str, path: str, tokenizer_path: str, num_proc: int) -> dict[str, Any]:
     """Prepare a file in this process, and return time and memory."""
     disable_progress_bars()
@@ -141,19 +155,26 @@ def measure_apart(name: str, path: Path, tokenizer_path: Path, *, num_proc: int 
     """Measure a program in a new process, with an empty cache; on a single core if it uses one process."""
     words = [sys.executable, "-m", "benchmarks.preparation", "--measure", name, str(path), str(tokenizer_path)]
     core = min(os.sched_getaffinity(0)) if sys.platform == "linux" and num_proc == 1 else None
+    peak_private = 0
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         own = {"HF_DATASETS_CACHE": directory, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(
+        program = subprocess.Popen(
             [*words, str(num_proc)],
             cwd=ROOT,
             env=os.environ | own,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
-    if done.returncode:
-        raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                output, errors = program.communicate(timeout=0.5)
+                break
+            peak_private = max(peak_private, private_bytes(program.pid))
+    if program.returncode:
+        raise RuntimeError(f"{name} failed: {errors[-2000:]}")
+    return json.loads(output.splitlines()[-1]) | {"peak_private_bytes": peak_private}
 
 
 def write_documents(texts: list[str], path: Path, num_bytes: float) -> int:
@@ -188,7 +209,7 @@ def compare(path: Path, tokenizer_path: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def measure_growth(texts: list[str], directory: Path, tokenizer_path: Path, gigabytes: list[float]) -> dict[str, Any]:
-    """Prepare files of several sizes, and return the peak memory of each and the line through the outer two."""
+    """Prepare files of several sizes, and return the peak memory of each and the lines through the outer two."""
     path, runs = directory / "large.jsonl", []
     for size in gigabytes:
         print(f"{size} GB", file=sys.stderr, flush=True)
@@ -196,12 +217,12 @@ def measure_growth(texts: list[str], directory: Path, tokenizer_path: Path, giga
         run = measure_apart("ours", path, tokenizer_path, num_proc=os.cpu_count() or 1)
         runs.append({"num_documents": num_documents, **run})
     first, last = runs[0], runs[-1]
-    growth = last["peak_rss_bytes"] - first["peak_rss_bytes"]
     result: dict[str, Any] = {"num_proc": os.cpu_count(), "runs": runs}
     if len(runs) > 1:
-        slope = growth / (last["megabytes"] - first["megabytes"])
-        result["growth_bytes_per_document"] = growth / (last["num_documents"] - first["num_documents"])
-        result["extrapolated_bytes_at_10_gigabytes"] = last["peak_rss_bytes"] + slope * (10_000 - last["megabytes"])
+        for kind in ("rss", "private"):
+            peak = f"peak_{kind}_bytes"
+            slope = (last[peak] - first[peak]) / (last["megabytes"] - first["megabytes"])
+            result[f"extrapolated_{kind}_bytes_at_10_gigabytes"] = last[peak] + slope * (10_000 - last["megabytes"])
     return result
 
 
@@ -215,7 +236,7 @@ def print_results(results: dict[str, Any]) -> None:
     for run in results.get("growth", {}).get("runs", []):
         print(
             f"{run['megabytes']:,.0f} MB: {run['seconds']:,.0f} s, {run['cpu_seconds']:,.0f} s of CPU time, "
-            f"peak {run['peak_rss_bytes'] / 1e6:,.0f} MB"
+            f"peak {run['peak_rss_bytes'] / 1e6:,.0f} MB, of which {run['peak_private_bytes'] / 1e6:,.0f} MB private"
         )
 
 

@@ -1,7 +1,7 @@
 """
 Time to reach a validation loss, measured side by side: `make race`, or
 
-    python -m benchmarks.race --minutes 7 --seeds 3
+    python -m benchmarks.race --minutes 5 --seeds 3
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
     python -m benchmarks.race --minutes 4 --seeds 1 --leave_out
 
@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=7,
+        default=5,
         help="Training time of all seeds together. The shorter runs add half of it.",
     )
     parser.add_argument("--seeds", type=int, default=3, help="Number of races. Each has its own seed.")

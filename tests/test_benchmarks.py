@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -347,10 +349,32 @@ def test_all_programs_prepare_the_same_text(tmp_path, monkeypatch):
 def test_memory_is_extrapolated_along_a_line(tmp_path, monkeypatch):
     def measure_apart(name, path, tokenizer_path, *, num_proc):
         megabytes = path.stat().st_size / 1e6
-        return {"megabytes": megabytes, "peak_rss_bytes": 1000 + 10 * megabytes}
+        return {"megabytes": megabytes, "peak_rss_bytes": 1000 + 10 * megabytes, "peak_private_bytes": 500}
 
     monkeypatch.setattr(preparation, "measure_apart", measure_apart)
     found = preparation.measure_growth(["a text"], tmp_path, tmp_path, [0.0001, 0.0003])
-    assert found["extrapolated_bytes_at_10_gigabytes"] == pytest.approx(1000 + 10 * 10_000)
-    # One line of JSON has 19 bytes.
-    assert found["growth_bytes_per_document"] == pytest.approx(10 * 19e-6)
+    assert found["extrapolated_rss_bytes_at_10_gigabytes"] == pytest.approx(1000 + 10 * 10_000)
+    assert found["extrapolated_private_bytes_at_10_gigabytes"] == pytest.approx(500)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is known on Linux only")
+def test_private_memory_counts_workers_but_no_mapped_files(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(80_000_000))
+    worker = f"""
+import mmap
+file = open({str(file)!r}, "rb")
+mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+total = sum(mapped[::4096])
+memory = b"1" * 40_000_000
+print("ready", flush=True)
+input()
+"""
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent, worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout.readline() == "ready\n"
+        found = preparation.private_bytes(program.pid)
+        program.communicate("\n")
+    assert 40_000_000 < found < 80_000_000
