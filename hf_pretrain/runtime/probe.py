@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .build_locks import remove_stale_build_locks
 from .cpu_ranks import leave_process_group, remove_allreduce_buffers
 
 
@@ -92,6 +93,9 @@ def main() -> None:
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
+    if "zero" in rest:
+        # The other ranks wait in the next line until the first rank joins them.
+        remove_stale_build_locks()
     dist.init_process_group(BACKENDS[kind])
     for name, check in CHECKS.items():
         if (name == "ZeRO step") != ("zero" in rest):

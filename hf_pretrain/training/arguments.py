@@ -17,11 +17,12 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import logging
 
 from ..runtime.activity import activity, shows_bars
+from ..runtime.build_locks import remove_stale_build_locks
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import nearest_word
 from ..runtime.waiting import first_process_first
-from .deepspeed_support import remove_stale_build_locks, turns_on_deepspeed
+from .deepspeed_support import turns_on_deepspeed
 from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
 from .optimizer_choice import choose_optimizer
 from .optimizers import OPTIM_PRESETS

@@ -1,12 +1,10 @@
 """The command line: defaults, YAML files and refused values."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from torch.utils.file_baton import FileBaton
 
 import hf_pretrain.training
 from hf_pretrain.data.arguments import DataArguments
@@ -15,7 +13,6 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import arguments as training_args
 from hf_pretrain.training import parsing
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.deepspeed_support import remove_stale_build_locks
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_config, load_model
@@ -138,35 +135,6 @@ def test_one_machine_must_not_save_an_empty_optimizer(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--save_on_each_node is not possible with --fsdp_size"):
         parse(tmp_path, "--use_cpu", "--fsdp_size", "2", "--save_on_each_node")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Elsewhere the open files of a process are not looked at.")
-def test_only_locks_of_killed_builds_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    stale, held = tmp_path / "py311_cpu/killed/lock", tmp_path / "running/lock"
-    for path in (stale, held):
-        path.parent.mkdir(parents=True)
-    stale.touch()
-    # As torch does: the process that builds keeps the lock open.
-    baton = FileBaton(str(held))
-    assert baton.try_acquire()
-    remove_stale_build_locks()
-    assert not stale.exists() and held.exists()
-    # Two processes of the deepspeed launcher on this machine.
-    stale.touch()
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_SIZE", "2"), ("CROSS_SIZE", "1"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    remove_stale_build_locks()
-    assert not stale.exists()
-    # Only the first process of a machine looks, and nobody does in a run on two machines.
-    for name, value in (("LOCAL_RANK", "1"), ("LOCAL_RANK", "0")):
-        stale.touch()
-        monkeypatch.setenv(name, value)
-        remove_stale_build_locks()
-        assert stale.exists()
-        monkeypatch.setenv("WORLD_SIZE", "4")
-    baton.release()
 
 
 def test_compile_options_apply_only_to_the_layers(tmp_path):
