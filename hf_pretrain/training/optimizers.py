@@ -41,15 +41,15 @@ def default_learning_rate(optimizer: str, hidden_size: int) -> float:
     Return the peak learning rate of pretraining for a model of the given width.
 
     The best rates of the preset `tiny` (width 192) were 8e-3 for Muon and 4e-3 for AdamW. Muon's rate falls with the
-    square root of the width, because [`Muon`] multiplies its updates by it. AdamW's exponent of 1.5 fits 4e-3 at width
-    192 and MiniMind's 5e-4 at 768.
+    width: at width 512, a rate that fell with its square root only was too high for runs of more than a few steps
+    (docs/performance.md). AdamW's exponent of 1.5 fits 4e-3 at width 192 and MiniMind's 5e-4 at 768.
 
     Args:
         optimizer (`str`): one of `OPTIM_PRESETS`.
         hidden_size (`int`): width of the model.
     """
     scale = 192 / hidden_size
-    return 8e-3 * scale**0.5 if optimizer == "muon" else 4e-3 * scale**1.5
+    return 8e-3 * scale if optimizer == "muon" else 4e-3 * scale**1.5
 
 
 def embedding_factor(hidden_size: int) -> float:
