@@ -4,6 +4,7 @@ Time to reach a validation loss, measured side by side: `make race`, or
     python -m benchmarks.race --minutes 5 --seeds 3
     python -m benchmarks.race --model_preset minimind2-small --upstream ../minimind
     python -m benchmarks.race --minutes 4 --seeds 1 --leave_out
+    python -m benchmarks.race --minutes 15 --name long
 
 All contestants train a model of one shape on the same documents, with the same tokenizer, in the same precision and
 for about the same number of seconds: each measures its speed, and trains for the number of steps that fits. On a CPU
@@ -16,7 +17,8 @@ contestants.
 The script prints the seconds in which `ours` reached the final loss of each other contestant. It writes all curves to
 `benchmarks/results/race-<preset>.json`, and draws them into `docs/race-<preset>.png`, or `docs/race.png` for `tiny`.
 With `--upstream`, the loop like MiniMind's uses the classes of a checkout of MiniMind. With `--leave_out`, the other
-contestants are variants of `ours`, each without one part. Both write separate result files.
+contestants are variants of `ours`, each without one part. `--name` takes the contestants and their settings from a
+search with that name. All three write separate result files.
 """
 
 import argparse
@@ -77,19 +79,25 @@ Entry = tuple[str, RaceSetting]
 Race = dict[str, dict[str, Any]]
 
 
-def best_settings(preset: str) -> dict[str, dict[str, Any]]:
+def settings_path(preset: str, name: str | None = None) -> Path:
+    """Return the file of the settings that `race_settings.py` finds, and `race.py` reads."""
+    return ROOT / f"benchmarks/results/race-settings-{preset}{f'-{name}' if name else ''}.json"
+
+
+def best_settings(preset: str, name: str | None = None) -> dict[str, dict[str, Any]]:
     """
-    Return the learning rate and batch size of each other contestant that `race_settings.py` found best. Raise
-    `ValueError` if it has not run yet.
+    Return the learning rate and batch size that `race_settings.py` found best, for each contestant that it searched
+    for. Raise `ValueError` if it has not run yet.
     """
-    path = ROOT / f"benchmarks/results/race-settings-{preset}.json"
+    path = settings_path(preset, name)
     if not path.is_file():
-        raise ValueError(f"{path} is missing. Run python -m benchmarks.race_settings --model_preset {preset} first.")
+        flags = f"--model_preset {preset}{f' --name {name}' if name else ''}"
+        raise ValueError(f"{path} is missing. Run python -m benchmarks.race_settings {flags} first.")
     record = json.loads(path.read_text(encoding="utf-8"))
     best: dict[str, dict[str, Any]] = {}
     for run in sorted(record["runs"], key=lambda run: run["final_loss"]):
         best.setdefault(run["contestant"], {name: run[name] for name in ("learning_rate", "batch_size")})
-    return {name: best[name] for name in OTHERS}
+    return {name: best[name] for name in OTHERS if name in best}
 
 
 def entries_of(
@@ -330,13 +338,16 @@ def main() -> None:
         help="Checkout of MiniMind, whose model and data set replace the loop like MiniMind's.",
     )
     others.add_argument("--leave_out", action="store_true", help="Compare `ours` with itself without one part each.")
+    others.add_argument(
+        "--name", help="Name of the search of `race_settings.py` whose contestants and settings to use."
+    )
     args = parser.parse_args()
     if args.upstream is not None and not (args.upstream / "model").is_dir():
         parser.error(f"--upstream {args.upstream} has no folder `model`. Pass a checkout of MiniMind.")
     # Ask git first: writing the plot changes the work tree, and the commit would become `-dirty`.
     record = environment()
 
-    best = {} if args.leave_out else best_settings(args.model_preset)
+    best = {} if args.leave_out else best_settings(args.model_preset, args.name)
     setting = make_setting(args.model_preset, seconds=60 * args.minutes / args.seeds)
     entries = without_parts(setting) if args.leave_out else entries_of(setting, best, upstream=args.upstream)
     races: list[Race] = []
@@ -356,7 +367,7 @@ def main() -> None:
     }
     record["ratios"] = ratios_of_all(races)
     record["seeds"] = races
-    kind = "-left-out" if args.leave_out else "-upstream" if args.upstream else ""
+    kind = "-left-out" if args.leave_out else "-upstream" if args.upstream else f"-{args.name}" if args.name else ""
     path = ROOT / f"benchmarks/results/race{kind}-{args.model_preset}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     title = f"{args.model_preset} in {record['settings']['precision']} on {record['machine']}"

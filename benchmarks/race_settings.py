@@ -3,12 +3,14 @@ Search the learning rate and the batch size of each contestant of `race.py` but 
 
     python -m benchmarks.race_settings --num_rows 1280
     python -m benchmarks.race_settings --model_preset minimind2-small --num_rows 384
+    python -m benchmarks.race_settings --name long --num_rows 4480 --others "loop like MiniMind's"
 
 For each contestant, the script first tries learning rates with 8 rows per step, and then batch sizes with the best
 learning rate. While the smallest or the largest value is the best, it tries a further value. All runs train on
 `--num_rows` rows, so the result does not depend on the speed of the machine. Choose about as many rows as a contestant
 trains on in the race. The script writes all runs to `benchmarks/results/race-settings-<preset>.json`, where `race.py`
-finds the best run of each contestant.
+finds the best run of each contestant. `--name` adds a name to the file: `race.py --name` reads that file, and races
+against the contestants of `--others` only.
 """
 
 import argparse
@@ -19,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.bench import ROOT, environment
+from benchmarks.bench import environment
 from benchmarks.contestants import CONTESTANTS, OTHERS, RaceSetting, Run
-from benchmarks.race import MAX_LENGTHS, make_setting
+from benchmarks.race import MAX_LENGTHS, make_setting, settings_path
 
 
 # A learning rate or a batch size.
@@ -32,12 +34,12 @@ BATCH_SIZE = 8
 OTHER_BATCH_SIZES = (4, 16)
 
 
-def final_loss(name: str, setting: RaceSetting, *, num_rows: int) -> float:
-    """Train a contestant on a number of rows, and return its validation loss."""
+def train_alone(name: str, setting: RaceSetting, *, num_rows: int) -> tuple[float, float]:
+    """Train a contestant on a number of rows. Return its seconds of training and its final validation loss."""
     # Nobody else waits at the barrier.
     run = Run(setting, threading.Barrier(1), num_steps=num_rows // setting.batch_size, num_validations=1)
     CONTESTANTS[name](setting, run)
-    return run.curve[-1][1]
+    return run.curve[-1]
 
 
 def search_beyond_edges(losses: dict[Value, float], try_out: Callable[[Value], float]) -> Value:
@@ -66,8 +68,9 @@ def search(name: str, setting: RaceSetting, rates: tuple[float, ...], *, num_row
 
     def try_out(rate: float, batch_size: int) -> float:
         setting.learning_rate, setting.batch_size = rate, batch_size
-        loss = final_loss(name, setting, num_rows=num_rows)
-        runs.append({"contestant": name, "learning_rate": rate, "batch_size": batch_size, "final_loss": loss})
+        seconds, loss = train_alone(name, setting, num_rows=num_rows)
+        found = {"contestant": name, "learning_rate": rate, "batch_size": batch_size}
+        runs.append(found | {"seconds": round(seconds, 1), "final_loss": loss})
         print(runs[-1], flush=True)
         return loss
 
@@ -82,6 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_preset", default="tiny", choices=list(MAX_LENGTHS))
     parser.add_argument("--num_rows", type=int, default=1280, help="Rows of each run.")
+    parser.add_argument("--others", nargs="+", default=list(OTHERS), choices=OTHERS, help="Contestants to search for.")
+    parser.add_argument("--name", help="Name in the file of the result.")
     args = parser.parse_args()
     record = environment()
     setting = make_setting(args.model_preset, seconds=0)
@@ -89,8 +94,8 @@ def main() -> None:
     rates = LEARNING_RATES[args.model_preset]
     with tempfile.TemporaryDirectory() as directory:
         setting.output_dir = Path(directory)
-        record["runs"] = [run for name in OTHERS for run in search(name, setting, rates, num_rows=args.num_rows)]
-    path = ROOT / f"benchmarks/results/race-settings-{args.model_preset}.json"
+        record["runs"] = [run for name in args.others for run in search(name, setting, rates, num_rows=args.num_rows)]
+    path = settings_path(args.model_preset, args.name)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

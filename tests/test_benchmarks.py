@@ -178,8 +178,8 @@ def test_a_search_goes_on_beyond_the_edges_first_of_the_rates_and_then_of_the_ba
     losses = rates | sizes
     monkeypatch.setattr(
         race_settings,
-        "final_loss",
-        lambda name, setting, num_rows: losses[setting.learning_rate, setting.batch_size],
+        "train_alone",
+        lambda name, setting, num_rows: (1.0, losses[setting.learning_rate, setting.batch_size]),
     )
     runs = race_settings.search("stock Trainer", make_race_setting(tmp_path), (1e-3, 2e-3, 4e-3), num_rows=8)
     assert [(run["learning_rate"], run["batch_size"]) for run in runs] == list(losses)
@@ -206,8 +206,9 @@ def test_runs_of_a_search_train_on_equally_many_rows(tmp_path, monkeypatch, batc
         lambda setting, run: (train(setting, run), num_steps.append(run.num_done)),
     )
     setting = make_race_setting(tmp_path, batch_size=batch_size)
-    loss = race_settings.final_loss(contestants.LOOP, setting, num_rows=100)
+    seconds, loss = race_settings.train_alone(contestants.LOOP, setting, num_rows=100)
     assert num_steps == [100 // batch_size] and loss < math.log(300) - 1
+    assert seconds > 0
 
 
 def test_the_validation_loss_is_the_mean_over_documents_that_stand_alone(tmp_path):
@@ -285,6 +286,18 @@ def test_a_race_without_searched_settings_says_what_to_run(tmp_path, monkeypatch
     monkeypatch.setattr(race, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="Run python -m benchmarks.race_settings --model_preset tiny first"):
         race.best_settings("tiny")
+    with pytest.raises(ValueError, match="race_settings --model_preset tiny --name long first"):
+        race.best_settings("tiny", "long")
+
+
+def test_a_named_search_chooses_the_contestants(tmp_path, monkeypatch):
+    monkeypatch.setattr(race, "ROOT", tmp_path)
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    run = {"contestant": contestants.LOOP, "learning_rate": 1e-3, "batch_size": 4, "seconds": 1.0, "final_loss": 5.0}
+    race.settings_path("toy", "long").write_text(json.dumps({"runs": [run]}))
+    best = race.best_settings("toy", "long")
+    assert best == {contestants.LOOP: {"learning_rate": 1e-3, "batch_size": 4}}
+    assert list(race.entries_of(make_race_setting(tmp_path), best)) == ["ours", contestants.LOOP]
 
 
 def test_without_a_part_exactly_that_part_is_missing(tmp_path, monkeypatch):
