@@ -5,12 +5,12 @@ Search the learning rate and the batch size of each contestant of `race.py` but 
     python -m benchmarks.race_settings --model_preset minimind2-small --num_rows 384
     python -m benchmarks.race_settings --name long --num_rows 4480 --others "loop like MiniMind's"
 
-For each contestant, the script first tries learning rates with 8 rows per step, and then batch sizes with the best
-learning rate. While the smallest or the largest value is the best, it tries a further value. All runs train on
-`--num_rows` rows, so the result does not depend on the speed of the machine. Choose about as many rows as a contestant
-trains on in the race. The script writes all runs to `benchmarks/results/race-settings-<preset>.json`, where `race.py`
-finds the best run of each contestant. `--name` adds a name to the file: `race.py --name` reads that file, and races
-against the contestants of `--others` only.
+For each contestant, the script searches in turn the learning rate and the batch size, until neither changes: it tries
+half and double the best value, and goes on while one of them is better. All runs train on `--num_rows` rows, so the
+result does not depend on the speed of the machine. Choose about as many rows as a contestant trains on in the race.
+The script writes all runs to `benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of
+each contestant. A search that was interrupted continues from the runs in this file. `--name` adds a name to the file:
+`race.py --name` reads that file, and races against the contestants of `--others` only.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +30,9 @@ from benchmarks.race import MAX_LENGTHS, make_setting, settings_path
 # A learning rate or a batch size.
 Value = TypeVar("Value", int, float)
 
-LEARNING_RATES = {"tiny": (2e-3, 4e-3, 8e-3), "minimind2-small": (5e-4, 1e-3, 2e-3)}
+# Where the search begins.
+LEARNING_RATES = {"tiny": 4e-3, "minimind2-small": 1e-3}
 BATCH_SIZE = 8
-OTHER_BATCH_SIZES = (4, 16)
 
 
 def train_alone(name: str, setting: RaceSetting, *, num_rows: int) -> tuple[float, float]:
@@ -42,43 +43,36 @@ def train_alone(name: str, setting: RaceSetting, *, num_rows: int) -> tuple[floa
     return run.curve[-1]
 
 
-def search_beyond_edges(losses: dict[Value, float], try_out: Callable[[Value], float]) -> Value:
+def climb(value: Value, loss_of: Callable[[Value], float]) -> Value:
     """
-    Return the value with the lowest loss. While this value is the smallest or the largest, also try its half or its
-    double. A batch size stays at least 1.
+    Return a value whose half and double have no lower loss. A batch size stays at least 1.
 
     Args:
-        losses (`dict`): losses of the first values. The function adds the losses of the values that it tries.
-        try_out (`Callable`): returns the loss of a value.
+        value (`float` or `int`): learning rate or batch size to begin with.
+        loss_of (`Callable`): returns the loss of a value.
     """
     while True:
-        best = min(losses, key=lambda value: losses[value])
-        if best == max(losses):
-            further = 2 * best
-        elif best == min(losses) and best != 1:
-            further = best // 2 if isinstance(best, int) else best / 2
-        else:
-            return best
-        losses[further] = try_out(further)
+        half = max(1, value // 2) if isinstance(value, int) else value / 2
+        # Of equal values, `min` takes the first.
+        best = min((value, half, 2 * value), key=loss_of)
+        if best == value:
+            return value
+        value = best
 
 
-def search(name: str, setting: RaceSetting, rates: tuple[float, ...], *, num_rows: int) -> list[dict[str, Any]]:
-    """Return the settings and the final losses of all runs of a contestant. `setting` keeps the prepared rows."""
-    runs: list[dict[str, Any]] = []
+def _loss_of_rate(loss_of: Callable[[float, int], float], batch_size: int, rate: float) -> float:
+    return loss_of(rate, batch_size)
 
-    def try_out(rate: float, batch_size: int) -> float:
-        setting.learning_rate, setting.batch_size = rate, batch_size
-        seconds, loss = train_alone(name, setting, num_rows=num_rows)
-        found = {"contestant": name, "learning_rate": rate, "batch_size": batch_size}
-        runs.append(found | {"seconds": round(seconds, 1), "final_loss": loss})
-        print(runs[-1], flush=True)
-        return loss
 
-    of_rates = {rate: try_out(rate, BATCH_SIZE) for rate in rates}
-    rate = search_beyond_edges(of_rates, lambda rate: try_out(rate, BATCH_SIZE))
-    of_sizes = {BATCH_SIZE: of_rates[rate]} | {size: try_out(rate, size) for size in OTHER_BATCH_SIZES}
-    search_beyond_edges(of_sizes, lambda size: try_out(rate, size))
-    return runs
+def search(rate: float, loss_of: Callable[[float, int], float]) -> tuple[float, int]:
+    """Return the learning rate and the batch size of a contestant that no half or double of either one betters."""
+    batch_size = BATCH_SIZE
+    while True:
+        before = rate, batch_size
+        rate = climb(rate, partial(_loss_of_rate, loss_of, batch_size))
+        batch_size = climb(batch_size, partial(loss_of, rate))
+        if (rate, batch_size) == before:
+            return before
 
 
 def main() -> None:
@@ -91,12 +85,30 @@ def main() -> None:
     record = environment()
     setting = make_setting(args.model_preset, seconds=0)
     record |= {"num_rows": args.num_rows, "precision": "bf16" if setting.bf16 else "float32"}
-    rates = LEARNING_RATES[args.model_preset]
+    path = settings_path(args.model_preset, args.name)
+    runs: list[dict[str, Any]] = []
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if all(found[name] == record[name] for name in ("num_rows", "precision")):
+            runs = found["runs"]
+
+    def loss_of(name: str, rate: float, batch_size: int) -> float:
+        settings = {"contestant": name, "learning_rate": rate, "batch_size": batch_size}
+        for run in runs:
+            if run.items() >= settings.items():
+                return run["final_loss"]
+        setting.learning_rate, setting.batch_size = rate, batch_size
+        seconds, loss = train_alone(name, setting, num_rows=args.num_rows)
+        runs.append(settings | {"seconds": round(seconds, 1), "final_loss": loss, "commit": record["commit"]})
+        print(runs[-1], flush=True)
+        # Write after each run, so that an interrupted search keeps its results.
+        path.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
+        return loss
+
     with tempfile.TemporaryDirectory() as directory:
         setting.output_dir = Path(directory)
-        record["runs"] = [run for name in args.others for run in search(name, setting, rates, num_rows=args.num_rows)]
-    path = settings_path(args.model_preset, args.name)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        for name in args.others:
+            print(name, search(LEARNING_RATES[args.model_preset], partial(loss_of, name)))
 
 
 if __name__ == "__main__":

@@ -172,28 +172,42 @@ def make_race_setting(tmp_path, **fields) -> contestants.RaceSetting:
     return contestants.RaceSetting(**vars(setting) | own | fields)
 
 
-def test_a_search_goes_on_beyond_the_edges_first_of_the_rates_and_then_of_the_batch_sizes(tmp_path, monkeypatch):
-    rates = {(1e-3, 8): 2.0, (2e-3, 8): 2.5, (4e-3, 8): 3.0, (5e-4, 8): 2.2}
-    sizes = {(1e-3, 4): 1.8, (1e-3, 16): 2.1, (1e-3, 2): 1.7, (1e-3, 1): 1.5}
-    losses = rates | sizes
-    monkeypatch.setattr(
-        race_settings,
-        "train_alone",
-        lambda name, setting, num_rows: (1.0, losses[setting.learning_rate, setting.batch_size]),
-    )
-    runs = race_settings.search("stock Trainer", make_race_setting(tmp_path), (1e-3, 2e-3, 4e-3), num_rows=8)
-    assert [(run["learning_rate"], run["batch_size"]) for run in runs] == list(losses)
+def test_a_search_ends_where_no_half_and_no_double_is_better():
+    # A long valley: small batches want small rates, and the best pair lies off both axes through the start.
+    def loss_of(rate: float, batch_size: int) -> float:
+        tried.append((rate, batch_size))
+        return 0.04 * math.log2(rate / 5e-4 / batch_size) ** 2 + 0.1 * math.log2(batch_size)
+
+    tried: list[tuple[float, int]] = []
+    assert race_settings.search(4e-3, loss_of) == (5e-4, 1)
+    # A batch size below 1 does not exist.
+    assert min(batch_size for _, batch_size in tried) == 1
+
+
+def test_a_search_continues_from_the_runs_of_its_file(tmp_path, monkeypatch):
     (tmp_path / "benchmarks/results").mkdir(parents=True)
-    record = {"runs": [run | {"contestant": name} for name in contestants.OTHERS for run in runs]}
-    (tmp_path / "benchmarks/results/race-settings-toy.json").write_text(json.dumps(record))
     monkeypatch.setattr(race, "ROOT", tmp_path)
-    best = {"learning_rate": 1e-3, "batch_size": 1}
-    assert race.best_settings("toy") == dict.fromkeys(contestants.OTHERS, best)
+    monkeypatch.setattr(race_settings, "make_setting", lambda preset, seconds: make_race_setting(tmp_path))
+    tried: list[tuple[float, int]] = []
 
+    def train_alone(name, setting, *, num_rows):
+        tried.append((setting.learning_rate, setting.batch_size))
+        if len(tried) == 3:
+            raise KeyboardInterrupt
+        return 1.0, abs(setting.learning_rate - 4e-3) + setting.batch_size
 
-def test_a_search_doubles_the_largest_value_until_a_smaller_one_is_better():
-    losses = {4: 3.0, 8: 2.0}
-    assert race_settings.search_beyond_edges(losses, {16: 1.0, 32: 1.5}.__getitem__) == 16
+    monkeypatch.setattr(race_settings, "train_alone", train_alone)
+    monkeypatch.setattr("sys.argv", ["race_settings", "--others", contestants.LOOP])
+    with pytest.raises(KeyboardInterrupt):
+        race_settings.main()
+    race_settings.main()
+    assert len(set(tried)) == len(tried) - 1
+    assert race.best_settings("tiny") == {contestants.LOOP: {"learning_rate": 4e-3, "batch_size": 1}}
+    # Runs on another number of rows are of no use.
+    monkeypatch.setattr("sys.argv", ["race_settings", "--others", contestants.LOOP, "--num_rows", "640"])
+    num_tried = len(tried)
+    race_settings.main()
+    assert len(tried) > num_tried
 
 
 @pytest.mark.parametrize("batch_size", [2, 4])
