@@ -4,9 +4,10 @@ Speed of training programs, measured side by side: `make bench`, or
     python -m benchmarks.bench --sizes 26M --rounds 3 --steps 3
     python -m benchmarks.bench --sizes 26M 104M 145M-moe --max_length 512 2048
 
-All programs train on the same documents, with the same tokenizer and in the same precision. They take turns: in each
-of several rounds, each program runs a few steps, so that a busy machine slows all of them. The benchmark compares
-medians. It prints a table, and writes it with versions and commit to `benchmarks/results/<machine>.json`.
+All programs train on the same documents, with the same tokenizer and in the same precision, and all but `ours, Muon`
+with AdamW. They take turns: in each of several rounds, each program runs a few steps, so that a busy machine slows all
+of them. The speeds are the tokens of all steps over their time; the step times are medians. The benchmark prints a
+table, and writes it with versions and commit to `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -128,6 +129,7 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
     ours = programs.ours(setting)
     runs: dict[str, Callable[[int], Steps]] = {
         "ours": ours,
+        "ours, Muon": programs.ours(setting, optim_preset="muon"),
         "bare loop": programs.bare_loop(setting),
     }
     # The other programs train a Llama or a dense copy of MiniMind and have no counterpart with experts.

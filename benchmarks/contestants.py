@@ -122,6 +122,8 @@ class Run:
         # The number of steps before each point of the curve.
         self.steps: list[int] = []
         self.seconds, self.num_done, self.resumed = 0.0, 0, 0.0
+        # What the contestant chose by itself, for the record.
+        self.settings: dict[str, Any] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Wait for the other contestants. Call it when everything is ready for the first step."""
@@ -177,9 +179,13 @@ def ours(setting: RaceSetting, run: Run) -> None:
     argv = [f"--{name}={value}" for name, value in (flags | setting.flags).items()] + ["--disable_tqdm=true"]
     model_args, data_args, args = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
     keep_optimizer(args, [model_args], checkpoint=None)
+    names = ("optim_preset", "learning_rate", "per_device_train_batch_size", "lr_scheduler_type", "warmup_steps")
+    run.settings = {name: str(getattr(args, name)) for name in names}
     set_seed(args.seed)
+    model = load_model(model_args, setting.tokenizer)
+    run.settings["initializer_range"] = str(model.config.initializer_range)
     trainer = MaskedLossTrainer(
-        model=load_model(model_args, setting.tokenizer),
+        model=model,
         args=args,
         data_collator=DataCollatorForPackedRows(setting.tokenizer.pad_token_id, max_length=data_args.row_length),
         train_dataset=data_args.prepare_rows(setting.documents, setting.tokenizer)[0],

@@ -31,6 +31,7 @@ import queue
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
@@ -66,6 +67,7 @@ PARTS: dict[str, dict[str, Any]] = {
 MAX_LENGTHS = {"tiny": 256, "minimind2-small": 512}
 # Shares of the steps of `ours`. It also trains with schedules that end so early, because a user would choose a short
 # run to reach only the loss of another contestant. In the middle of a long run, the learning rate has not decayed yet.
+# Shares that are more than twice as long as the time of `ours` to the lowest of these losses would be of no use.
 SHORTER = {"ours, 1/2": 1 / 2, "ours, 1/4": 1 / 4, "ours, 1/8": 1 / 8, "ours, 1/16": 1 / 16}
 NUM_VALIDATIONS = 12
 # Evenly spaced documents of the validation set. The mean over more of them would take long to compute on a CPU.
@@ -130,7 +132,7 @@ def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]
         num_steps = max(2, round(setting.seconds / step_seconds))
     run = Run(setting, barrier, num_steps=num_steps, num_validations=NUM_VALIDATIONS)
     CONTESTANTS[name](setting, run)
-    return {"num_steps": num_steps, "steps": run.steps, "curve": run.curve}
+    return {"num_steps": num_steps, "settings": run.settings, "steps": run.steps, "curve": run.curve}
 
 
 def take_part(label: str, entry: Entry, cores: list[int], barrier: Barrier, results: Any, is_over: Event) -> None:
@@ -199,19 +201,23 @@ def run_race(entries: dict[str, Entry]) -> Race:
     return race
 
 
-def run_shorter(setting: RaceSetting, ours: dict[str, Any]) -> Race:
+def run_shorter(setting: RaceSetting, race: Race) -> Race:
     """
     Train `ours` with shorter schedules. A step counts as many seconds as in the race, because the machine may be
     faster or slower by now.
 
     Args:
         setting ([`RaceSetting`]): setting of `ours`.
-        ours (`dict`): result of `ours` in the race.
+        race (`dict`): the race that has just ended.
     """
+    ours = race["ours"]
+    target = min(result["curve"][-1][1] for name, result in race.items() if name != "ours")
+    useful = max(2 * seconds_to_reach(ours["curve"], target) / ours["curve"][-1][0], min(SHORTER.values()))
     found = run_race(
         {
             name: ("ours", replace(setting, num_steps=max(1, round(share * ours["num_steps"]))))
             for name, share in SHORTER.items()
+            if share <= useful
         }
     )
     # The clock of the race starts after the first step.
@@ -264,7 +270,8 @@ def report(races: list[Race]) -> str:
         found = ratios(races, name)
         return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
-    names = sorted(races[0], key=final_loss)
+    # Races may have different shorter runs.
+    names = sorted(set.intersection(*map(set, races)), key=final_loss)
     others = [name for name in names if not is_ours(name)]
     lines = [f"{'contestant':24}{'steps':>8}{'seconds':>9}{'final loss':>12}   our time to that loss / its time"]
     for name in names:
@@ -288,8 +295,8 @@ def plot(races: list[Race], path: Path, *, title: str) -> None:
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     colours = {name: f"C{number}" for number, name in enumerate(name for name in races[0] if name not in SHORTER)}
-    for name in races[0]:
-        for seed, race in enumerate(races):
+    for seed, race in enumerate(races):
+        for name in race:
             points = zip(*race[name]["curve"], strict=True)
             label = name if seed == 0 and name in colours else None
             colour = colours.get(name, colours["ours"])
@@ -328,22 +335,25 @@ def main() -> None:
         "--minutes",
         type=float,
         default=5,
-        help="Training time of all seeds together. The shorter runs add half of it.",
+        help="Training time of each contestant for all seeds together; on a GPU, where the contestants take turns, of "
+        "all contestants together. The shorter runs take up to half as long again.",
     )
     parser.add_argument("--seeds", type=int, default=3, help="Number of races. Each has its own seed.")
-    others = parser.add_mutually_exclusive_group()
-    others.add_argument(
+    parser.add_argument(
         "--upstream",
         type=Path,
         help="Checkout of MiniMind, whose model and data set replace the loop like MiniMind's.",
     )
-    others.add_argument("--leave_out", action="store_true", help="Compare `ours` with itself without one part each.")
-    others.add_argument(
+    parser.add_argument("--leave_out", action="store_true", help="Compare `ours` with itself without one part each.")
+    parser.add_argument(
         "--name", help="Name of the search of `race_settings.py` whose contestants and settings to use."
     )
     args = parser.parse_args()
+    if args.leave_out and (args.upstream or args.name):
+        parser.error("--leave_out compares `ours` with itself. Leave out --upstream and --name.")
     if args.upstream is not None and not (args.upstream / "model").is_dir():
         parser.error(f"--upstream {args.upstream} has no folder `model`. Pass a checkout of MiniMind.")
+    start = time.perf_counter()
     # Ask git first: writing the plot changes the work tree, and the commit would become `-dirty`.
     record = environment()
 
@@ -355,7 +365,7 @@ def main() -> None:
         print(f"seed {seed + 1} of {args.seeds}", file=sys.stderr)
         race = run_race({name: (kind, replace(own, seed=seed)) for name, (kind, own) in entries.items()})
         if not args.leave_out:
-            race |= run_shorter(replace(setting, seed=seed), race["ours"])
+            race |= run_shorter(replace(setting, seed=seed), race)
         races.append(race)
     print(report(races))
     record["settings"] = {
@@ -367,8 +377,9 @@ def main() -> None:
     }
     record["ratios"] = ratios_of_all(races)
     record["seeds"] = races
-    kind = "-left-out" if args.leave_out else "-upstream" if args.upstream else f"-{args.name}" if args.name else ""
-    path = ROOT / f"benchmarks/results/race{kind}-{args.model_preset}.json"
+    record["seconds"] = round(time.perf_counter() - start)
+    kinds = ["left-out"] * args.leave_out + ["upstream"] * bool(args.upstream) + [args.name] * bool(args.name)
+    path = ROOT / f"benchmarks/results/race{''.join(f'-{kind}' for kind in kinds)}-{args.model_preset}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     title = f"{args.model_preset} in {record['settings']['precision']} on {record['machine']}"
     plot(races, ROOT / "docs" / path.with_suffix(".png").name.replace("-tiny", ""), title=title)

@@ -58,12 +58,13 @@ def test_all_programs_compute_in_the_same_precision(tmp_path, bf16):
 
 @pytest.mark.parametrize("quiet", [1.0, 1e15])
 def test_the_limit_is_the_best_measurement_and_never_below_the_reached_speed(tmp_path, monkeypatch, quiet):
-    rates = iter([1.0, quiet, 1.0, 1.0])
+    rates = iter([1.0, quiet, 1.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr(bench, "measure_gemm_rate", lambda device, dtype: next(rates))
-    # A model with experts has two programs.
+    # A model with experts has three programs.
     found = bench.compare(make_setting(tmp_path, **EXPERTS), rounds=2, steps=1)
     share = max(row["share_of_limit"] for row in found["programs"].values())
     assert share == pytest.approx(1.0) if quiet == 1.0 else found["gemm_flops_per_second"] == quiet
+    assert list(found["programs"]) == ["ours", "ours, Muon", "bare loop"]
 
 
 def test_the_table_says_its_precision(capsys):
@@ -284,11 +285,18 @@ def test_shorter_runs_count_the_seconds_of_the_race(tmp_path, monkeypatch):
         }
 
     monkeypatch.setattr(race, "run_together", fake)
-    found = race.run_shorter(make_race_setting(tmp_path), ours)
+    # A loss of 3 is never reached, so all shares may be of use.
+    found = race.run_shorter(
+        make_race_setting(tmp_path), {"ours": ours, "other": {"curve": [(0.0, 6.0), (30.0, 3.0)]}}
+    )
     assert {name: result["num_steps"] for name, result in found.items()} == dict(
         zip(race.SHORTER, (8, 4, 2, 1), strict=True)
     )
     assert [result["curve"][-1] for result in found.values()] == [(16.0, 5.0), (8.0, 5.0), (4.0, 5.0), (2.0, 5.0)]
+    # `ours` reaches a loss of 5.6 after a fifth, and 5.98 after a hundredth of its time.
+    for loss, shares in ((5.6, ["ours, 1/4", "ours, 1/8", "ours, 1/16"]), (5.98, ["ours, 1/16"])):
+        other = {"curve": [(0.0, 6.0), (30.0, loss)]}
+        assert list(race.run_shorter(make_race_setting(tmp_path), {"ours": ours, "other": other})) == shares
 
 
 @pytest.mark.parametrize("preset", ["tiny"])
