@@ -134,6 +134,7 @@ def compare(setting: Setting, *, rounds: int, steps: int) -> dict[str, Any]:
     }
     # The other programs train a Llama or a dense copy of MiniMind and have no counterpart with experts.
     if not setting.config.num_experts:
+        runs["ours, compiled"] = programs.ours(setting, torch_compile=True)
         runs["upstream style"] = programs.upstream_style(setting)
         runs["stock Trainer"] = programs.stock_trainer(setting)
         runs["stock Trainer, compiled"] = programs.stock_trainer(setting, torch_compile=True)
