@@ -81,9 +81,10 @@ def main() -> None:
             settings = dict(zip(names, combination, strict=True)) | variant.settings
             rate = default_learning_rate(settings["optim_preset"], fields["hidden_size"])
             settings["learning_rate"] = settings.pop("rate_factor") * rate
-            config = MiniMindConfig(**fields | variant.fields(fields["hidden_size"]))
+            changed = fields | variant.fields(fields["hidden_size"])
+            config = MiniMindConfig(**changed)
             record = run(config, rows, eval_rows, tokenizer, settings, variant)
-            record |= {"config_overrides": args.config_overrides, **description}
+            record |= {"config_overrides": args.config_overrides, "config": changed, **description}
             record |= {"max_length": args.max_length, **made_by}
             # Write after each run, so that an interrupted search keeps its results.
             records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
