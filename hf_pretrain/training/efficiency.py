@@ -127,19 +127,20 @@ class PeakRate:
         Args:
             reached (`float`): FLOP/s that the run has reached. The result is never lower.
         """
-        if self._known is not None:
-            if reached > self._known:
-                logger.warning_once(
-                    f"The run reaches {reached:.3g} FLOP/s, and the data sheet of this GPU says {self._known:.3g}. "
-                    "The run takes the higher one as the peak, so mfu does not exceed 100%."
-                )
-            return max(self._known, reached)
         if self._num_measurements_left > 0:
             self._num_measurements_left -= 1
             rate = measure_gemm_rate(self.device, self.dtype, num_products=2)
             self.flops_per_second = max(self.flops_per_second, rate)
-        self.flops_per_second = max(self.flops_per_second, reached)
-        return self.flops_per_second
+        if reached > self.flops_per_second:
+            source = "the measurement of matrix products gave" if self._known is None else "the data sheet says"
+            logger.warning_once(
+                f"The run reaches {reached:.3g} FLOP/s, but {source} {self.flops_per_second:.3g} for this device. The "
+                "run takes the higher one as the peak, so mfu is 100%. If other processes disturbed the measurement, "
+                "mfu was too high before."
+            )
+            if self._known is None:
+                self.flops_per_second = reached
+        return max(self.flops_per_second, reached)
 
 
 def measure_gemm_rate(device: torch.device, dtype: torch.dtype, *, num_products: int = 5) -> float:
@@ -188,8 +189,8 @@ class MemoryEstimate:
     """
     Estimate of the bytes that each process holds at the peak of a step.
 
-    The estimate counts tensors. The allocator may hold more: on a CPU, glibc holds about two fifths more unless the
-    environment sets MALLOC_MMAP_THRESHOLD_=1000000.
+    The estimate counts tensors. The allocator may hold more, because a run on a CPU keeps freed memory
+    (`runtime/allocation.py`).
 
     Args:
         parameters (`float`): bytes of the parameters, held all the time.
