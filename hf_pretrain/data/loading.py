@@ -76,8 +76,8 @@ def load_documents(
             `name[:config][@revision]` (its split `train`), a file on the Hub, `owner/name:file.jsonl[@revision]` or
             `hf://datasets/owner/name[@revision]/file.jsonl`, or files on ModelScope,
             `modelscope://owner/name[:file.jsonl][@revision]`. Files are JSONL (`.jsonl`), `.json` (an array of
-            objects, or one object per line), `.parquet` and `.txt` (blank lines separate documents); all but parquet
-            also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
+            objects, or one object per line), `.parquet`, `.csv`, `.tsv` and `.txt` (blank lines separate documents);
+            all but parquet also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
             then the JSON of the record in the internal form.
         text_column (`str`, defaults to `"text"`): key or column of the text, for the schema `text`.
