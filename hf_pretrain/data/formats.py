@@ -295,8 +295,8 @@ def _read_table(lines: Iterable[tuple[int, int, bytes]], delimiter: str) -> Iter
         if row is None:
             return
         is_utf8 = not SURROGATE.search("".join(row))
+        # A blank line gives an empty row.
         if not row:
-            # A blank line.
             continue
         if not header:
             header = row

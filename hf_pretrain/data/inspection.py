@@ -151,7 +151,8 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         num_passes = f"{passes:,.0f}" if passes >= 10 else f"{passes:.1f}"
         ratio = tokens / number
         shown = f"{ratio:,.2f}" if ratio >= 1 else f"{ratio:.2g}"
-        rows.append((f"For {preset}", f"{shown} tokens per parameter in one pass; {TOKENS_PER_PARAMETER} take {num_passes} passes"))
+        needed = f"{TOKENS_PER_PARAMETER} per parameter take {num_passes} passes"
+        rows.append((f"For {preset}", f"{shown} tokens per parameter in one pass; {needed}"))
     return rows
 
 

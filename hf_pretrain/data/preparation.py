@@ -112,7 +112,8 @@ def describe_repeats(repeats: dict[str, float], num_rows: int, training_args: Tr
             "times (https://huggingface.co/papers/2305.16264). Lower the weight in --dataset_weights, train for fewer "
             "steps, or add data."
         )
-    return "; the run reads " + ", ".join(f"{name} {number:.1f} times" for name, number in times.items()) if times else ""
+    listed = ", ".join(f"{name} {number:.1f} times" for name, number in times.items())
+    return f"; the run reads {listed}" if listed else ""
 
 
 __all__ = ["PackedRows", "describe_repeats", "load_rows"]

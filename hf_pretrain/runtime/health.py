@@ -262,7 +262,7 @@ def examine(*, is_quiet: bool = False) -> Iterator[Finding]:
         is_quiet (`bool`): do not say on standard error that the ranks are still at work.
     """
     with ThreadPoolExecutor() as pool:
-        running = {check: pool.submit(lambda check=check: list(check())) for check in CHECKS}
+        running = {check: pool.submit(_collect, check) for check in CHECKS}
         for check, findings in running.items():
             if check is check_ranks and not is_quiet:
                 print("Testing the ranks, which takes up to a minute ...", file=sys.stderr, flush=True)
@@ -284,6 +284,10 @@ def print_findings(*, as_json: bool) -> bool:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     return all(finding.status != BAD for finding in findings)
+
+
+def _collect(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    return list(check())
 
 
 __all__ = ["BAD", "NOTE", "OK", "Finding", "examine", "print_findings"]

@@ -142,8 +142,7 @@ def test_tables(tmp_path, ending, delimiter):
 
 def test_damaged_tables(tmp_path):
     path = tmp_path / "a.csv"
-    lines = [b"id,text", b"1,a", b"2", b"3,b,c", b"4,latin \xe9", b'5,"a"b', b'6,"two\nlines"', b'7,"never closed', b"8,c"]
-    path.write_bytes(b"\n".join(lines))
+    path.write_bytes(b'id,text\n1,a\n2\n3,b,c\n4,latin \xe9\n5,"a"b\n6,"two\nlines"\n7,"never closed\n8,c\n')
     records = read(path)
     assert [number for number, _ in records] == [2, 3, 4, 5, 6, 7, 0]
     assert records[0][1] == {"id": "1", "text": "a"} and records[5][1] == {"id": "6", "text": "two\nlines"}

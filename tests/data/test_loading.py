@@ -154,7 +154,7 @@ def test_sources_without_data_are_named(tmp_path, streaming):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n\n \n")
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
-    (tmp_path / "table.csv").write_text("text\na\n")
+    (tmp_path / "table.xlsx").write_text("text\na\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-3])
     pq.write_table(pa.table({"content": ["a"]}), tmp_path / "other.parquet")
     (tmp_path / "nothing").mkdir()
@@ -162,7 +162,7 @@ def test_sources_without_data_are_named(tmp_path, streaming):
         "empty.jsonl": r"empty.jsonl is empty",
         "blank.jsonl": r"blank.jsonl: holds no record",
         "bad.jsonl": r"(?s)bad.jsonl holds no document.*1 x column 'text' holds an integer.*bad.jsonl:1",
-        "table.csv": r"table.csv has an unknown ending; known are .jsonl",
+        "table.xlsx": r"table.xlsx has an unknown ending; known are .jsonl",
         "cut.jsonl.gz": r"cut.jsonl.gz: the compressed file ends early",
         "other.parquet": r"other.parquet: no column 'text' \(there is: content\); pass --text_column",
         "missing.jsonl": r"There is no file or directory .*missing.jsonl",
