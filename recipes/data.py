@@ -29,6 +29,7 @@ from hf_pretrain.data.cleaning import (
     OVERLAP_CHARS,
     CleaningRules,
     OverlapFinder,
+    check_kinds,
     check_sources,
     held_out_texts,
     output_files,
@@ -36,6 +37,7 @@ from hf_pretrain.data.cleaning import (
 )
 from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import list_sources, plain_text, read_records
+from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.stages.task_groups import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
@@ -47,7 +49,9 @@ def inspect(args: argparse.Namespace) -> None:
     for name, least in (("max_length", 2), ("show", 0), ("chars", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least {least}.")
-    survey = survey_records(read_records(list_sources(args.names), text_column=args.text_column))
+    sources = list_sources(args.names)
+    with activity.on_stderr():
+        survey = survey_records(read_records(sources, text_column=args.text_column))
     if not survey.sample:
         reasons = "; ".join(survey.reasons) or "there are none"
         raise ValueError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
@@ -75,6 +79,7 @@ def clean(args: argparse.Namespace) -> None:
     rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
     sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
     check_sources(sources + held_out_sources, output)
+    check_kinds(sources, args.text_column)
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
     held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
     if held_out.short:
@@ -82,7 +87,8 @@ def clean(args: argparse.Namespace) -> None:
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
             "The command drops only records that equal one of them."
         )
-    report = write_cleaned(read_records(sources, text_column=args.text_column), output, rules, held_out)
+    with activity.on_stderr():
+        report = write_cleaned(read_records(sources, text_column=args.text_column), output, rules, held_out)
     content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
     report_path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{report}\nWrote {output}, {dropped.name} and {report_path.name}.")

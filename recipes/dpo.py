@@ -14,6 +14,7 @@ A record has the fields `chosen` and `rejected`, each a text or a list of messag
 
 from hf_pretrain.data.arguments import SourceArguments
 from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.data.preparation import describe_repeats
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.chat_template import mark_template
@@ -41,12 +42,14 @@ def main(
     # The template must mark the assistant's text, because the loss compares only that text.
     mark_template(tokenizer)
 
+    repeats: dict[str, float] = {}
     with training_args.main_process_first(desc="preparing the data"), data_args.naming_lines("preference"):
-        documents = data_args.load_documents(training_args, schema="preference")
+        documents = data_args.load_documents(training_args, schema="preference", repeats=repeats)
         (train_pairs, train_report), (eval_pairs, eval_report) = (
             prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
             for part in documents
         )
+    train_report += describe_repeats(repeats, len(train_pairs), training_args)
     report = [f"Training: {train_report}", f"Validation: {eval_report}"]
     if training_args.process_index == 0:
         print("\n".join(report))

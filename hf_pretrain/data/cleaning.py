@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..runtime.activity import activity
 from .formats import BadRecord, check_values, write_json
-from .records import Record, plain_text
+from .records import Record, find_schema, plain_text
 
 
 # Length of a shingle in characters. The similarity of two texts is the Jaccard index of their sets of shingles.
@@ -268,6 +269,18 @@ def check_sources(sources: list[str], path: Path) -> None:
             raise ValueError(f"{source} is named like the report on {data}. Leave it out, or rename it if it is data.")
 
 
+def check_kinds(sources: list[str], text_column: str) -> None:
+    """Raise `ValueError` if sources hold records of different kinds: a run would reject one kind as bad lines."""
+    first: dict[str, str] = {}
+    for source in sources:
+        kind = find_schema(source, text_column)
+        if kind is not None:
+            first.setdefault(kind, source)
+    if len(first) > 1:
+        found = " and ".join(f"{source} holds {kind}s" for kind, source in first.items())
+        raise ValueError(f"{found}, which no run can read from one file. Clean each kind into an --output of its own.")
+
+
 def write_cleaned(
     records: Iterable[Record], path: Path, rules: CleaningRules, held_out: OverlapFinder
 ) -> CleaningReport:
@@ -283,7 +296,7 @@ def write_cleaned(
     Raises:
         `ValueError`: if no record is good; no file is written then.
     """
-    report = CleaningReport()
+    report, phase = CleaningReport(), activity.begin("cleaning")
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = output_files(path)[:2]
     scratch, dropped_scratch = (file.with_name(f".{file.name}") for file in paths)
@@ -291,6 +304,7 @@ def write_cleaned(
         with scratch.open("w", encoding="utf-8") as kept, dropped_scratch.open("w", encoding="utf-8") as dropped:
             for record, line, reason in clean_records(records, rules, held_out):
                 report.num_records += 1
+                phase.text = f"cleaning, {report.num_records:,} records"
                 if reason:
                     report.dropped[reason] += 1
                     where = {"source": record.source, "line": record.line, "reason": record.reason or reason}
@@ -316,6 +330,7 @@ __all__ = [
     "CleaningRules",
     "DuplicateFinder",
     "OverlapFinder",
+    "check_kinds",
     "check_sources",
     "clean_records",
     "digest",

@@ -5,6 +5,7 @@ A record that cannot become a document is a [`BadRecord`]. Its reason says what 
 not depend on the line, so that equal faults can be counted together.
 """
 
+import csv
 import datetime
 import gzip
 import json
@@ -18,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet")
+EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".tsv")
 COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
@@ -139,9 +140,10 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
     Yields:
         `tuple[int, int | None, Any]`: number, offset and content.
 
-        - The number is the line in a JSONL or `.txt` file and the index in a JSON array or parquet file, counted from
-          1. Number 0 marks a `BadRecord` about the whole file, or about the rest of it after earlier records.
-        - The offset is the byte in the decompressed file where the line starts; `None` in arrays and parquet files.
+        - The number is the first line of the record in a JSONL, `.txt`, `.csv` or `.tsv` file and the index in a JSON
+          array or parquet file, counted from 1. Number 0 marks a `BadRecord` about the whole file, or about the rest
+          of it after earlier records.
+        - The offset is the byte in the decompressed file where the line starts; `None` in arrays and tables.
         - The content is the parsed record or a [`BadRecord`].
     """
     extension = file_format(path)
@@ -152,6 +154,8 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
             yield 0, None, BadRecord("plain text, and records are wanted; write them as JSONL")
         elif extension == ".txt":
             yield from _read_paragraphs(_lines(_decompressed(path)), text_column)
+        elif extension in (".csv", ".tsv"):
+            yield from _read_table(_lines(_decompressed(path)), "," if extension == ".csv" else "\t")
         # A `.json` file holds one array, or one object per line like JSONL.
         elif extension == ".json" and _starts_array(path):
             yield from _read_array(b"".join(_decompressed(path)))
@@ -268,6 +272,43 @@ def _read_paragraphs(lines: Iterable[tuple[int, int, bytes]], text_column: str) 
             paragraph = []
     if paragraph:
         yield finish()
+
+
+def _read_table(lines: Iterable[tuple[int, int, bytes]], delimiter: str) -> Iterator[tuple[int, None, Any]]:
+    """Yield the rows of a CSV file as objects of strings, each with its first line. The first row names the keys."""
+    # Python's default limit is 128 KiB per field, and a document may be longer.
+    csv.field_size_limit(2**31 - 1)
+    # A field may hold line breaks. Other bytes than UTF-8 become halves of surrogate pairs, which UTF-8 does not hold.
+    texts = (line.decode("utf-8", "surrogateescape") + "\n" for _, _, line in lines)
+    rows = csv.reader(texts, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        number = rows.line_num + 1
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                yield 0, None, BadRecord(f"a quote of the row in line {number} is never closed; close it")
+                return
+            yield number, None, BadRecord(f"a broken row ({error}); double the quotes inside a quoted field")
+            continue
+        if row is None:
+            return
+        is_utf8 = not SURROGATE.search("".join(row))
+        # A blank line gives an empty row.
+        if not row:
+            continue
+        if not header:
+            header = row
+            if not is_utf8 or len(set(header)) < len(header):
+                yield 0, None, BadRecord("the first row does not name each column once, in UTF-8; correct it")
+                return
+        elif not is_utf8:
+            yield number, None, BadRecord("not UTF-8; convert the file")
+        elif len(row) != len(header):
+            yield number, None, BadRecord(f"a row without {len(header)} fields like the first row; quote its fields")
+        else:
+            yield number, None, dict(zip(header, row, strict=True))
 
 
 def _starts_array(path: Path) -> bool:

@@ -11,7 +11,7 @@ import glob
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, parse_hf_uri, snapshot_download
 
 # NOTE: `HTTPError` is the base class of all errors of the HTTP library, which has another name in each major version.
 from huggingface_hub.errors import (
@@ -27,11 +27,25 @@ from ..runtime.names import DatasetName
 from .formats import EXTENSIONS, file_format
 
 
+_URI_OF_DATASETS = "hf://datasets/"
+
+
 def parse_hub_file(name: str) -> DatasetName | None:
-    """Return the repository, file or pattern, and revision that a name stands for; `None` for any other name."""
-    match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", name)
-    if match:
-        return DatasetName(match[1], match[3], match[2])
+    """
+    Return the repository, file or pattern, and revision that a name stands for; `None` for any other name.
+
+    Raises:
+        `ValueError`: for a name that begins with `hf://datasets/` and names no file.
+    """
+    if name.startswith(_URI_OF_DATASETS):
+        try:
+            # Some revisions have slashes, such as `refs/convert/parquet`; huggingface_hub knows which ones.
+            uri = parse_hf_uri(name)
+        except ValueError as error:
+            raise ValueError(f"{error} Write hf://datasets/owner/name@revision/file.jsonl.") from error
+        if not uri.path_in_repo:
+            raise ValueError(f"{name} names no file. Add its path, or for a whole dataset pass {uri.id}.")
+        return DatasetName(uri.id, uri.path_in_repo, uri.revision)
     parsed = DatasetName.parse(name)
     # A configuration of a dataset does not end like a file.
     is_file = parsed.config is not None and file_format(Path(parsed.config)) is not None

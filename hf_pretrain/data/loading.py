@@ -60,6 +60,7 @@ def load_documents(
     num_proc: int | None = None,
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
+    repeats: dict[str, float] | None = None,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
     Load the training set and the validation set.
@@ -75,8 +76,8 @@ def load_documents(
             `name[:config][@revision]` (its split `train`), a file on the Hub, `owner/name:file.jsonl[@revision]` or
             `hf://datasets/owner/name[@revision]/file.jsonl`, or files on ModelScope,
             `modelscope://owner/name[:file.jsonl][@revision]`. Files are JSONL (`.jsonl`), `.json` (an array of
-            objects, or one object per line), `.parquet` and `.txt` (blank lines separate documents); all but parquet
-            also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
+            objects, or one object per line), `.parquet`, `.csv`, `.tsv` and `.txt` (blank lines separate documents);
+            all but parquet also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
             then the JSON of the record in the internal form.
         text_column (`str`, defaults to `"text"`): key or column of the text, for the schema `text`.
@@ -95,6 +96,8 @@ def load_documents(
             checked before the first step, and then every 1,000 lines.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1),
             offset (the byte in the decompressed file where the line starts, if there are lines) and reason.
+        repeats (`dict[str, float]`, *optional*): this function adds how often one pass over a mixture reads each name,
+            for [`~data.preparation.describe_repeats`]. It is unknown for streams.
 
     Returns:
         `tuple`: training set and validation set, each with the single column `text`.
@@ -136,7 +139,6 @@ def load_documents(
                 f"validation_fraction={validation_fraction} and train_fraction={train_fraction} leave no document of "
                 f"{name} to train on. Lower the first, raise the second, or add data."
             )
-    repeats = ""
     if weights is None or len(parts) == 1:
         train = datasets.concatenate_datasets(parts)
     else:
@@ -145,8 +147,9 @@ def load_documents(
         train = datasets.interleave_datasets(
             parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
         )
-        if not streaming:
-            repeats = _describe_repeats(dataset_names, [len(part) for part in parts], probabilities, len(train))
+        if repeats is not None and not streaming:
+            for name, part, probability in zip(dataset_names, parts, probabilities, strict=True):
+                repeats[name] = len(train) * probability / len(part)
     if streaming:
         # Every dataset derived from the stream inherits this text. A resumed run compares it with the text in its
         # checkpoint.
@@ -156,29 +159,8 @@ def load_documents(
         train.info.description = str((described, weights, *shares))
     else:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
-        train.info.description = "; ".join(filter(None, (share, repeats, rejected.describe_counts())))
+        train.info.description = "; ".join(filter(None, (share, rejected.describe_counts())))
     return train, validation
-
-
-def _describe_repeats(names: list[str], sizes: list[int], probabilities: list[float], total: int) -> str:
-    """
-    Return how often one pass over a mixture reads each dataset. Warn above `MAX_REPEATS` times.
-
-    Args:
-        names (`list[str]`): the datasets.
-        sizes (`list[int]`): documents of each.
-        probabilities (`list[float]`): share of each in the mixture.
-        total (`int`): documents of the mixture.
-    """
-    repeats = {name: total * p / size for name, size, p in zip(names, sizes, probabilities, strict=True)}
-    often = {name: number for name, number in repeats.items() if number > MAX_REPEATS}
-    if often:
-        logger.warning(
-            f"Each pass reads {', '.join(f'{name} {number:.1f} times' for name, number in often.items())}. A model "
-            f"learns little from text that it reads more than {MAX_REPEATS} times "
-            "(https://huggingface.co/papers/2305.16264). Lower the weight in --dataset_weights, or add data."
-        )
-    return "each pass reads " + ", ".join(f"{name} {number:.1f} times" for name, number in repeats.items())
 
 
 def _check_arguments(

@@ -1,13 +1,19 @@
 """Turn names of datasets into packed sequences, for every stage that trains on tokens and for evaluation."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers.utils import logging
 
 from ..tokenizer.chat_template import mark_template
 from .arguments import ChatArguments, DataArguments
+from .loading import MAX_REPEATS
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -59,8 +65,11 @@ def load_rows(
     if isinstance(data_args, ChatArguments) and data_args.encoder is not None:
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
         mark_template(tokenizer, data_args.chat_template)
+    repeats: dict[str, float] = {}
     with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_documents = data_args.load_documents(training_args, keep_rejected=keep_rejected)
+        train_documents, eval_documents = data_args.load_documents(
+            training_args, keep_rejected=keep_rejected, repeats=repeats
+        )
         # Check the type: `callable` is no test, because a tokenizer can be called, too.
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             tokenizer = tokenizer(train_documents)
@@ -68,12 +77,43 @@ def load_rows(
         if not is_evaluation:
             train_rows, train_report = data_args.prepare_rows(train_documents, tokenizer)
         eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
-    report = [] if is_evaluation else [f"Training: {train_report or 'streamed'}"]
-    report.append(f"Validation: {eval_report or 'nothing'}")
+    report = [f"Validation: {eval_report or 'nothing'}"]
+    if train_report is not None:
+        times = describe_repeats(repeats, train_report.num_rows, training_args)
+        report.insert(0, f"Training: {train_report}{times}")
+    elif not is_evaluation:
+        report.insert(0, "Training: streamed, so it is unknown how often the run reads each dataset")
     if training_args.process_index == 0 and not is_evaluation:
         print("\n".join(report))
     has_answers = eval_rows is not None and data_args.encoder is not None
     return PackedRows(tokenizer, report, train_rows, eval_rows, eval_documents if has_answers else None)
 
 
-__all__ = ["PackedRows", "load_rows"]
+def describe_repeats(repeats: dict[str, float], num_rows: int, training_args: TrainingArguments) -> str:
+    """
+    Return how often a run reads each dataset of a mixture, and warn above `MAX_REPEATS` times; "" without a mixture.
+
+    Args:
+        repeats (`dict[str, float]`): how often one pass reads each dataset, from [`~data.loading.load_documents`].
+        num_rows (`int`): rows of one pass.
+        training_args ([`~transformers.TrainingArguments`]): gives the number of passes, or of steps and rows per step.
+    """
+    num_passes = training_args.num_train_epochs
+    if training_args.max_steps > 0:
+        batch_size = training_args.per_device_train_batch_size * training_args.world_size
+        rows_per_step = batch_size * training_args.gradient_accumulation_steps
+        # Padding rows fill the last step of a pass.
+        num_passes = training_args.max_steps / math.ceil(num_rows / rows_per_step)
+    times = {name: num_passes * number for name, number in repeats.items()}
+    often = [f"{name} {number:.1f} times" for name, number in times.items() if number > MAX_REPEATS]
+    if often:
+        logger.warning(
+            f"The run reads {', '.join(often)}. A model learns little from text that it reads more than {MAX_REPEATS} "
+            "times (https://huggingface.co/papers/2305.16264). Lower the weight in --dataset_weights, train for fewer "
+            "steps, or add data."
+        )
+    listed = ", ".join(f"{name} {number:.1f} times" for name, number in times.items())
+    return f"; the run reads {listed}" if listed else ""
+
+
+__all__ = ["PackedRows", "describe_repeats", "load_rows"]

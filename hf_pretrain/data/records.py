@@ -70,11 +70,11 @@ def read_records(sources: list[str], *, schema: str | None = None, text_column: 
         text_column (`str`): key of the text, for the schema `text`.
     """
     for source in sources:
-        yield from _read_source(source, schema or find_schema(source, text_column), text_column)
+        yield from _read_source(source, schema or find_schema(source, text_column) or "text", text_column)
 
 
-def find_schema(source: str, text_column: str = "text") -> str:
-    """Return the schema of the first record of a source that has one; `text` if none does."""
+def find_schema(source: str, text_column: str = "text") -> str | None:
+    """Return the schema of the first record of a source that has one; `None` if none does."""
     if source in EMBEDDED_SOURCES:
         return "text"
     path = Path(source)
@@ -88,7 +88,7 @@ def find_schema(source: str, text_column: str = "text") -> str:
             except BadRecord:
                 continue
             return schema
-    return "text"
+    return None
 
 
 def plain_text(record: Record, *, chosen_only: bool = False) -> str:

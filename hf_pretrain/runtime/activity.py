@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
@@ -119,6 +120,16 @@ class Activity:
         # A daemon thread: it must not keep a finished process alive.
         self._thread = threading.Thread(target=self._watch, args=(print_line, seconds), name="activity", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def on_stderr(self) -> Iterator[None]:
+        """Display the phases of a block on standard error, for a command whose standard output is its result."""
+        draw = partial(print, end="", file=sys.stderr, flush=True) if shows_bars() else None
+        self.start(partial(print, file=sys.stderr), draw)
+        try:
+            yield
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """End the display, and remove the progress bar."""

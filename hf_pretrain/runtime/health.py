@@ -254,17 +254,25 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def examine() -> Iterator[Finding]:
-    """Yield the findings of all checks, in order. The checks run in threads, because some are slow."""
+def examine(*, is_quiet: bool = False) -> Iterator[Finding]:
+    """
+    Yield the findings of all checks, in order. The checks run in threads, because some are slow.
+
+    Args:
+        is_quiet (`bool`): do not say on standard error that the ranks are still at work.
+    """
     with ThreadPoolExecutor() as pool:
-        for findings in pool.map(_collect, CHECKS):
-            yield from findings
+        running = {check: pool.submit(_collect, check) for check in CHECKS}
+        for check, findings in running.items():
+            if check is check_ranks and not is_quiet:
+                print("Testing the ranks, which takes up to a minute ...", file=sys.stderr, flush=True)
+            yield from findings.result()
 
 
 def print_findings(*, as_json: bool) -> bool:
     """Print the findings of all checks, and return whether this machine has no defect."""
     findings = []
-    for finding in examine():
+    for finding in examine(is_quiet=as_json):
         findings.append(finding)
         if as_json:
             continue

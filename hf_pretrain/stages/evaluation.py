@@ -44,6 +44,8 @@ class EvaluationArguments(LMTrainingArguments):
     help_title: ClassVar[str] = "Evaluation, and tasks of lm-eval"
     # An evaluation trains nothing, so it must not report that Muon is not possible.
     default_optim_preset = "adamw"
+    # There is no run to plan, so this is no flag here.
+    dry_run: bool = field(default=False, init=False)
     output_dir: str | None = field(
         default=None,
         metadata={"help": "The run to evaluate without --model_name_or_path; by default the newest one in out/."},

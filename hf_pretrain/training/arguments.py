@@ -32,6 +32,8 @@ logger = logging.get_logger(__name__)
 
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
+# Trackers whose tested versions the extra `trackers` installs.
+_TESTED_TRACKERS = ("trackio", "tensorboard", "wandb", "swanlab", "mlflow")
 
 
 @dataclass
@@ -105,7 +107,7 @@ class LMTrainingArguments(TrainingArguments):
     report_to: None | str | list[str] = field(
         default=None,
         metadata={
-            "help": "Trackers of the run: trackio, tensorboard, wandb, swanlab, mlflow, or none. By default trackio "
+            "help": f"Trackers of the run: {', '.join(_TESTED_TRACKERS)}, or none. By default trackio "
             "(a local dashboard without an account), if it is installed."
         },
     )
@@ -334,8 +336,9 @@ def _check_trackers(names: list[str]) -> None:
             nearest = nearest_word(name, INTEGRATION_TO_CALLBACK)
             raise ValueError(f"--report_to {name} is unknown; the nearest one is {nearest}.")
         if name not in available:
+            package = '"hf_pretrain[trackers]"' if name in _TESTED_TRACKERS else name
             raise ValueError(
-                f"--report_to {name}: its package is not installed: pip install {name}. Installed here: "
+                f"--report_to {name}: its package is not installed: pip install {package}. Installed here: "
                 f"{', '.join(available) or 'none'}."
             )
 

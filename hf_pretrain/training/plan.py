@@ -19,6 +19,7 @@ import datasets
 import psutil
 import torch
 from datasets.config import HF_DATASETS_CACHE
+from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -35,6 +36,7 @@ from .efficiency import (
     peak_memory_bytes,
 )
 from .optimizers import optimizer_name
+from .row_source import is_stream
 from .trainer import MaskedLossTrainer
 
 
@@ -119,7 +121,7 @@ def format_plan(trainer: Any) -> str:
         ),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
         ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "the run pushes nothing"),
-        ("Random", f"initial weights, order of the data and dropout follow from --seed {args.seed}"),
+        ("Random", _describe_randomness(trainer)),
     ]
     width = max(len(label) for label, _ in lines) + 2
     return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
@@ -189,7 +191,7 @@ def _draw_schedule(trainer: Any, num_steps: int) -> str:
 
 
 def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
-    """Return the measured peak of a process and, for training on tokens, the estimated largest batch."""
+    """Return the measured peak of a process, and the estimated largest batch or what to do without an estimate."""
     args = trainer.args
     peak, free = peak_memory_bytes(args.device), available_memory_bytes(args.device)
     if args.device.type == "cpu":
@@ -200,7 +202,10 @@ def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
     # The estimate holds if the run trains all weights of one model on rows of equal length.
     is_plain = type(trainer) is MaskedLossTrainer and not is_adapted(trainer.model)
     if row_length is None or not is_plain or args.fp16 or args.gradient_checkpointing or args.activation_checkpointing:
-        return text
+        return (
+            f"{text}; there is no estimate of the largest batch for such a run, so raise "
+            "--per_device_train_batch_size and plan again until the peak comes close"
+        )
     # NOTE: under ZeRO-3, transformers would shard the model of the estimate, too.
     unset_hf_deepspeed_config()
     layout = trainer._layout
@@ -259,6 +264,29 @@ def _describe_disk(trainer: Any, num_steps: int) -> str:
         f"{number} checkpoints of {size / 1e6:,.0f} MB, {kept} kept: {needed / 1e6:,.0f} MB of "
         f"{shutil.disk_usage(directory).free / 1e9:,.0f} GB free"
     )
+
+
+def _describe_randomness(trainer: Any) -> str:
+    """Return what is random in the run, and which seeds determine it."""
+    args, base_model = trainer.args, trainer.run_facts.base_model
+    generates = hasattr(args, "num_generations")
+    # Streams are shuffled when they are loaded, and TRL shuffles tasks, both by --seed.
+    has_data_seed = args.data_seed is not None and not generates and not is_stream(trainer.train_dataset)
+    parts = {
+        "initial weights": base_model is None,
+        "weights of a new adapter": is_adapted(trainer.model),
+        "order of the data": not has_data_seed,
+        "sampled completions": generates and not args.use_vllm,
+        "dropout": any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()),
+    }
+    seeded = [part for part, is_seeded in parts.items() if is_seeded]
+    lines = {
+        f"--seed {args.seed} determines {', '.join(seeded)}": bool(seeded),
+        f"--data_seed {args.data_seed} determines order of the data": has_data_seed,
+        "vLLM samples completions by seeds of its own": generates and args.use_vllm,
+        f"the weights come from {base_model}": base_model is not None,
+    }
+    return "; ".join(line for line, applies in lines.items() if applies)
 
 
 def _duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import random
+import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hf_pretrain.data import inspection
 from hf_pretrain.data.cleaning import (
     CleaningRules,
     DuplicateFinder,
@@ -27,6 +29,7 @@ from hf_pretrain.data.cleaning import (
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, find_language, render, survey_records
 from hf_pretrain.data.records import Record, find_schema, list_sources, plain_text, read_records
+from hf_pretrain.runtime import activity
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
@@ -372,7 +375,27 @@ def test_duplicates_are_counted_over_all_records():
     survey = survey_records(random.Random(0).sample(records, len(records)))
     assert survey.num_duplicates == SAMPLE_SIZE
     found = dict(describe(survey, train_tokenizer(["text"], vocab_size=400)))
-    assert found["Exact duplicates"].startswith("50.0%") and found["Near duplicates"].startswith("not counted")
+    assert found["Exact duplicates"].startswith("50.0%")
+
+
+def test_near_duplicates_of_many_records_are_those_of_the_first(monkeypatch):
+    monkeypatch.setattr(inspection, "NUM_SEARCHED", 10)
+    monkeypatch.setattr(inspection, "SAMPLE_SIZE", 2)
+    first, *others = sentences(9)
+    texts = [first, first + " and so on", *others]
+    # The near duplicate of an eleventh record is not searched for.
+    survey = survey_records(Record("a", 0, None, text) for text in [*texts, others[0] + " and so on"])
+    found = dict(describe(survey, train_tokenizer(texts, vocab_size=400)))
+    assert found["Near duplicates"] == "10.0% of the first 10 records"
+
+
+def test_small_data_have_a_share_of_a_token_per_parameter(tmp_path):
+    survey = survey_records(read_records([write_jsonl(tmp_path / "a.jsonl", sentences(3))]))
+    found = dict(describe(survey, train_tokenizer(sentences(3), vocab_size=400)))
+    tokens = int(re.match(r"about ([\d,]+);", found["Tokens"])[1].replace(",", ""))
+    shown = re.match(r"(\S+) tokens per parameter", found["For tiny"])[1]
+    # The preset has 2.8M parameters.
+    assert float(shown) == pytest.approx(tokens / 2.8e6, rel=0.1) and float(shown) < 0.005
 
 
 def test_bytes_of_a_conversation_are_those_of_its_text(tmp_path):
@@ -426,6 +449,25 @@ def test_a_conversation_that_the_template_cannot_render_is_named(tmp_path):
     (record,) = read_records([write_jsonl(tmp_path / "a.jsonl", [chat("hi", content="hello")])])
     with pytest.raises(ValueError, match=r"a\.jsonl:1: The chat template cannot render"):
         render(record, tokenizer)
+
+
+def test_different_kinds_are_not_mixed(tmp_path, capsys):
+    names = [write_jsonl(tmp_path / "text.jsonl", sentences(3))]
+    names.append(write_jsonl(tmp_path / "chat.jsonl", [chat(text, content="Yes.") for text in sentences(3)]))
+    with pytest.raises(SystemExit):
+        run_command("clean", *names, "--output", str(tmp_path / "out.jsonl"))
+    assert f"{names[0]} holds texts and {names[1]} holds conversations" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+    # Nobody knows the kind of a file without a good record.
+    (tmp_path / "text.jsonl").write_text("{}\n")
+    run_command("clean", *names, "--output", str(tmp_path / "out.jsonl"))
+    assert "4 records read, 3 kept" in capsys.readouterr().out
+
+
+def test_a_long_cleaning_shows_its_progress(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(activity.Activity.start, "__kwdefaults__", {"seconds": 0.01})
+    run_command("clean", write_jsonl(tmp_path / "a.jsonl", sentences(300)), "--output", str(tmp_path / "b.jsonl"))
+    assert re.search(r"^cleaning, \d+ records, 00:\d\d$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_the_command(tmp_path, capsys):

@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 
@@ -124,6 +125,37 @@ def test_parquet(tmp_path):
     assert number == 0 and "no readable parquet file" in reason
 
 
+@pytest.mark.parametrize(("ending", "delimiter"), [(".csv", ","), (".tsv", "\t")])
+def test_tables(tmp_path, ending, delimiter):
+    path = tmp_path / f"a{ending}"
+    texts = ["plain", f'with {delimiter} and "quotes"', "two\nlines", "漢字", "x" * 200_000, ""]
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows([["id", "text"], [], *enumerate(texts)])
+    # The header is line 1, then comes a blank line; the third text has two lines.
+    numbers = [3, 4, 5, 7, 8, 9]
+    expected = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
+    assert read(path) == list(zip(numbers, expected, strict=True))
+    path.with_suffix(f"{ending}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read(path.with_suffix(f"{ending}.gz")) == read(path)
+
+
+def test_damaged_tables(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\n1,a\n2\n3,b,c\n4,latin \xe9\n5,"a"b\n6,"two\nlines"\n7,"never closed\n8,c\n')
+    records = read(path)
+    assert [number for number, _ in records] == [2, 3, 4, 5, 6, 7, 0]
+    assert records[0][1] == {"id": "1", "text": "a"} and records[5][1] == {"id": "6", "text": "two\nlines"}
+    width = "bad: a row without 2 fields like the first row; quote its fields"
+    assert records[1][1] == records[2][1] == width
+    assert "not UTF-8" in records[3][1] and "double the quotes" in records[4][1]
+    assert records[6][1] == "bad: a quote of the row in line 9 is never closed; close it"
+    for header in (b"text,text", b"t\xe9xt"):
+        path.write_bytes(header + b"\na,b\n")
+        ((number, reason),) = read(path)
+        assert number == 0 and "does not name each column once" in reason
+
+
 @pytest.mark.parametrize(
     "suffix, compress", [("gz", gzip.compress), ("zst", zstandard.ZstdCompressor(write_checksum=True).compress)]
 )
@@ -156,7 +188,9 @@ def test_file_formats(tmp_path):
         "a.txt.zst": ".txt",
         "a.parquet": ".parquet",
         "a.parquet.gz": None,
-        "a.csv": None,
+        "a.csv": ".csv",
+        "a.tsv.gz": ".tsv",
+        "a.xlsx": None,
         "a.gz": None,
         "a": None,
     }

@@ -13,11 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from datasets import Dataset, Features, IterableDataset, Value
+from transformers import TrainingArguments
 
 from hf_pretrain.data import formats, loading, packing, parts, rejected, sources, splitting
+from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.data.preparation import describe_repeats, load_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 
@@ -151,7 +154,7 @@ def test_sources_without_data_are_named(tmp_path, streaming):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n\n \n")
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
-    (tmp_path / "table.csv").write_text("text\na\n")
+    (tmp_path / "table.xlsx").write_text("text\na\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-3])
     pq.write_table(pa.table({"content": ["a"]}), tmp_path / "other.parquet")
     (tmp_path / "nothing").mkdir()
@@ -159,7 +162,7 @@ def test_sources_without_data_are_named(tmp_path, streaming):
         "empty.jsonl": r"empty.jsonl is empty",
         "blank.jsonl": r"blank.jsonl: holds no record",
         "bad.jsonl": r"(?s)bad.jsonl holds no document.*1 x column 'text' holds an integer.*bad.jsonl:1",
-        "table.csv": r"table.csv has an unknown ending; known are .jsonl",
+        "table.xlsx": r"table.xlsx has an unknown ending; known are .jsonl",
         "cut.jsonl.gz": r"cut.jsonl.gz: the compressed file ends early",
         "other.parquet": r"other.parquet: no column 'text' \(there is: content\); pass --text_column",
         "missing.jsonl": r"There is no file or directory .*missing.jsonl",
@@ -316,22 +319,48 @@ def test_weights_mix_sources(tmp_path, streaming):
     assert texts != texts_of(load_documents(names, weights=[3, 1], seed=1, **arguments)[0])
 
 
-def test_a_mixture_says_how_often_it_reads_each_dataset(tmp_path, caplog):
-    names = [
+def make_mixture(tmp_path) -> list[str]:
+    return [
         write_jsonl(tmp_path / "small.jsonl", [f"small {number}" for number in range(10)]),
         write_jsonl(tmp_path / "large.jsonl", [f"large {number}" for number in range(200)]),
     ]
-    train, _ = load_documents(names, weights=[1, 1], validation_fraction=0)
+
+
+def test_a_mixture_counts_how_often_a_pass_reads_each_dataset(tmp_path):
+    names, found = make_mixture(tmp_path), {}
+    train, _ = load_documents(names, weights=[1, 1], validation_fraction=0, repeats=found)
     counted = Counter(text.split()[0] for text in train["text"][:])
-    found = dict(zip(names, re.findall(r"([\d.]+) times", train.info.description), strict=True))
     # The draws are random, so the counts scatter around the expectation.
-    assert float(found[names[0]]) == pytest.approx(counted["small"] / 10, rel=0.2)
-    assert counted["small"] > 150
-    assert float(found[names[1]]) == pytest.approx(counted["large"] / 200, rel=0.2)
-    assert f"Each pass reads {names[0]} {found[names[0]]} times" in caplog.text and names[1] not in caplog.text
-    caplog.clear()
-    load_documents(names, weights=[1, 20], validation_fraction=0)
-    assert not caplog.text
+    assert found[names[0]] == pytest.approx(counted["small"] / 10, rel=0.2) and counted["small"] > 150
+    assert found[names[1]] == pytest.approx(counted["large"] / 200, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "times", "warns"),
+    [
+        ({"num_train_epochs": 1}, "a 3.0 times, b 1.0 times", False),
+        ({"num_train_epochs": 2}, "a 6.0 times, b 2.0 times", True),
+        ({"num_train_epochs": 0.1}, "a 0.3 times, b 0.1 times", False),
+        # 50 rows make 13 steps of 2 x 2 rows.
+        ({"max_steps": 26}, "a 6.0 times, b 2.0 times", True),
+        ({"max_steps": 13}, "a 3.0 times, b 1.0 times", False),
+    ],
+)
+def test_the_passes_of_the_whole_run_count(tmp_path, caplog, arguments, times, warns):
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **sizes, **arguments)
+    assert describe_repeats({"a": 3.0, "b": 1.0}, 50, args) == f"; the run reads {times}"
+    assert ("The run reads a 6.0 times. A model" in caplog.text) == warns == bool(caplog.text)
+    assert describe_repeats({}, 50, args) == ""
+
+
+def test_the_report_on_the_rows_has_the_passes_of_each_dataset(tmp_path, tokenizer):
+    names, args = make_mixture(tmp_path), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, num_train_epochs=2)
+    mixture = {"dataset_name": names, "dataset_weights": [1, 20], "validation_fraction": 0, "max_length": 8}
+    report = load_rows(DataArguments(**mixture), args, tokenizer).report[0]
+    assert re.search(r"; the run reads \S+small.jsonl [\d.]+ times, \S+large.jsonl [\d.]+ times$", report)
+    report = load_rows(DataArguments(**mixture, streaming=True), args, tokenizer).report[0]
+    assert report == "Training: streamed, so it is unknown how often the run reads each dataset"
 
 
 @pytest.mark.parametrize(

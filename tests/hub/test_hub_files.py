@@ -55,6 +55,12 @@ def texts(name: str, **arguments) -> list[str]:
         ("a/b:d/c.jsonl.gz@v1", DatasetName("a/b", "d/c.jsonl.gz", "v1")),
         ("hf://datasets/a/b/d/c.jsonl", DatasetName("a/b", "d/c.jsonl")),
         ("hf://datasets/a/b@v1/c.jsonl", DatasetName("a/b", "c.jsonl", "v1")),
+        # The Hub's own branches, whose names hold slashes.
+        (
+            "hf://datasets/a/b@refs/convert/parquet/d/c.parquet",
+            DatasetName("a/b", "d/c.parquet", "refs/convert/parquet"),
+        ),
+        ("hf://datasets/a/b@refs/pr/3/c.jsonl", DatasetName("a/b", "c.jsonl", "refs/pr/3")),
         ("a/b:config", None),
         ("a/b", None),
         ("my/data.jsonl", None),
@@ -63,6 +69,12 @@ def texts(name: str, **arguments) -> list[str]:
 )
 def test_names_of_files(name, expected):
     assert parse_hub_file(name) == expected
+
+
+@pytest.mark.parametrize("name", ["hf://datasets/a/b", "hf://datasets/a/b@v1", "hf://datasets/a"])
+def test_a_uri_without_a_file_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} names no file|Invalid HF URI '{name}'.* Write hf://datasets/"):
+        parse_hub_file(name)
 
 
 def test_one_file_of_a_repository_is_read_line_by_line(repo):

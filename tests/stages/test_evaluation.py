@@ -16,6 +16,8 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.stages.evaluation import EvaluationArguments, format_results, write_results
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import write_jsonl
@@ -294,3 +296,8 @@ def test_mistakes_are_refused_before_anything_is_loaded(name, options, message):
     assert isinstance(args, TrainingArguments)
     with pytest.raises(ValueError, match=message):
         args.settle(name)
+
+
+def test_an_evaluation_has_no_dry_run():
+    with pytest.raises(ValueError, match="Unknown argument '--dry_run'"):
+        parse_args(ModelArguments, EvaluationArguments, stage="evaluate", argv=["--dry_run", "--use_cpu"])

@@ -517,6 +517,8 @@ def test_a_dry_run_plans_the_rollouts(workspace, beta, reference):
     expected = f"Rollouts +2 completions per prompt, each of at most 8 tokens, {reference}"
     assert re.search(rf"^{expected}$", result.stdout, re.MULTILINE)
     assert re.search(r"^Time +[\d.]+ s per step", result.stdout, re.MULTILINE)
+    randomness = "--seed 42 determines order of the data, sampled completions; the weights come from "
+    assert re.search(f"^Random +{randomness}", result.stdout, re.MULTILINE)
     assert not (workspace / "planned").exists()
 
 

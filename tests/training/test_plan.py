@@ -50,6 +50,29 @@ def test_passes_follow_from_the_steps_of_a_pass(tmp_path):
     assert "20.00 passes over 13 sequences" in field(format_plan(trainer), "Steps")
 
 
+def test_the_plan_names_what_is_random(tmp_path):
+    def random_parts(base_model: str | None, dropout: float = 0.0, **arguments) -> str:
+        trainer = make_run_trainer(tmp_path / "run", max_steps=1, **arguments)
+        trainer.run_facts.base_model = base_model
+        trainer.model.model.dropout.p = dropout
+        begin_dry_run(trainer.args)
+        return field(format_plan(trainer), "Random")
+
+    assert random_parts(None) == "--seed 42 determines initial weights, order of the data"
+    assert random_parts(None, dropout=0.1) == "--seed 42 determines initial weights, order of the data, dropout"
+    from_checkpoint = "--seed 7 determines order of the data; the weights come from out/pretrain"
+    assert random_parts("out/pretrain", seed=7) == from_checkpoint
+    with_data_seed = "--seed 42 determines initial weights; --data_seed 3 determines order of the data"
+    assert random_parts(None, data_seed=3) == with_data_seed
+
+
+def test_a_plan_without_an_estimate_says_how_to_find_the_largest_batch(tmp_path):
+    # The trainer of the preference stages has no estimate.
+    trainer = make_run_trainer(tmp_path / "run", max_steps=1)
+    begin_dry_run(trainer.args)
+    assert "raise --per_device_train_batch_size and plan again" in field(format_plan(trainer), "Memory")
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 @pytest.mark.distributed
 def test_two_ranks_plan_together(tmp_path, launcher):
