@@ -35,7 +35,9 @@ class DoctorArguments:
 
     json: bool = field(default=False, metadata={"help": "Print the findings about the machine as JSON."})
     estimate: bool = field(default=False, metadata={"help": "Estimate the memory of the default preset."})
-    model_preset: str | None = field(default=None, metadata={"help": f"One of {', '.join(PRESETS)}."})
+    model_preset: str | None = field(
+        default=None, metadata={"help": f"One of {', '.join(PRESETS)}.", "aliases": ["--preset"]}
+    )
     max_length: int = field(default=512, metadata={"help": "Tokens per packed sequence."})
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
     world_size: int = field(default=1, metadata={"help": "Number of processes."})

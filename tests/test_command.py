@@ -14,6 +14,7 @@ import pytest
 
 import hf_pretrain
 import hf_pretrain_cli
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from tests.invariants.launching import ROOT, cpu_environment
 
 
@@ -58,6 +59,26 @@ def command_of(*words: str) -> tuple[dict[str, str], str]:
             "accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml --num_processes 2 "
             "--main_process_port 29555 recipes/distill.py",
         ),
+        # A config implies its launcher, and the user's own config replaces the default one.
+        (
+            "pretrain --ds zero3 --master_port 29555",
+            "deepspeed --quiet --include localhost:0 --master_port 29555 recipes/pretrain.py "
+            "--deepspeed ds_configs/zero3.json",
+        ),
+        (
+            "pretrain --accelerate zero2 --master_port 29555",
+            "accelerate launch --config_file recipes/accelerate_configs/zero2.yaml --num_processes 1 "
+            "--main_process_port 29555 recipes/pretrain.py",
+        ),
+        (
+            "pretrain --launcher deepspeed --master_port 29555 --deepspeed=my.json",
+            "deepspeed --quiet --include localhost:0 --master_port 29555 recipes/pretrain.py --deepspeed=my.json",
+        ),
+        ("evaluate", "recipes/evaluate.py"),
+        (
+            "evaluate --preset tiny --nproc 2",
+            "torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/evaluate.yaml",
+        ),
         ("chat --nproc 2", "recipes/chat.py --nproc 2"),
     ],
 )
@@ -87,6 +108,25 @@ def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
     assert command_of("pretrain", "--nproc", "1")[0] == {"CUDA_VISIBLE_DEVICES": "3"}
     # `--use_cpu` belongs to the recipe, and no process gets a GPU.
     assert command_of("pretrain", "--use_cpu")[0] == {}
+    assert command_of("pretrain", "--use_cpu", "false")[0]["CUDA_VISIBLE_DEVICES"] == "3,1"
+    # The tasks of an evaluation need a single process.
+    assert command_of("evaluate")[0] == {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("2, 0", ["2", "0"]),
+        ("-1", []),
+        ("", []),
+        ("1,-1,2", ["1"]),
+        ("0,7,1", ["0"]),
+        ("GPU-8932f937,MIG-1", ["GPU-8932f937", "MIG-1"]),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(four_gpus, monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hf_pretrain_cli.find_gpus() == gpus
 
 
 def made(*variables: str) -> tuple[dict[str, str], str]:
@@ -110,8 +150,9 @@ def made(*variables: str) -> tuple[dict[str, str], str]:
             "deepspeed --quiet --include localhost:0,1 --master_port 29511 recipes/pretrain.py --config "
             "recipes/tiny/pretrain.yaml --deepspeed ds_configs/zero3.json",
         ),
+        ("MASTER_PORT=29511", "recipes/pretrain.py --config recipes/tiny/pretrain.yaml"),
         (
-            "GPUS=2 LAUNCHER=accelerate ACCELERATE=ddp MASTER_PORT=29511",
+            "GPUS=2 ACCELERATE=ddp MASTER_PORT=29511",
             "accelerate launch --config_file recipes/accelerate_configs/ddp.yaml --num_processes 2 "
             "--main_process_port 29511 recipes/pretrain.py --config recipes/tiny/pretrain.yaml",
         ),
@@ -170,6 +211,11 @@ def test_a_launcher_beside_the_command_is_found(no_gpus, monkeypatch, tmp_path):
         ("pretrain --nproc many", "--nproc: invalid int value: 'many'"),
         ("pretrain --nproc 0", "--nproc 0 is not possible"),
         ("pretrain --preset tiny --config my.yaml", "--preset and --config exclude each other"),
+        ("pretrain --ds zero3 --deepspeed my.json", "--ds zero3 and --deepspeed my.json exclude each other"),
+        ("pretrain --ds zero3 --launcher torchrun", "--ds zero3 has no effect with torchrun. Leave it out, or"),
+        ("pretrain --ds zero3 --accelerate ddp", "--accelerate ddp has no effect with deepspeed"),
+        ("pretrain --master_port 1", "or choose --launcher deepspeed or accelerate."),
+        ("evaluate --preset minimind2", "recipes/minimind2/evaluate.yaml. Pass --config with another YAML file."),
     ],
 )
 def test_mistakes_end_with_one_line(words, message):
@@ -180,6 +226,16 @@ def test_mistakes_end_with_one_line(words, message):
 def test_the_version_is_that_of_the_package():
     result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "--version"])
     assert result.stdout.strip() == hf_pretrain.__version__ == importlib.metadata.version("hf_pretrain")
+
+
+def test_help_is_a_command():
+    result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "help"])
+    assert result.returncode == 0 and "hf-pretrain list" in result.stdout and "--launcher" in result.stdout
+
+
+def test_the_doctor_takes_the_preset_as_the_stages_do():
+    parser = recipe_parser(ROOT / "recipes/doctor.py")
+    assert parser.parse_args(["--preset", "minimind2"]).model_preset == "minimind2"
 
 
 def test_more_processes_than_gpus_are_refused(four_gpus, capsys):
