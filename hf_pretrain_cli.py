@@ -105,6 +105,11 @@ def make_parser() -> _Parser:
     return parser
 
 
+def launcher_flags(stage: str) -> list[argparse.Action]:
+    """Return the flags that this command reads itself if it starts a recipe."""
+    return make_parser()._actions if stage in LAUNCHED else []
+
+
 def find_gpus() -> list[str]:
     """Return the numbers of the GPUs to use: `CUDA_VISIBLE_DEVICES`, or all NVIDIA GPUs of the machine."""
     try:
@@ -282,7 +287,7 @@ def print_completion(shell: str) -> None:
     for name in (*STAGES, *TOOLS):
         command = commands.add_parser(name, add_help=False, help=name)
         if name in LAUNCHED:
-            for action in make_parser()._actions:
+            for action in launcher_flags(name):
                 command.add_argument(*action.option_strings, choices=KNOWN_WORDS.get(action.dest))
         # A recipe exits here if its extra is not installed. The shell then completes no flags of this recipe.
         with contextlib.suppress(SystemExit):
@@ -317,7 +322,9 @@ def main() -> None:
         print("$ " + shlex.join(assignments + command), file=sys.stderr, flush=True)
         # The launchers find Python through PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        os.execve(command[0], command, os.environ | environment | {"PATH": path})
+        # The recipe shows its name and the flags of this command in its help.
+        environment |= {"PATH": path, "HF_PRETRAIN_COMMAND": f"hf-pretrain {stage}"}
+        os.execve(command[0], command, os.environ | environment)
     else:
         known = (*STAGES, *TOOLS, "list", "completion")
         fail(f"{stage} is unknown; the nearest command is {nearest(stage, known)}. `hf-pretrain list` shows all.")

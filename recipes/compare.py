@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument(
         "--output", type=Path, help="file to write; by default report.html in the run's directory, or comparison.html"

@@ -101,8 +101,8 @@ def task_texts(names: str | None) -> Iterable[str]:
 
 
 def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("inspect", "clean"))
+    parser = RecipeParser(description=__doc__)
+    parser.add_argument("action", choices=("inspect", "clean"), help="what to do")
     parser.add_argument("names", nargs="+", help="embedded[:part], files, globs, directories, or files on the Hub")
     parser.add_argument("--text_column", default="text", help="column that holds the text")
     look = parser.add_argument_group("inspect")

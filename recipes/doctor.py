@@ -19,7 +19,9 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.health import print_findings
+from hf_pretrain.runtime.names import check_word
 from hf_pretrain.training.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
+from hf_pretrain.training.optimizers import OPTIM_PRESETS
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.model_arguments import default_preset
 
@@ -56,10 +58,15 @@ class DoctorArguments:
     )
 
     def __post_init__(self):
-        if self.device not in (None, "cuda", "cpu"):
-            raise ValueError(f"--device {self.device} is unknown; use cuda or cpu.")
-        if self.model_preset is not None and self.model_preset not in PRESETS:
-            raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
+        words = {
+            "device": ("cuda", "cpu"),
+            "model_preset": PRESETS,
+            "strategy": STRATEGIES,
+            "optim_preset": OPTIM_PRESETS,
+        }
+        for name, known in words.items():
+            if (word := getattr(self, name)) is not None:
+                check_word(f"--{name}", word, known)
 
 
 def main(args: DoctorArguments):
