@@ -19,6 +19,7 @@ import contextlib
 import difflib
 import itertools
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -270,7 +271,14 @@ def print_list() -> None:
         print(f"  {name:18}{lines[0].removeprefix('# ')}")
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
-    print("Data (--dataset_name): embedded, a file, a glob, a directory, a Hub id, or owner/name:file on the Hub")
+    print(f"Data (--dataset_name): embedded, {', '.join(f'embedded:{part}' for part in embedded_parts())},")
+    print("  a file, a glob, a directory, a Hub id, owner/name:file on the Hub, or modelscope://owner/name:file")
+
+
+def embedded_parts() -> list[str]:
+    """Return the parts of the embedded corpora, from the source of the module that defines them."""
+    source = (_HERE / "hf_pretrain/data/corpora.py").read_text(encoding="utf-8")
+    return re.findall(r'^    "(\w+)": EmbeddedCorpus\(', source, re.MULTILINE)
 
 
 def print_completion(shell: str) -> None:
@@ -293,9 +301,11 @@ def print_completion(shell: str) -> None:
         with contextlib.suppress(SystemExit):
             for action in recipe_parser(RECIPES / f"{name}.py")._actions:
                 flags = [flag for flag in action.option_strings if flag not in command._option_string_actions]
-                if flags:
+                if flags and action.help != argparse.SUPPRESS:
                     # Leave out the second spelling, which has dashes instead of underscores.
-                    command.add_argument(flags[0]).complete = shtab.FILE  # type: ignore[attr-defined]
+                    added = command.add_argument(flags[0], choices=action.choices and [*map(str, action.choices)])
+                    if action.choices is None:
+                        added.complete = shtab.FILE  # type: ignore[attr-defined]
     for name in ("list", "completion"):
         commands.add_parser(name, add_help=False, help=name)
     print(shtab.complete(parser, shell))

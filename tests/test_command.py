@@ -14,6 +14,7 @@ import pytest
 
 import hf_pretrain
 import hf_pretrain_cli
+from hf_pretrain.data.corpora import EMBEDDED_CORPORA
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from tests.invariants.launching import ROOT, cpu_environment
 
@@ -249,6 +250,8 @@ def test_the_list_names_every_recipe_and_preset():
     names = [path.stem for path in (ROOT / "recipes").glob("*.py")]
     names += [path.parent.name for path in (ROOT / "recipes").glob("*/pretrain.yaml") if path.parent.name != "base"]
     assert [name for name in names if not re.search(rf"^  {name} ", result.stdout, re.MULTILINE)] == []
+    assert set(re.findall(r"embedded:(\w+)", result.stdout)) == EMBEDDED_CORPORA.keys()
+    assert "modelscope://" in result.stdout
 
 
 @pytest.mark.slow
@@ -259,11 +262,13 @@ def test_bash_completes_commands_flags_and_their_words(tmp_path):
         'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
         '$(complete -p hf-pretrain | grep -oP -- "-F \\K\\S+"); echo "${COMPREPLY[@]}"'
     )
+    assert "end_with_stdin" not in script.read_text()
     for words, expected in (
         (["hf-pretrain", "pre"], {"pretrain"}),
         (["hf-pretrain", "pretrain", "--laun"], {"--launcher"}),
         (["hf-pretrain", "pretrain", "--launcher", "deep"], {"deepspeed"}),
         (["hf-pretrain", "sft", "--learning_ra"], {"--learning_rate"}),
+        (["hf-pretrain", "convert", "--format", "qwen"], {"qwen3", "qwen3_moe"}),
     ):
         result = run(["bash", "-c", bash, str(script), *words])
         assert expected <= set(result.stdout.split()), (words, result)
