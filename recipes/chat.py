@@ -1,7 +1,7 @@
 """
 Chat with a model in the terminal.
 
-    python recipes/chat.py
+    hf-pretrain chat
     python recipes/chat.py --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
     python recipes/chat.py --prompt "How do you do?" --greedy
     python recipes/chat.py --tools tools.json --think on

@@ -1,7 +1,7 @@
 """
 Write the page of a run, or one page that compares several runs.
 
-    python recipes/compare.py out/pretrain-tiny
+    hf-pretrain compare out/pretrain-tiny
     python recipes/compare.py out/first out/second --output comparison.html
 
 The page shows results, curves, samples and events. A page of several runs begins with the arguments and versions that

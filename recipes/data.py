@@ -1,7 +1,7 @@
 """
 Inspect data before training, or clean them.
 
-    python recipes/data.py inspect my/*.jsonl
+    hf-pretrain data inspect my/*.jsonl
     python recipes/data.py inspect jingyaogong/minimind_dataset:sft_mini_512.jsonl --tokenizer out/pretrain-tiny
     python recipes/data.py clean my/*.jsonl --output clean.jsonl
     python recipes/data.py clean my/*.jsonl --output clean.jsonl --held_out validation.jsonl --min_chars 100

@@ -1,7 +1,7 @@
 """
 Check this machine, or estimate the memory of a run.
 
-    python recipes/doctor.py
+    hf-pretrain doctor
     python recipes/doctor.py --json
     python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 

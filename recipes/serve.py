@@ -1,7 +1,7 @@
 """
 Serve a model with transformers' OpenAI-compatible server. By default, only this machine can use it (`--host`).
 
-    python recipes/serve.py
+    hf-pretrain serve
     python recipes/serve.py --model_name_or_path out/sft-tiny --port 8001 --reasoning off
     python recipes/serve.py --continuous_batching
     python recipes/serve.py --web

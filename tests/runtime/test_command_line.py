@@ -46,7 +46,9 @@ def run(monkeypatch, tmp_path, capfd):
     return run
 
 
-NO_MODEL = "No tokenizer could be loaded from the Hub (and there is no such directory): 'nope'"
+NO_MODEL = (
+    "No tokenizer could be loaded from the Hub (and there is no such directory): 'nope'. Name a directory or Hub id"
+)
 RUN = ("--use_cpu", "--output_dir", "run")
 
 

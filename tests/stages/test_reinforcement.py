@@ -538,7 +538,7 @@ def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
     # A generation batch of four completions has two prompts.
     assert whole.stdout.count("Sample ") == 2
     card = pushed["README.md"].decode()
-    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "recipes/grpo.py" in card
+    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "hf-pretrain grpo" in card
     assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
     assert "validation loss" not in card and "trl" not in card.lower()
 
