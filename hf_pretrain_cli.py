@@ -168,8 +168,8 @@ def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
     """Return the flags of the recipe that decide how to start it."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", "--help-all", action="store_true", dest="help")
-    for flags in (["--config"], ["--deepspeed"], ["--log_level", "--log-level"]):
-        parser.add_argument(*flags)
+    for names in (["--config"], ["--deepspeed"], ["--log_level", "--log-level"]):
+        parser.add_argument(*names)
     parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
     flags, _ = parser.parse_known_args(words)
     # The recipe reads the same words as false.
