@@ -15,6 +15,7 @@ import pytest
 import hf_pretrain
 import hf_pretrain_cli
 from hf_pretrain.data.corpora import EMBEDDED_CORPORA
+from hf_pretrain.runtime.help_cache import STARTED_AS
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from tests.invariants.launching import ROOT, cpu_environment
 
@@ -191,6 +192,14 @@ def test_make_refuses_cuda_without_a_gpu(no_gpus):
 def test_one_process_prints_the_help(four_gpus):
     _, command = command_of("pretrain", "--nproc", "4", "--launcher", "accelerate", "--help")
     assert re.fullmatch(r"python\S* recipes/pretrain.py --help", command)
+
+
+def test_the_recipe_learns_how_it_was_started(no_gpus, monkeypatch):
+    started = {}
+    monkeypatch.setattr(os, "execve", lambda program, words, environment: started.update(environment))
+    monkeypatch.setattr(sys, "argv", ["hf-pretrain", "sft", "--help"])
+    hf_pretrain_cli.main()
+    assert started[STARTED_AS] == "hf-pretrain sft"
 
 
 def test_a_launcher_beside_the_command_is_found(no_gpus, monkeypatch, tmp_path):
