@@ -90,7 +90,9 @@ def make_parser() -> _Parser:
         "--launcher", type=choose("launcher"), help=f"One of {', '.join(LAUNCHERS)}; the first one by default."
     )
     parser.add_argument(
-        "--ds", type=choose("ds"), help="A DeepSpeed config of ds_configs/, by default zero2; starts deepspeed."
+        "--ds",
+        type=choose("ds"),
+        help="A DeepSpeed config of ds_configs/, by default zero2 (evaluate: zero3); starts deepspeed.",
     )
     parser.add_argument(
         "--accelerate",
@@ -160,7 +162,9 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         environment["DS_ACCELERATOR"] = "cpu"
     is_quiet = flags.log_level not in ("info", "debug")
     if args.launcher == "deepspeed" and flags.deepspeed is None:
-        rest += ["--deepspeed", _shorten(FILES / f"ds_configs/{args.ds or 'zero2'}.json")]
+        # transformers evaluates only under ZeRO-3.
+        config = args.ds or ("zero3" if stage == "evaluate" else "zero2")
+        rest += ["--deepspeed", _shorten(FILES / f"ds_configs/{config}.json")]
     return environment, [*_launch(args, nproc, gpus, is_quiet), recipe, *rest]
 
 

@@ -78,6 +78,11 @@ def command_of(*words: str) -> tuple[dict[str, str], str]:
         ),
         ("evaluate", "recipes/evaluate.py"),
         (
+            "evaluate --launcher deepspeed --master_port 29555",
+            "deepspeed --quiet --include localhost:0 --master_port 29555 recipes/evaluate.py "
+            "--deepspeed ds_configs/zero3.json",
+        ),
+        (
             "evaluate --preset tiny --nproc 2",
             "torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/evaluate.yaml",
         ),
