@@ -60,9 +60,12 @@ RUN = ("--use_cpu", "--output_dir", "run")
             ["--learning_rat", "1"],
             "Unknown argument '--learning_rat'; the nearest known one is --learning_rate",
         ),
+        ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type cosin is unknown; the nearest one is cos"),
+        ("pretrain", ["--eval_strategy", "step"], "--eval_strategy step is unknown; the nearest one is steps."),
+        ("pretrain", ["--on_nonfinite", "stp", *RUN], "--on_nonfinite stp is unknown; the nearest one is stop."),
         ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         # transformers refuses these.
-        ("pretrain", ["--eval_strategy", "never", *RUN], "never is not a valid IntervalStrategy"),
+        ("pretrain", ["--save_steps", "1.5", *RUN], "--save_steps must be an integer if bigger than 1: 1.5"),
         ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
         ("pretrain", ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), *RUN], "--deepspeed needs a launcher"),
         ("pretrain", ["--dataset_name", "nope.jsonl", *RUN], "There is no file or directory nope.jsonl"),
@@ -99,6 +102,12 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 2 and len(errors) == 1 and message in errors[0], output
     assert "Traceback" not in output and "usage:" not in output
+
+
+def test_a_launcher_flag_can_be_the_nearest_one(run, monkeypatch):
+    monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain pretrain")
+    assert "the nearest known one is --nproc." in run("pretrain", "--nprocs", "2")[1]
+    assert "the nearest known one is --preset." in run("pretrain", "--presset", "tiny")[1]
 
 
 def test_debug_shows_the_traceback(monkeypatch, tmp_path):

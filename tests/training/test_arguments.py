@@ -115,7 +115,11 @@ def test_bare_bf16_flag(tmp_path):
             None,
             "--packing_strategy bdf is unknown; the nearest one is bfd. All: bfd, wrapped, none",
         ),
-        (["--optim_preset", "lion"], None, "--optim_preset lion is unknown; use adamw or muon"),
+        (
+            ["--optim_preset", "lion"],
+            None,
+            "--optim_preset lion is unknown; the nearest one is muon. All: adamw, muon",
+        ),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--profile", "--profile_interval", "1"], None, "--profile_interval 1 must be at least 2"),
         (["--max_steps", "0"], None, "--max_steps 0 must be at least 1"),
