@@ -17,10 +17,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 GPUS ?=
 DEVICE ?= auto
-LAUNCHER ?= torchrun
-DS ?= zero2
-ACCELERATE ?= ddp
-MASTER_PORT ?= 29500
+LAUNCHER ?=
+DS ?=
+ACCELERATE ?=
+MASTER_PORT ?=
 PRESET ?= auto
 CONFIG ?=
 ARGS ?=
@@ -30,9 +30,6 @@ endif
 ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null | grep ^GPU)),cuda)
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
-ifeq ($(filter $(LAUNCHER),torchrun deepspeed accelerate),)
-  $(error LAUNCHER=$(LAUNCHER) is unknown: use torchrun, accelerate or deepspeed)
-endif
 
 .PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick faults quality docs clean help
 .DEFAULT_GOAL := help
@@ -40,9 +37,12 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
+# torchrun finds a free port by itself, and some clusters set MASTER_PORT for all programs.
+PORT := $(if $(filter-out torchrun,$(LAUNCHER)$(DS)$(ACCELERATE)),$(MASTER_PORT))
 # Flags of the command `hf-pretrain`, which launches the recipe and prints the command line that it starts.
-LAUNCH := $(if $(GPUS),--nproc $(GPUS)) --launcher $(LAUNCHER) --ds $(DS) --accelerate $(ACCELERATE) \
-  --master_port $(MASTER_PORT) $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
+LAUNCH := $(if $(GPUS),--nproc $(GPUS)) $(if $(LAUNCHER),--launcher $(LAUNCHER)) $(if $(DS),--ds $(DS)) \
+  $(if $(ACCELERATE),--accelerate $(ACCELERATE)) $(if $(PORT),--master_port $(PORT)) \
+  $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
 
 # Extras of pyproject.toml that single stages need.
 dpo grpo: $(VENV)/.installed-trl

@@ -17,6 +17,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import itertools
 import os
 import re
 import shlex
@@ -33,10 +34,13 @@ from typing import NoReturn
 _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
-# Recipes that this command starts in one process.
 TOOLS = ("chat", "serve", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
 STAGES = ("pretrain", "sft", "dpo", "distill", "grpo")
+# Recipes that can run as several processes.
+LAUNCHED = (*STAGES, "evaluate")
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+# The launchers that read a flag of this command. torchrun finds a free port by itself.
+READERS = {"ds": ("deepspeed",), "accelerate": ("accelerate",), "master_port": ("deepspeed", "accelerate")}
 PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yaml") if path.parent.name != "base"))
 DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
 ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
@@ -83,19 +87,30 @@ def make_parser() -> _Parser:
     parser = _Parser(prog="hf-pretrain STAGE", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int, help="Number of processes; by default one per GPU, or one in all.")
     parser.add_argument(
-        "--launcher", type=choose("launcher"), default="torchrun", help=f"One of {', '.join(LAUNCHERS)}."
+        "--launcher", type=choose("launcher"), help=f"One of {', '.join(LAUNCHERS)}; the first one by default."
     )
-    parser.add_argument("--ds", type=choose("ds"), default="zero2", help="A DeepSpeed config of ds_configs/.")
     parser.add_argument(
-        "--accelerate", type=choose("accelerate"), default="ddp", help="An accelerate config of recipes/."
+        "--ds",
+        type=choose("ds"),
+        help="A DeepSpeed config of ds_configs/, by default zero2 (evaluate: zero3); starts deepspeed.",
     )
-    parser.add_argument("--master_port", type=int, default=29500, help="Port of deepspeed and accelerate.")
+    parser.add_argument(
+        "--accelerate",
+        type=choose("accelerate"),
+        help="A config of recipes/accelerate_configs/, by default ddp; starts accelerate.",
+    )
+    parser.add_argument("--master_port", type=int, help="Port of deepspeed and accelerate, by default 29500.")
     parser.add_argument(
         "--preset",
         type=choose("preset"),
         help="The model and its YAML file; auto is minimind2-small on NVIDIA GPUs, and otherwise tiny.",
     )
     return parser
+
+
+def launcher_flags(stage: str) -> list[argparse.Action]:
+    """Return the flags that this command reads itself if it starts a recipe."""
+    return make_parser()._actions if stage in LAUNCHED else []
 
 
 def find_gpus() -> list[str]:
@@ -107,7 +122,11 @@ def find_gpus() -> list[str]:
         return []
     present = [line.split(":")[0].removeprefix("GPU ") for line in listed.splitlines() if line.startswith("GPU ")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if visible is None or not present else [number for number in visible.split(",") if number]
+    if visible is None or not present:
+        return present
+    # As CUDA does, ignore all entries from the first one on that names no GPU, such as -1.
+    entries = (entry.strip() for entry in visible.split(","))
+    return list(itertools.takewhile(lambda entry: entry in present or entry.startswith(("GPU-", "MIG-")), entries))
 
 
 def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -119,26 +138,82 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         words (`list[str]`): flags of this command and of the recipe, in any order.
     """
     recipe, python = _shorten(RECIPES / f"{stage}.py"), _shorten(Path(sys.executable))
-    if stage in TOOLS:
+    if stage not in LAUNCHED:
         return {}, [python, recipe, *words]
     args, rest = make_parser().parse_known_args(words)
-    flags = {word.split("=")[0] for word in rest}
-    gpus = [] if "--use_cpu" in flags else find_gpus()
+    flags = _read_recipe_flags(rest)
+    if flags.help:
+        return {}, [python, recipe, *rest]
+    args.launcher = _choose_launcher(args, flags)
+    gpus = [] if flags.use_cpu else find_gpus()
     if args.preset is not None:
-        if "--config" in flags:
-            fail("--preset and --config exclude each other: both name a YAML file. Leave one of them out.")
-        preset = ("minimind2-small" if gpus else "tiny") if args.preset == "auto" else args.preset
-        rest = ["--config", _shorten(RECIPES / preset / f"{stage}.yaml"), *rest]
-    nproc = args.nproc if args.nproc is not None else len(gpus) or 1
-    if flags & {"-h", "--help", "--help-all"}:
-        # One process prints the help.
-        nproc, args.launcher = 1, "torchrun"
+        rest = [*_preset_config(stage, args.preset, flags, gpus), *rest]
+    # lm-eval's tasks, which many evaluations run, need a single process.
+    default = 1 if stage == "evaluate" else len(gpus) or 1
+    nproc = default if args.nproc is None else args.nproc
     if nproc < 1 or (gpus and nproc > len(gpus)):
         fail(
             f"--nproc {nproc} is not possible: this machine has {len(gpus) or 'no'} GPU(s) to use. Start at least one "
             "process, and at most one per GPU."
         )
-    is_quiet = not re.search(r"--log_level[ =](info|debug)", " ".join(rest))
+    environment = _launch_environment(args, nproc, gpus)
+    if args.launcher == "deepspeed" and flags.use_cpu:
+        # DeepSpeed warns if it has to find out that there is no GPU.
+        environment["DS_ACCELERATOR"] = "cpu"
+    is_quiet = flags.log_level not in ("info", "debug")
+    if args.launcher == "deepspeed" and flags.deepspeed is None:
+        # transformers evaluates only under ZeRO-3.
+        config = args.ds or ("zero3" if stage == "evaluate" else "zero2")
+        rest += ["--deepspeed", _shorten(FILES / f"ds_configs/{config}.json")]
+    return environment, [*_launch(args, nproc, gpus, is_quiet), recipe, *rest]
+
+
+def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
+    """Return the flags of the recipe that decide how to start it."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", "--help-all", action="store_true", dest="help")
+    for names in (["--config"], ["--deepspeed"], ["--log_level", "--log-level"]):
+        parser.add_argument(*names)
+    parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
+    flags, _ = parser.parse_known_args(words)
+    # The recipe reads the same words as false.
+    flags.use_cpu = flags.use_cpu.lower() not in ("no", "false", "f", "n", "0")
+    return flags
+
+
+def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str:
+    """Return the launcher that the flags name or imply. Refuse flags that have no effect."""
+    if args.ds is not None and flags.deepspeed is not None:
+        fail(
+            f"--ds {args.ds} and --deepspeed {flags.deepspeed} exclude each other: both name a DeepSpeed config. "
+            "Leave one of them out."
+        )
+    implied = next((READERS[name][0] for name in ("ds", "accelerate") if getattr(args, name) is not None), "torchrun")
+    launcher = args.launcher or implied
+    for name, readers in READERS.items():
+        value = getattr(args, name)
+        if value is not None and launcher not in readers:
+            fail(
+                f"--{name} {value} has no effect with {launcher}. Leave it out, or choose --launcher "
+                f"{' or '.join(readers)}."
+            )
+    return launcher
+
+
+def _preset_config(stage: str, preset: str, flags: argparse.Namespace, gpus: list[str]) -> list[str]:
+    """Return the words that name the YAML file of a preset."""
+    if flags.config is not None:
+        fail("--preset and --config exclude each other: both name a YAML file. Leave one of them out.")
+    if preset == "auto":
+        preset = "minimind2-small" if gpus else "tiny"
+    path = RECIPES / preset / f"{stage}.yaml"
+    if not path.is_file():
+        fail(f"--preset {preset}: there is no {_shorten(path)}. Pass --config with another YAML file.")
+    return ["--config", _shorten(path)]
+
+
+def _launch_environment(args: argparse.Namespace, nproc: int, gpus: list[str]) -> dict[str, str]:
+    """Return the environment variables that assign GPUs or cores to the processes."""
     environment: dict[str, str] = {}
     if gpus and args.launcher != "deepspeed":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:nproc])
@@ -151,10 +226,7 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         cores = max(1, (os.cpu_count() or 1) // nproc)
         threads = os.environ.get("OMP_NUM_THREADS", str(cores))
         environment |= {"LOCAL_SIZE": str(nproc), "OMP_NUM_THREADS": threads}
-    if args.launcher == "deepspeed" and "--use_cpu" in flags:
-        # DeepSpeed warns if it has to find out that there is no GPU.
-        environment["DS_ACCELERATOR"] = "cpu"
-    return environment, [*_launch(args, nproc, gpus, is_quiet), recipe, *rest, *_launch_flags(args)]
+    return environment
 
 
 def _shorten(path: Path) -> str:
@@ -171,27 +243,23 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: boo
     if args.launcher == "torchrun":
         torchrun = [program, "--standalone", "--nproc_per_node", str(nproc)]
         return [_shorten(python)] if nproc == 1 else torchrun
+    port = args.master_port or 29500
     # torchrun --standalone finds a free port by itself. The other launchers would fail late, so check the port here.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", args.master_port))
+            probe.bind(("", port))
         except OSError:
-            fail(f"Port {args.master_port} is in use; choose another: --master_port {args.master_port + 1}")
+            fail(f"Port {port} is in use; choose another: --master_port {port + 1}")
     if args.launcher == "deepspeed":
         # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
         devices = ",".join(gpus[:nproc] if gpus else map(str, range(nproc)))
         # Otherwise DeepSpeed describes every process that it starts. Its errors still appear.
         quiet = ["--quiet"] if is_quiet else []
-        return [program, *quiet, "--include", f"localhost:{devices}", "--master_port", str(args.master_port)]
-    config = _shorten(RECIPES / f"accelerate_configs/{args.accelerate}.yaml")
-    ports = ["--num_processes", str(nproc), "--main_process_port", str(args.master_port)]
+        return [program, *quiet, "--include", f"localhost:{devices}", "--master_port", str(port)]
+    config = _shorten(RECIPES / f"accelerate_configs/{args.accelerate or 'ddp'}.yaml")
+    ports = ["--num_processes", str(nproc), "--main_process_port", str(port)]
     return [program, "launch", "--config_file", config, *ports]
-
-
-def _launch_flags(args: argparse.Namespace) -> list[str]:
-    is_deepspeed = args.launcher == "deepspeed"
-    return ["--deepspeed", _shorten(FILES / f"ds_configs/{args.ds}.json")] if is_deepspeed else []
 
 
 def print_list() -> None:
@@ -207,7 +275,14 @@ def print_list() -> None:
         print(f"  {name:18}{lines[0].removeprefix('# ')}")
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
-    print("Data (--dataset_name): embedded, a file, a glob, a directory, a Hub id, or owner/name:file on the Hub")
+    print(f"Data (--dataset_name): embedded, {', '.join(f'embedded:{part}' for part in embedded_parts())},")
+    print("  a file, a glob, a directory, a Hub id, owner/name:file on the Hub, or modelscope://owner/name:file")
+
+
+def embedded_parts() -> list[str]:
+    """Return the parts of the embedded corpora, from the source of the module that defines them."""
+    source = (_HERE / "hf_pretrain/data/corpora.py").read_text(encoding="utf-8")
+    return re.findall(r'^    "(\w+)": EmbeddedCorpus\(', source, re.MULTILINE)
 
 
 def print_completion(shell: str) -> None:
@@ -223,16 +298,18 @@ def print_completion(shell: str) -> None:
     commands = parser.add_subparsers()
     for name in (*STAGES, *TOOLS):
         command = commands.add_parser(name, add_help=False, help=name)
-        if name in STAGES:
-            for action in make_parser()._actions:
+        if name in LAUNCHED:
+            for action in launcher_flags(name):
                 command.add_argument(*action.option_strings, choices=KNOWN_WORDS.get(action.dest))
         # A recipe exits here if its extra is not installed. The shell then completes no flags of this recipe.
         with contextlib.suppress(SystemExit):
             for action in recipe_parser(RECIPES / f"{name}.py")._actions:
                 flags = [flag for flag in action.option_strings if flag not in command._option_string_actions]
-                if flags:
+                if flags and action.help != argparse.SUPPRESS:
                     # Leave out the second spelling, which has dashes instead of underscores.
-                    command.add_argument(flags[0]).complete = shtab.FILE  # type: ignore[attr-defined]
+                    added = command.add_argument(flags[0], choices=action.choices and [*map(str, action.choices)])
+                    if action.choices is None:
+                        added.complete = shtab.FILE  # type: ignore[attr-defined]
     for name in ("list", "completion"):
         commands.add_parser(name, add_help=False, help=name)
     print(shtab.complete(parser, shell))
@@ -240,9 +317,11 @@ def print_completion(shell: str) -> None:
 
 def main() -> None:
     words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("help", "-h", "--help"):
         print(__doc__.strip())
-        print("\nFlags for the training stages:\n" + make_parser().format_help().partition("options:\n")[2])
+        print(
+            "\nFlags for the training stages and evaluate:\n" + make_parser().format_help().partition("options:\n")[2]
+        )
         raise SystemExit(0 if words else EXIT_MISTAKE)
     stage, *rest = words
     if stage == "--version":
@@ -257,7 +336,9 @@ def main() -> None:
         print("$ " + shlex.join(assignments + command), file=sys.stderr, flush=True)
         # The launchers find Python through PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        os.execve(command[0], command, os.environ | environment | {"PATH": path})
+        # The recipe shows its name and the flags of this command in its help.
+        environment |= {"PATH": path, "HF_PRETRAIN_COMMAND": f"hf-pretrain {stage}"}
+        os.execve(command[0], command, os.environ | environment)
     else:
         known = (*STAGES, *TOOLS, "list", "completion")
         fail(f"{stage} is unknown; the nearest command is {nearest(stage, known)}. `hf-pretrain list` shows all.")

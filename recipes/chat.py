@@ -1,7 +1,7 @@
 """
 Chat with a model in the terminal.
 
-    python recipes/chat.py
+    hf-pretrain chat
     python recipes/chat.py --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
     python recipes/chat.py --prompt "How do you do?" --greedy
     python recipes/chat.py --tools tools.json --think on
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--prompt", help="answer or continue this text, and exit")
     parser.add_argument("--system", help="the system message")

@@ -1,7 +1,7 @@
 """
 Write the page of a run, or one page that compares several runs.
 
-    python recipes/compare.py out/pretrain-tiny
+    hf-pretrain compare out/pretrain-tiny
     python recipes/compare.py out/first out/second --output comparison.html
 
 The page shows results, curves, samples and events. A page of several runs begins with the arguments and versions that
@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument(
         "--output", type=Path, help="file to write; by default report.html in the run's directory, or comparison.html"

@@ -1,7 +1,7 @@
 """
 Convert MiniMind weights of any generation into one of seven formats, and merge adapters into their base models.
 
-    python recipes/convert.py --from full_sft_768.pth --config num_attention_heads=8 --tokenizer v2/ --to out/mine
+    hf-pretrain convert --from full_sft_768.pth --config num_attention_heads=8 --tokenizer v2/ --to out/mine
     python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
     python recipes/convert.py --from owner/name:full_sft_512.pth --config num_attention_heads=8 --to out/mine
     python recipes/convert.py --from out/pretrain --to out/llama --format llama --dtype bfloat16
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__)
     parser.add_argument(
         "--from",
         dest="source",

@@ -1,7 +1,7 @@
 """
 Inspect data before training, or clean them.
 
-    python recipes/data.py inspect my/*.jsonl
+    hf-pretrain data inspect my/*.jsonl
     python recipes/data.py inspect jingyaogong/minimind_dataset:sft_mini_512.jsonl --tokenizer out/pretrain-tiny
     python recipes/data.py clean my/*.jsonl --output clean.jsonl
     python recipes/data.py clean my/*.jsonl --output clean.jsonl --held_out validation.jsonl --min_chars 100
@@ -107,8 +107,8 @@ def task_texts(names: str | None) -> Iterable[str]:
 
 
 def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("inspect", "clean"))
+    parser = RecipeParser(description=__doc__)
+    parser.add_argument("action", choices=("inspect", "clean"), help="what to do")
     parser.add_argument("names", nargs="+", help="embedded[:part], files, globs, directories, or files on the Hub")
     parser.add_argument("--text_column", default="text", help="column that holds the text")
     look = parser.add_argument_group("inspect")

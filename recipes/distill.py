@@ -1,7 +1,7 @@
 """
 Distil a teacher into a smaller MiniMind model (https://huggingface.co/papers/1503.02531).
 
-    python recipes/distill.py --teacher_name_or_path out/sft-tiny
+    hf-pretrain distill --teacher_name_or_path out/sft-tiny
     python recipes/distill.py --teacher_name_or_path out/mine --kl reverse --temperature 1 --ce_weight 0
     python recipes/distill.py --teacher_name_or_path out/mine --cache_teacher_logits 64
     torchrun --standalone --nproc_per_node 4 recipes/distill.py --config recipes/minimind2-small/distill.yaml

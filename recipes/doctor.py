@@ -1,7 +1,7 @@
 """
 Check this machine, or estimate the memory of a run.
 
-    python recipes/doctor.py
+    hf-pretrain doctor
     python recipes/doctor.py --json
     python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
@@ -19,7 +19,9 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.health import print_findings
+from hf_pretrain.runtime.names import check_word
 from hf_pretrain.training.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
+from hf_pretrain.training.optimizers import OPTIM_PRESETS
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.model_arguments import default_preset
 
@@ -35,7 +37,9 @@ class DoctorArguments:
 
     json: bool = field(default=False, metadata={"help": "Print the findings about the machine as JSON."})
     estimate: bool = field(default=False, metadata={"help": "Estimate the memory of the default preset."})
-    model_preset: str | None = field(default=None, metadata={"help": f"One of {', '.join(PRESETS)}."})
+    model_preset: str | None = field(
+        default=None, metadata={"help": f"One of {', '.join(PRESETS)}.", "aliases": ["--preset"]}
+    )
     max_length: int = field(default=512, metadata={"help": "Tokens per packed sequence."})
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
     world_size: int = field(default=1, metadata={"help": "Number of processes."})
@@ -54,10 +58,15 @@ class DoctorArguments:
     )
 
     def __post_init__(self):
-        if self.device not in (None, "cuda", "cpu"):
-            raise ValueError(f"--device {self.device} is unknown; use cuda or cpu.")
-        if self.model_preset is not None and self.model_preset not in PRESETS:
-            raise ValueError(f"--model_preset {self.model_preset} is unknown; use one of {', '.join(PRESETS)}.")
+        words = {
+            "device": ("cuda", "cpu"),
+            "model_preset": PRESETS,
+            "strategy": STRATEGIES,
+            "optim_preset": OPTIM_PRESETS,
+        }
+        for name, known in words.items():
+            if (word := getattr(self, name)) is not None:
+                check_word(f"--{name}", word, known)
 
 
 def main(args: DoctorArguments):

@@ -1,7 +1,7 @@
 """
 Train a MiniMind model on preferences, with TRL's DPO, KTO, ORPO or SimPO.
 
-    python recipes/dpo.py --model_name_or_path out/sft-tiny
+    hf-pretrain dpo --model_name_or_path out/sft-tiny
     python recipes/dpo.py --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
     python recipes/dpo.py --model_name_or_path out/sft-tiny --algorithm simpo --output_dir out/simpo-tiny
     torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml

@@ -1,7 +1,7 @@
 """
 Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-eval.
 
-    python recipes/evaluate.py
+    hf-pretrain evaluate
     python recipes/evaluate.py --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
     python recipes/evaluate.py --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
     python recipes/evaluate.py --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny

@@ -1,7 +1,7 @@
 """
 Train a chat model with verifiable rewards: GRPO, its CISPO and DAPO losses, or RLOO.
 
-    python recipes/grpo.py --config recipes/tiny/grpo.yaml --model_name_or_path out/sft-tiny
+    hf-pretrain grpo --preset tiny --model_name_or_path out/sft-tiny
     python recipes/grpo.py --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
     python recipes/grpo.py --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards solution \\
         --tools examples.agent_tools:TOOLS

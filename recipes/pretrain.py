@@ -1,7 +1,7 @@
 """
 Pretrain a MiniMind model, from random weights or from the weights of a checkpoint.
 
-    python recipes/pretrain.py
+    hf-pretrain pretrain --preset tiny
     python recipes/pretrain.py --model_preset minimind2 --dataset_name my/*.jsonl --output_dir out/mine
     torchrun --standalone --nproc_per_node 4 recipes/pretrain.py --config recipes/minimind2-small/pretrain.yaml
     accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/pretrain.py

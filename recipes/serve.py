@@ -1,7 +1,7 @@
 """
 Serve a model with transformers' OpenAI-compatible server. By default, only this machine can use it (`--host`).
 
-    python recipes/serve.py
+    hf-pretrain serve
     python recipes/serve.py --model_name_or_path out/sft-tiny --port 8001 --reasoning off
     python recipes/serve.py --continuous_batching
     python recipes/serve.py --web
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = RecipeParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(description=__doc__)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
     parser.add_argument("--port", type=int, default=8000, help="TCP port")
@@ -96,10 +96,17 @@ if __name__ == "__main__":
     parser.add_argument(
         "--continuous_batching", action="store_true", help="serve many requests at once, with paged attention"
     )
-    parser.add_argument("--reasoning", choices=[mode.value for mode in ReasoningMode], default="auto")
+    parser.add_argument(
+        "--reasoning",
+        choices=[mode.value for mode in ReasoningMode],
+        default="auto",
+        help="reason before answering; with auto, the chat template decides",
+    )
     parser.add_argument("--chat_template_kwargs", help="JSON; a request overrides it")
     parser.add_argument("--seed", type=int, help="seed of the sampling")
-    parser.add_argument("--log_level", choices=("debug", "info", "warning", "error"), default="warning")
+    parser.add_argument(
+        "--log_level", choices=("debug", "info", "warning", "error"), default="warning", help="what the server logs"
+    )
     # The chat page starts its servers with this flag.
     parser.add_argument("--end_with_stdin", action="store_true", help=argparse.SUPPRESS)
     add_debug_flag(parser)

@@ -1,7 +1,7 @@
 """
 Fine-tune a MiniMind model on conversations, with the loss on the assistant's messages.
 
-    python recipes/sft.py --model_name_or_path out/pretrain-tiny
+    hf-pretrain sft --model_name_or_path out/pretrain-tiny
     python recipes/sft.py --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
     python recipes/sft.py --model_name_or_path out/pretrain-tiny --preview 3
     python recipes/sft.py --model_name_or_path out/sft-tiny --use_peft --dataset_name my/chats.jsonl --output_dir out/a

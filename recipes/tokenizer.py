@@ -1,7 +1,7 @@
 """
 Train a tokenizer on the documents that a pretraining run would train on, and save it with its chat template.
 
-    python recipes/tokenizer.py --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
+    hf-pretrain tokenizer --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
 
 Pass the tokenizer to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The recipe prints the
 bytes per token on the validation set. With more bytes per token, the same text has fewer tokens.

@@ -14,6 +14,9 @@ import pytest
 
 import hf_pretrain
 import hf_pretrain_cli
+from hf_pretrain.data.corpora import EMBEDDED_CORPORA
+from hf_pretrain.runtime.help_cache import STARTED_AS
+from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from tests.invariants.launching import ROOT, cpu_environment
 
 
@@ -58,6 +61,31 @@ def command_of(*words: str) -> tuple[dict[str, str], str]:
             "accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml --num_processes 2 "
             "--main_process_port 29555 recipes/distill.py",
         ),
+        # A config implies its launcher, and the user's own config replaces the default one.
+        (
+            "pretrain --ds zero3 --master_port 29555",
+            "deepspeed --quiet --include localhost:0 --master_port 29555 recipes/pretrain.py "
+            "--deepspeed ds_configs/zero3.json",
+        ),
+        (
+            "pretrain --accelerate zero2 --master_port 29555",
+            "accelerate launch --config_file recipes/accelerate_configs/zero2.yaml --num_processes 1 "
+            "--main_process_port 29555 recipes/pretrain.py",
+        ),
+        (
+            "pretrain --launcher deepspeed --master_port 29555 --deepspeed=my.json",
+            "deepspeed --quiet --include localhost:0 --master_port 29555 recipes/pretrain.py --deepspeed=my.json",
+        ),
+        ("evaluate", "recipes/evaluate.py"),
+        (
+            "evaluate --launcher deepspeed --master_port 29555",
+            "deepspeed --quiet --include localhost:0 --master_port 29555 recipes/evaluate.py "
+            "--deepspeed ds_configs/zero3.json",
+        ),
+        (
+            "evaluate --preset tiny --nproc 2",
+            "torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/evaluate.yaml",
+        ),
         ("chat --nproc 2", "recipes/chat.py --nproc 2"),
     ],
 )
@@ -87,6 +115,25 @@ def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
     assert command_of("pretrain", "--nproc", "1")[0] == {"CUDA_VISIBLE_DEVICES": "3"}
     # `--use_cpu` belongs to the recipe, and no process gets a GPU.
     assert command_of("pretrain", "--use_cpu")[0] == {}
+    assert command_of("pretrain", "--use_cpu", "false")[0]["CUDA_VISIBLE_DEVICES"] == "3,1"
+    # The tasks of an evaluation need a single process.
+    assert command_of("evaluate")[0] == {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("2, 0", ["2", "0"]),
+        ("-1", []),
+        ("", []),
+        ("1,-1,2", ["1"]),
+        ("0,7,1", ["0"]),
+        ("GPU-8932f937,MIG-1", ["GPU-8932f937", "MIG-1"]),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(four_gpus, monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hf_pretrain_cli.find_gpus() == gpus
 
 
 def made(*variables: str) -> tuple[dict[str, str], str]:
@@ -110,8 +157,9 @@ def made(*variables: str) -> tuple[dict[str, str], str]:
             "deepspeed --quiet --include localhost:0,1 --master_port 29511 recipes/pretrain.py --config "
             "recipes/tiny/pretrain.yaml --deepspeed ds_configs/zero3.json",
         ),
+        ("MASTER_PORT=29511", "recipes/pretrain.py --config recipes/tiny/pretrain.yaml"),
         (
-            "GPUS=2 LAUNCHER=accelerate ACCELERATE=ddp MASTER_PORT=29511",
+            "GPUS=2 ACCELERATE=ddp MASTER_PORT=29511",
             "accelerate launch --config_file recipes/accelerate_configs/ddp.yaml --num_processes 2 "
             "--main_process_port 29511 recipes/pretrain.py --config recipes/tiny/pretrain.yaml",
         ),
@@ -151,6 +199,14 @@ def test_one_process_prints_the_help(four_gpus):
     assert re.fullmatch(r"python\S* recipes/pretrain.py --help", command)
 
 
+def test_the_recipe_learns_how_it_was_started(no_gpus, monkeypatch):
+    started = {}
+    monkeypatch.setattr(os, "execve", lambda program, words, environment: started.update(environment))
+    monkeypatch.setattr(sys, "argv", ["hf-pretrain", "sft", "--help"])
+    hf_pretrain_cli.main()
+    assert started[STARTED_AS] == "hf-pretrain sft"
+
+
 def test_a_launcher_beside_the_command_is_found(no_gpus, monkeypatch, tmp_path):
     # `pip install --user` puts programs into another directory than Python.
     (tmp_path / "torchrun").touch()
@@ -170,6 +226,11 @@ def test_a_launcher_beside_the_command_is_found(no_gpus, monkeypatch, tmp_path):
         ("pretrain --nproc many", "--nproc: invalid int value: 'many'"),
         ("pretrain --nproc 0", "--nproc 0 is not possible"),
         ("pretrain --preset tiny --config my.yaml", "--preset and --config exclude each other"),
+        ("pretrain --ds zero3 --deepspeed my.json", "--ds zero3 and --deepspeed my.json exclude each other"),
+        ("pretrain --ds zero3 --launcher torchrun", "--ds zero3 has no effect with torchrun. Leave it out, or"),
+        ("pretrain --ds zero3 --accelerate ddp", "--accelerate ddp has no effect with deepspeed"),
+        ("pretrain --master_port 1", "or choose --launcher deepspeed or accelerate."),
+        ("evaluate --preset minimind2", "recipes/minimind2/evaluate.yaml. Pass --config with another YAML file."),
     ],
 )
 def test_mistakes_end_with_one_line(words, message):
@@ -180,6 +241,16 @@ def test_mistakes_end_with_one_line(words, message):
 def test_the_version_is_that_of_the_package():
     result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "--version"])
     assert result.stdout.strip() == hf_pretrain.__version__ == importlib.metadata.version("hf_pretrain")
+
+
+def test_help_is_a_command():
+    result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "help"])
+    assert result.returncode == 0 and "hf-pretrain list" in result.stdout and "--launcher" in result.stdout
+
+
+def test_the_doctor_takes_the_preset_as_the_stages_do():
+    parser = recipe_parser(ROOT / "recipes/doctor.py")
+    assert parser.parse_args(["--preset", "minimind2"]).model_preset == "minimind2"
 
 
 def test_more_processes_than_gpus_are_refused(four_gpus, capsys):
@@ -193,6 +264,8 @@ def test_the_list_names_every_recipe_and_preset():
     names = [path.stem for path in (ROOT / "recipes").glob("*.py")]
     names += [path.parent.name for path in (ROOT / "recipes").glob("*/pretrain.yaml") if path.parent.name != "base"]
     assert [name for name in names if not re.search(rf"^  {name} ", result.stdout, re.MULTILINE)] == []
+    assert set(re.findall(r"embedded:(\w+)", result.stdout)) == EMBEDDED_CORPORA.keys()
+    assert "modelscope://" in result.stdout
 
 
 @pytest.mark.slow
@@ -203,11 +276,13 @@ def test_bash_completes_commands_flags_and_their_words(tmp_path):
         'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
         '$(complete -p hf-pretrain | grep -oP -- "-F \\K\\S+"); echo "${COMPREPLY[@]}"'
     )
+    assert "end_with_stdin" not in script.read_text()
     for words, expected in (
         (["hf-pretrain", "pre"], {"pretrain"}),
         (["hf-pretrain", "pretrain", "--laun"], {"--launcher"}),
         (["hf-pretrain", "pretrain", "--launcher", "deep"], {"deepspeed"}),
         (["hf-pretrain", "sft", "--learning_ra"], {"--learning_rate"}),
+        (["hf-pretrain", "convert", "--format", "qwen"], {"qwen3", "qwen3_moe"}),
     ):
         result = run(["bash", "-c", bash, str(script), *words])
         assert expected <= set(result.stdout.split()), (words, result)

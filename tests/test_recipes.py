@@ -166,7 +166,8 @@ def test_the_recipe_trains_saves_and_reports(workspace):
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_launchers_add_no_lines(workspace, launcher):
     words = [sys.executable, str(ROOT / "hf_pretrain_cli.py"), "pretrain", "--launcher", launcher, "--nproc", "2"]
-    words += ["--use_cpu", "--report_to", "none", "--master_port", str(free_port())]
+    words += ["--use_cpu", "--report_to", "none"]
+    words += ["--master_port", str(free_port())] if launcher == "deepspeed" else []
     environment = {name: value for name, value in cpu_environment().items() if not name.startswith(("OMP_", "LOCAL_"))}
     output = subprocess.run(
         words + toy_arguments(workspace, f"lines-{launcher}"),
@@ -269,11 +270,6 @@ def test_make_clean_leaves_models_and_other_environments(tmp_path):
     subprocess.run(["make", "clean", "VENV=env"], cwd=tmp_path, check=True)
     assert all((tmp_path / name).is_file() for name in [*mine, "hf_pretrain/a.py"])
     assert not any((tmp_path / name).exists() for name in built)
-
-
-def test_make_refuses_an_unknown_launcher():
-    result = subprocess.run(["make", "-n", "LAUNCHER=mpi"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode != 0 and "use torchrun, accelerate or deepspeed" in result.stderr
 
 
 def test_make_refuses_an_unknown_device():

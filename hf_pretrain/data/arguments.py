@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
+from ..runtime.names import check_word
 from .conversations import CONVERSATION_KEYS
 from .encoding import ConversationEncoder, RenderingError, parse_span_weights
 from .loading import find_line, load_documents
@@ -107,10 +108,7 @@ class DataArguments(SourceArguments):
 
     def __post_init__(self):
         # Packing raises this error, too, but only after the tokenizer is trained.
-        if self.packing_strategy not in PACKING_STRATEGIES:
-            raise ValueError(
-                f"--packing_strategy {self.packing_strategy} is unknown; use {', '.join(PACKING_STRATEGIES)}."
-            )
+        check_word("--packing_strategy", self.packing_strategy, PACKING_STRATEGIES)
 
     @property
     def row_length(self) -> int | None:
@@ -197,10 +195,7 @@ class ChatArguments(DataArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.dataset_kind not in ("auto", "text", *CONVERSATION_KEYS):
-            raise ValueError(
-                f"--dataset_kind {self.dataset_kind} is unknown. Use auto, {', '.join(CONVERSATION_KEYS)} or text."
-            )
+        check_word("--dataset_kind", self.dataset_kind, ("auto", *CONVERSATION_KEYS, "text"))
 
     @property
     def schema(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from ..runtime.names import MODELSCOPE
+from ..runtime.names import MODELSCOPE, check_word
 from .corpora import EMBEDDED_CORPORA
 from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
 from .hub_files import download_hub_files, parse_hub_file
@@ -52,8 +52,7 @@ def find_sources(name: str) -> list[str] | None:
     if name == "embedded":
         return list(EMBEDDED_SOURCES)
     if name.startswith("embedded:"):
-        if name not in EMBEDDED_SOURCES:
-            raise ValueError(f"No embedded corpus {name!r}. There are: {', '.join(EMBEDDED_SOURCES)}, or embedded.")
+        check_word("--dataset_name", name, ("embedded", *EMBEDDED_SOURCES))
         return [name]
     if name.startswith(MODELSCOPE):
         return download_modelscope_files(name)

@@ -25,7 +25,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset
 
-from ..runtime.names import DatasetName
+from ..runtime.names import DatasetName, check_word
 from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, file_format, read_file, write_json
@@ -207,9 +207,7 @@ TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": 
 def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of one embedded kind, each with the origins of the documents behind it."""
     task = name.removeprefix("embedded:")
-    if task not in EMBEDDED_TASKS:
-        known = ", ".join(f"embedded:{task}" for task in EMBEDDED_TASKS)
-        raise ValueError(f"--dataset_name {name}: no such embedded task. There are: {known}.")
+    check_word("--dataset_name", name, [f"embedded:{task}" for task in EMBEDDED_TASKS])
     # With the name in the seed, each kind of task gets a different random sequence.
     rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
     # `zip` with a range also ends generators that never end themselves.

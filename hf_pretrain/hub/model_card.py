@@ -328,11 +328,11 @@ model = AutoModelForCausalLM.from_pretrained("{repo_id}"{trust})
 
 ## Serve
 
-With hf_pretrain's `recipes/convert.py`, for vLLM and for llama.cpp:
+With hf_pretrain, for vLLM and for llama.cpp:
 
 ```bash
-python recipes/convert.py --from {repo_id} --to out/served --format {stock} && vllm serve out/served
-python recipes/convert.py --from {repo_id} --to out/gguf --format gguf && llama-cli -m out/gguf/{FILE_NAME}
+hf-pretrain convert --from {repo_id} --to out/served --format {stock} && vllm serve out/served
+hf-pretrain convert --from {repo_id} --to out/gguf --format gguf && llama-cli -m out/gguf/{FILE_NAME}
 ```"""
 
 
@@ -353,7 +353,7 @@ model = AutoPeftModelForCausalLM.from_pretrained("{repo_id}", trust_remote_code=
 With hf_pretrain, into a checkpoint that needs no peft:
 
 ```bash
-python recipes/convert.py --from {repo_id} --to out/merged
+hf-pretrain convert --from {repo_id} --to out/merged
 ```"""
 
 

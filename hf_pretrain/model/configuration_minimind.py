@@ -20,7 +20,7 @@ if Version(transformers.__version__).release < (5, 23):
     raise ImportError(
         f"This MiniMind checkpoint needs transformers 5.23 or newer, and {transformers.__version__} is installed: "
         "pip install -U transformers. For older versions, convert it to an architecture that they know, where "
-        "hf_pretrain is installed: python recipes/convert.py --from CHECKPOINT --to DIR --format llama (or qwen3, "
+        "hf_pretrain is installed: hf-pretrain convert --from CHECKPOINT --to DIR --format llama (or qwen3, "
         "qwen3_moe, ernie4_5_moe)."
     )
 
@@ -265,7 +265,7 @@ class MiniMindConfig(PreTrainedConfig):
                 "This config.json has no `format_version`: MiniMind itself wrote it. Its weights have the same names "
                 "in another layout and would give wrong logits here. Convert the checkpoint once with "
                 "`hf_pretrain.weights.loading.load_upstream(path)` or "
-                "`python recipes/convert.py --from PATH --to DIR`."
+                "`hf-pretrain convert --from PATH --to DIR`."
             )
         if version > FORMAT_VERSION:
             raise ValueError(

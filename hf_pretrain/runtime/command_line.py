@@ -27,9 +27,9 @@ from transformers import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
 from .activity import shows_bars
-from .help_cache import keep_help
-from .help_text import FlagFormatter, format_groups
-from .names import nearest_word
+from .help_cache import STARTED_AS, keep_help
+from .help_text import HELP_TEXTS, FlagFormatter, format_groups
+from .names import check_word, nearest_word
 
 
 EXIT_MISTAKE = 2
@@ -51,16 +51,23 @@ class RecipeParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: Any = None, **kwargs: Any):
-        # A parser without dataclasses prints argparse's own help.
-        if dataclass_types is not None:
-            kwargs.setdefault("formatter_class", FlagFormatter)
-        super().__init__(dataclass_types, **kwargs)
+        self.launcher_flags = _launcher_flags()
+        options: dict[str, Any] = {
+            "prog": os.environ.get(STARTED_AS),
+            "formatter_class": FlagFormatter,
+            "allow_abbrev": False,
+        }
+        super().__init__(dataclass_types, **options | kwargs)
         if dataclass_types is not None:
             self.add_argument("--help-all", action="help", help="Show all flags, and exit.")
+        for action in self._actions:
+            action.help = HELP_TEXTS.get(action.dest, action.help)
 
     def format_help(self) -> str:
-        types = list(self.dataclass_types)
-        return format_groups(self, types, shows_all="--help-all" in sys.argv) if types else super().format_help()
+        # A parser without dataclasses prints argparse's own help.
+        if not self.dataclass_types:
+            return super().format_help()
+        return format_groups(self, list(self.dataclass_types), self.launcher_flags, shows_all="--help-all" in sys.argv)
 
     def print_help(self, file: Any = None) -> None:
         text = self.format_help()
@@ -68,15 +75,34 @@ class RecipeParser(HfArgumentParser):
         if file is None:
             keep_help(text)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments. Raise `ValueError` for an unknown one; the message names the nearest known one."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = next((word for word in unknown if word.startswith("--")), unknown[0])
+            actions = (action for action in (*self._actions, *self.launcher_flags) if action.help != argparse.SUPPRESS)
+            known = [flag.lstrip("-") for action in actions for flag in action.option_strings if len(flag) > 2]
+            nearest = nearest_word(word.lstrip("-").split("=")[0], known)
+            raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
+        return namespace
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            nearest = nearest_word(str(value), known)
-            message = f"{value!r} is unknown; the nearest one is {nearest!r}, of {', '.join(known)}"
-            raise argparse.ArgumentError(action, message)
+        if action.choices is not None:
+            check_word((action.option_strings or [action.dest])[0], str(value), map(str, action.choices))
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `--help` lists the flags.")
+
+
+def _launcher_flags() -> list[argparse.Action]:
+    """Return the flags that `hf-pretrain` reads itself, if it has started this recipe."""
+    started_as = os.environ.get(STARTED_AS)
+    if started_as is None:
+        return []
+    # The command imports nothing of this package, and lies beside it.
+    import hf_pretrain_cli
+
+    return hf_pretrain_cli.launcher_flags(started_as.split()[-1])
 
 
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:

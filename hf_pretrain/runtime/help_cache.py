@@ -20,6 +20,8 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 
 
+# The command `hf-pretrain` sets this variable to its first words, such as `hf-pretrain pretrain`.
+STARTED_AS = "HF_PRETRAIN_COMMAND"
 _START = time.time_ns()
 
 
@@ -72,7 +74,8 @@ def _command() -> list[object]:
     # argparse wraps the text to the width of the terminal, and colours it from Python 3.14 on.
     colours = [os.environ.get(name) for name in ("PYTHON_COLORS", "NO_COLOR", "FORCE_COLOR", "TERM")]
     terminal = [shutil.get_terminal_size().columns, sys.stdout.isatty(), *colours]
-    return [sys.version, sys.prefix, sys.path, os.path.abspath(sys.argv[0]), sys.argv[1:], terminal]
+    words = [os.environ.get(STARTED_AS), os.path.abspath(sys.argv[0]), sys.argv[1:]]
+    return [sys.version, sys.prefix, sys.path, words, terminal]
 
 
 def _path() -> Path:
@@ -87,4 +90,4 @@ def _state(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-__all__ = ["keep_help", "print_kept_help"]
+__all__ = ["STARTED_AS", "keep_help", "print_kept_help"]

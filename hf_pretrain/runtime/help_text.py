@@ -16,6 +16,11 @@ _COMMON = (
     *("load_best_model_at_end", "metric_for_best_model", "resume_from_checkpoint", "report_to", "run_name"),
     *("push_to_hub", "hub_model_id", "hub_strategy", "log_level"),
 )
+# Help texts that replace those of transformers.
+HELP_TEXTS = {
+    "resume_from_checkpoint": "Resume the run from this checkpoint directory; auto takes the newest intact one in "
+    "--output_dir, and starts a new run if there is none."
+}
 _PACKAGE = __package__.partition(".")[0]
 
 
@@ -38,23 +43,37 @@ class FlagFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        # Switches are off by default.
-        is_known = action.default in (None, False, "", argparse.SUPPRESS) or "default" in text
-        return text if is_known or not action.option_strings else f"{text} (default: %(default)s)"
+        choices = [str(choice) for choice in action.choices or ()]
+        notes = [] if all(choice in text for choice in choices) else [f"one of {', '.join(choices)}"]
+        # Switches are off by default. 0 is a default to show, although it equals False.
+        is_known = action.default is False or action.default in (None, "", argparse.SUPPRESS) or "default" in text
+        notes += [] if is_known or not action.option_strings else ["default: %(default)s"]
+        return f"{text} ({'; '.join(notes)})" if notes else text
 
 
-def format_groups(parser: argparse.ArgumentParser, dataclass_types: Iterable[type], *, shows_all: bool) -> str:
+def format_groups(
+    parser: argparse.ArgumentParser,
+    dataclass_types: Iterable[type],
+    launcher_flags: Iterable[argparse.Action] = (),
+    *,
+    shows_all: bool,
+) -> str:
     """
     Return the text of `--help` for a parser of dataclasses.
 
     Args:
         parser (`ArgumentParser`): the parser.
         dataclass_types (`Iterable[type]`): the dataclasses whose fields are its flags.
+        launcher_flags (`Iterable[Action]`): flags that `hf-pretrain` reads before the recipe.
         shows_all (`bool`): also show the flags of libraries that are rarely used.
     """
     formatter = parser._get_formatter()
     formatter.add_text(parser.description)
     formatter.add_text(f"usage: {parser.prog} [--flag value ...]. `--flag false` turns a switch off.")
+    if launcher_flags:
+        formatter.start_section("Processes and launcher, read by hf-pretrain")
+        formatter.add_arguments(launcher_flags)
+        formatter.end_section()
     # `--no_x` is another spelling of `--x false`.
     actions = {
         action.dest: action
@@ -98,4 +117,4 @@ def _own(cls: type) -> list[str]:
     return [name for name in cls.__dict__.get("__annotations__", {}) if name in fields and fields[name].init]
 
 
-__all__ = ["FlagFormatter", "format_groups"]
+__all__ = ["HELP_TEXTS", "FlagFormatter", "format_groups"]

@@ -18,6 +18,14 @@ def nearest_word(word: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(word, list(known), n=1, cutoff=0)[0]
 
 
+def check_word(flag: str, word: str, known: Iterable[str]) -> None:
+    """Raise `ValueError` if `word`, the value of a flag, is not a known one. The message names the nearest one."""
+    known = list(known)
+    if word not in known:
+        nearest = nearest_word(word, known)
+        raise ValueError(f"{flag} {word} is unknown; the nearest one is {nearest}. All: {', '.join(known)}.")
+
+
 def is_path(name: str | Path) -> bool:
     """Return whether `name` can only be a local path, existing or not. Any other name may be a Hub id."""
     text = str(name)
@@ -92,4 +100,13 @@ def may_be_checkpoint(name: str | Path) -> bool:
     return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
 
 
-__all__ = ["MODELSCOPE", "DatasetName", "is_path", "may_be_checkpoint", "model_name", "nearest_word", "split_hub_name"]
+__all__ = [
+    "MODELSCOPE",
+    "DatasetName",
+    "check_word",
+    "is_path",
+    "may_be_checkpoint",
+    "model_name",
+    "nearest_word",
+    "split_hub_name",
+]

@@ -30,6 +30,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..model.loss import prediction_weights
+from ..runtime.names import check_word
 from ..tokenizer.loading import load_tokenizer
 from ..training.efficiency import num_active_parameters
 from ..training.trainer import MaskedLossTrainer
@@ -73,8 +74,7 @@ class DistillationArguments:
     def __post_init__(self):
         if not self.teacher_name_or_path:
             raise ValueError("Distillation needs a teacher: pass --teacher_name_or_path with a directory or Hub id.")
-        if self.kl not in ("forward", "reverse"):
-            raise ValueError(f"--kl {self.kl} is unknown; use forward or reverse.")
+        check_word("--kl", self.kl, ("forward", "reverse"))
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature:g} must be above 0.")
         if not 0 <= self.ce_weight <= 1:

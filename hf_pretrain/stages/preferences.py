@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset
+from ..runtime.names import check_word
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from ..training.run_trainer import RunTrainer
@@ -235,8 +236,7 @@ def preference_arguments(argv: list[str] | None = None) -> type[PreferenceTraini
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--algorithm", default="dpo")
     algorithm = parser.parse_known_args(sys.argv[1:] if argv is None else argv)[0].algorithm
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"--algorithm {algorithm} is unknown; use one of {', '.join(ALGORITHMS)}.")
+    check_word("--algorithm", algorithm, ALGORITHMS)
     return ALGORITHMS[algorithm][0]
 
 

@@ -25,6 +25,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..hub.model_card import RunFacts
+from ..runtime.names import check_word
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from .rewards import REWARDS, answer_of, check_rewards, check_task, load_object
@@ -107,8 +108,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     )
 
     def __post_init__(self):
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"--algorithm {self.algorithm} is unknown; use one of {', '.join(ALGORITHMS)}.")
+        check_word("--algorithm", self.algorithm, ALGORITHMS)
         default_loss = GRPOConfig.loss_type
         if self.algorithm == "rloo" and self.loss_type != default_loss:
             raise ValueError(

@@ -76,7 +76,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     if tokenizer.chat_template is None:
         raise ValueError(
             f"The tokenizer {tokenizer.name_or_path} has no chat template. Use a tokenizer of "
-            "recipes/tokenizer.py, or put a chat_template.jinja beside it."
+            "`hf-pretrain tokenizer`, or put a chat_template.jinja beside it."
         )
 
 

@@ -61,15 +61,14 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     if not may_be_checkpoint(name_or_path):
         raise ValueError(
-            f"There is no directory {name_or_path} to load a tokenizer from. Check --tokenizer_name_or_path and "
-            "--model_name_or_path. If an earlier stage writes this directory, run that stage first."
+            f"There is no directory {name_or_path} to load a tokenizer from. Correct the name. If an earlier stage "
+            "writes this directory, run that stage first."
         )
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
         raise ValueError(
-            f"The directory {name_or_path} holds no tokenizer.json. Pass --tokenizer_name_or_path (or "
-            "--model_name_or_path) a directory that recipes/tokenizer.py or `save_pretrained` wrote, or leave it out "
-            "to train a tokenizer on the data."
+            f"The directory {name_or_path} holds no tokenizer.json. Name a directory that a run, "
+            "`hf-pretrain tokenizer` or `save_pretrained` wrote."
         )
     try:
         # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
@@ -79,8 +78,8 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     except (OSError, ValueError) as error:
         where = "the directory" if is_path else "the Hub (and there is no such directory):"
         raise ValueError(
-            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Check --tokenizer_name_or_path and "
-            f"--model_name_or_path, or leave it out to train a tokenizer on the data. ({error})"
+            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Name a directory or Hub id that holds "
+            f"a tokenizer. ({error})"
         ) from error
     # minimind-3's template writes tool calls and thoughts as ours does, so our response template fits its answers.
     control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}

@@ -14,13 +14,14 @@ from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.utils import logging
 
 from ..runtime.activity import activity, shows_bars
 from ..runtime.build_locks import remove_stale_build_locks
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
-from ..runtime.names import nearest_word
+from ..runtime.names import check_word
 from ..runtime.waiting import first_process_first
 from .deepspeed_support import turns_on_deepspeed
 from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
@@ -143,7 +144,8 @@ class LMTrainingArguments(TrainingArguments):
         default="cosine_with_min_lr",
         metadata={
             "help": "cosine_with_min_lr (down to 10 %%), warmup_stable_decay (over the last 20 %%), or another "
-            "schedule of transformers."
+            "schedule of transformers.",
+            "choices": [kind.value for kind in SchedulerType],
         },
     )
     warmup_steps: float = field(
@@ -152,7 +154,13 @@ class LMTrainingArguments(TrainingArguments):
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of matrices. Vectors have none."})
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's decay rate of the second moment."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training data."})
-    eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate: no, steps or epoch."})
+    eval_strategy: str = field(
+        default="steps",
+        metadata={
+            "help": "When to evaluate: no, steps or epoch.",
+            "choices": [kind.value for kind in IntervalStrategy],
+        },
+    )
     eval_steps: float | None = field(
         default=None,
         metadata={
@@ -219,10 +227,9 @@ class LMTrainingArguments(TrainingArguments):
             self.torch_compile = bool(self.compile_options) or (device_type == "cuda" and not is_deepspeed)
         self.compiles_layers = self.torch_compile
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
-        if self.on_nonfinite not in ("stop", "skip"):
-            raise ValueError(f"--on_nonfinite {self.on_nonfinite} is unknown; use stop or skip.")
-        if self.optim_preset not in (None, *OPTIM_PRESETS):
-            raise ValueError(f"--optim_preset {self.optim_preset} is unknown; use {' or '.join(OPTIM_PRESETS)}.")
+        check_word("--on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        if self.optim_preset is not None:
+            check_word("--optim_preset", self.optim_preset, OPTIM_PRESETS)
         if self.profile and self.profile_interval < 2:
             raise ValueError(
                 f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."
@@ -332,9 +339,7 @@ def _check_trackers(names: list[str]) -> None:
     """
     available = get_available_reporting_integrations()
     for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            nearest = nearest_word(name, INTEGRATION_TO_CALLBACK)
-            raise ValueError(f"--report_to {name} is unknown; the nearest one is {nearest}.")
+        check_word("--report_to", name, INTEGRATION_TO_CALLBACK)
         if name not in available:
             package = '"hf_pretrain[trackers]"' if name in _TESTED_TRACKERS else name
             raise ValueError(

@@ -113,7 +113,6 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
     parser = RecipeParser(
         dataclass_types,
-        allow_abbrev=False,
         # The recipe's own docstring has examples.
         description=getattr(sys.modules["__main__"], "__doc__", None),
         epilog="--debug shows the traceback of an error, too.",
@@ -129,12 +128,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         if config:
             defaults = _yaml_to_argv(config, known_keys, _known_aliases(dataclass_types), known)
             defaults += ["--config", config]
-    namespace, rest = parser.parse_known_args(defaults + argv)
-    unknown = [word for word in rest if word.startswith("--")]
-    if rest:
-        word = (unknown or rest)[0]
-        nearest = nearest_word(word.lstrip("-").split("=")[0], known_keys)
-        raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
+    namespace = parser.parse_args(defaults + argv)
     if is_run:
         # The dataclasses start the process group and compile kernels, which can take minutes.
         begin_log(None)

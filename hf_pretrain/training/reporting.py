@@ -362,5 +362,5 @@ def resume_command(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
     """Return the command that continues a run from `repo_id`: from a pushed checkpoint, or else from the weights."""
     strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
     if strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
-        return f"python recipes/{recipe}.py --resume_from_hub {repo_id}   # with the flags of this run"
-    return f"python recipes/{recipe}.py --model_name_or_path {repo_id}"
+        return f"hf-pretrain {recipe} --resume_from_hub {repo_id}   # with the flags of this run"
+    return f"hf-pretrain {recipe} --model_name_or_path {repo_id}"

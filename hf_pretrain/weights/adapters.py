@@ -123,7 +123,7 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     if not model.name_or_path:
         raise ValueError(
             "--use_peft needs --model_name_or_path, because a saved adapter names its base model. Convert weights of "
-            "another program first, with recipes/convert.py."
+            "another program first, with `hf-pretrain convert`."
         )
     # FSDP2 has sharded the model already, and peft would add unsharded matrices to shards.
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -257,8 +257,10 @@ def adapter_base(path: str | Path | None) -> str | None:
     Raises:
         `ValueError`: if the adapter does not name its base model.
     """
-    # `find_adapter_config_file` queries the Hub, so call it only for names that may be Hub ids or directories.
-    if not path or not may_be_checkpoint(path) or find_adapter_config_file(str(path)) is None:
+    # `find_adapter_config_file` queries the Hub, so call it only for directories and names of the form owner/name.
+    if not path or not may_be_checkpoint(path) or not (Path(path).is_dir() or "/" in str(path)):
+        return None
+    if find_adapter_config_file(str(path)) is None:
         return None
     _check_peft(f"{path} is an adapter, which")
     from peft import PeftConfig

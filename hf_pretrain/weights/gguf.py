@@ -92,8 +92,8 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
     if not is_gpt2:
         raise ValueError(
             f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} ({beyond or 'plain'}) "
-            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE, as recipes/tokenizer.py "
-            "trains it."
+            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE, as "
+            "`hf-pretrain tokenizer` trains it."
         )
     _adds_bos(tokenizer)
 

@@ -13,7 +13,7 @@ import yaml
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
-from ..runtime.names import nearest_word
+from ..runtime.names import check_word
 
 
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
@@ -87,12 +87,8 @@ class ModelArguments:
     )
 
     def __post_init__(self):
-        if self.model_preset is not None and self.model_preset not in PRESETS:
-            nearest = nearest_word(self.model_preset, PRESETS)
-            raise ValueError(
-                f"--model_preset {self.model_preset} is unknown; the nearest one is {nearest}. All: "
-                f"{', '.join(PRESETS)}."
-            )
+        if self.model_preset is not None:
+            check_word("--model_preset", self.model_preset, PRESETS)
         # A shell expands `~` on the command line, but not in a YAML file.
         for name in ("model_name_or_path", "tokenizer_name_or_path"):
             if value := getattr(self, name):

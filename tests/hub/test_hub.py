@@ -585,7 +585,7 @@ def test_the_other_stages_push_loadable_models(recipe, workspace, server, enviro
     # The manifest describes a checkpoint, not the model.
     assert "last-checkpoint/manifest.json" in files and "manifest.json" not in files
     card = server.repos["user/toy"].files["README.md"].decode()
-    assert f"python recipes/{recipe}.py --resume_from_hub user/toy" in card
+    assert f"hf-pretrain {recipe} --resume_from_hub user/toy" in card
     ours = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     assert torch.equal(pull_logits("user/toy", environment, tmp_path), ours(torch.arange(20)[None]).logits)
 

@@ -46,7 +46,9 @@ def run(monkeypatch, tmp_path, capfd):
     return run
 
 
-NO_MODEL = "No tokenizer could be loaded from the Hub (and there is no such directory): 'nope'"
+NO_MODEL = (
+    "No tokenizer could be loaded from the Hub (and there is no such directory): 'nope'. Name a directory or Hub id"
+)
 RUN = ("--use_cpu", "--output_dir", "run")
 
 
@@ -58,16 +60,19 @@ RUN = ("--use_cpu", "--output_dir", "run")
             ["--learning_rat", "1"],
             "Unknown argument '--learning_rat'; the nearest known one is --learning_rate",
         ),
+        ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type cosin is unknown; the nearest one is cos"),
+        ("pretrain", ["--eval_strategy", "step"], "--eval_strategy step is unknown; the nearest one is steps."),
+        ("pretrain", ["--on_nonfinite", "stp", *RUN], "--on_nonfinite stp is unknown; the nearest one is stop."),
         ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         # transformers refuses these.
-        ("pretrain", ["--eval_strategy", "never", *RUN], "never is not a valid IntervalStrategy"),
+        ("pretrain", ["--save_steps", "1.5", *RUN], "--save_steps must be an integer if bigger than 1: 1.5"),
         ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
         ("pretrain", ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), *RUN], "--deepspeed needs a launcher"),
         ("pretrain", ["--dataset_name", "nope.jsonl", *RUN], "There is no file or directory nope.jsonl"),
         ("sft", ["--model_name_or_path", "nope", *RUN], NO_MODEL),
-        ("dpo", ["--algorithm", "ppo"], "--algorithm ppo is unknown; use one of dpo"),
+        ("dpo", ["--algorithm", "ppo"], "--algorithm ppo is unknown; the nearest one is dpo. All: dpo"),
         ("grpo", ["--rewards", "nope", *RUN], "nope"),
-        ("distill", ["--kl", "sideways"], "--kl sideways is unknown; use forward or reverse"),
+        ("distill", ["--kl", "sideways"], "--kl sideways is unknown; the nearest one is reverse. All: forward, rev"),
         ("evaluate", ["--use_cpu"], "No model in out/"),
         ("chat", ["--model_name_or_path", "nope"], NO_MODEL),
         ("chat", ["--top_k", "many"], "argument --top_k: invalid int value: 'many'"),
@@ -75,7 +80,14 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("serve", ["--model_name_or_path", "nope"], NO_MODEL),
         ("convert", ["--from", "nope"], "the following arguments are required: --to. `--help` lists the flags."),
         ("convert", ["--from", "nope", "--to", "x"], "nope: no such file or directory"),
-        ("doctor", ["--device", "tpu"], "--device tpu is unknown; use cuda or cpu"),
+        ("doctor", ["--device", "tpu"], "--device tpu is unknown; the nearest one is cpu. All: cuda, cpu."),
+        ("doctor", ["--strategy", "zreo2"], "--strategy zreo2 is unknown; the nearest one is zero2."),
+        ("sft", ["--dataset_kind", "sharegtp"], "--dataset_kind sharegtp is unknown; the nearest one is sharegpt."),
+        ("tokenizer", ["--dataset_name", "embedded:idoim"], "the nearest one is embedded:idiom. All: embedded,"),
+        ("data", ["inspct", "a.jsonl"], "action inspct is unknown; the nearest one is inspect. All: inspect, clean."),
+        # There are no abbreviations.
+        ("data", ["inspect", "a", "--text_colum", "x"], "argument '--text_colum'; the nearest known one is --text_"),
+        ("chat", ["--temprature=1"], "Unknown argument '--temprature=1'; the nearest known one is --temperature."),
         (
             "doctor",
             ["--model_prese", "tiny"],
@@ -90,6 +102,12 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 2 and len(errors) == 1 and message in errors[0], output
     assert "Traceback" not in output and "usage:" not in output
+
+
+def test_a_launcher_flag_can_be_the_nearest_one(run, monkeypatch):
+    monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain pretrain")
+    assert "the nearest known one is --nproc." in run("pretrain", "--nprocs", "2")[1]
+    assert "the nearest known one is --preset." in run("pretrain", "--presset", "tiny")[1]
 
 
 def test_debug_shows_the_traceback(monkeypatch, tmp_path):

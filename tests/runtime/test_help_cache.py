@@ -38,7 +38,7 @@ def test_the_text_is_kept(script, capsys):
     assert not ended.value.code and capsys.readouterr().out == "usage: script\n"
 
 
-@pytest.mark.parametrize("change", ["script", "module", "gone", "width", "words", "no help", "damaged"])
+@pytest.mark.parametrize("change", ["script", "module", "gone", "width", "name", "words", "no help", "damaged"])
 def test_a_change_makes_the_text_invalid(script, change, capsys, monkeypatch):
     if change in ("script", "module"):
         script.with_name(f"{change}.py").write_text("other")
@@ -46,6 +46,8 @@ def test_a_change_makes_the_text_invalid(script, change, capsys, monkeypatch):
         script.with_name("module.py").unlink()
     elif change == "width":
         monkeypatch.setenv("COLUMNS", "61")
+    elif change == "name":
+        monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain script")
     elif change in ("words", "no help"):
         monkeypatch.setattr(sys, "argv", [str(script), *(["--stage", "--help"] if change == "words" else ["--stage"])])
     else:

@@ -57,5 +57,32 @@ def test_help_all_adds_the_other_flags(parser, monkeypatch):
 
 
 def test_the_nearest_choice_is_named():
-    with pytest.raises(ValueError, match="'q8' is unknown; the nearest one is 'q8_0', of float32"):
+    with pytest.raises(ValueError, match="--dtype q8 is unknown; the nearest one is q8_0. All: float32"):
         recipe_parser(ROOT / "recipes/convert.py").parse_args(["--from", "a", "--to", "b", "--dtype", "q8"])
+
+
+def test_tools_show_choices_and_defaults():
+    text = " ".join(recipe_parser(ROOT / "recipes/serve.py").format_help().split())
+    assert "--port N TCP port (default: 8000)" in text
+    assert "(one of debug, info, warning, error; default: warning)" in text
+    assert "--end_with_stdin" not in text
+    text = " ".join(recipe_parser(ROOT / "recipes/chat.py").format_help().split())
+    assert "--think VALUE" in text and "(one of on, off)" in text and "seed of the sampling (default: 0)" in text
+
+
+def test_resuming_has_a_text_of_ours(parser):
+    text = " ".join(parser.format_help().split())
+    assert (
+        "--resume_from_checkpoint VALUE Resume the run from this checkpoint directory; auto takes the newest" in text
+    )
+
+
+def test_hf_pretrain_names_itself_and_its_flags(monkeypatch):
+    monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain pretrain")
+    parser = recipe_parser(ROOT / "recipes/pretrain.py")
+    text = parser.format_help()
+    assert "usage: hf-pretrain pretrain [--flag value ...]" in text and "--max_steps" in flags(text)
+    assert {"--nproc", "--launcher", "--preset", "--ds", "--accelerate", "--master_port"} <= set(flags(text))
+    monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain chat")
+    text = recipe_parser(ROOT / "recipes/chat.py").format_help()
+    assert "usage: hf-pretrain chat [-h]" in text and "--nproc" not in flags(text)

@@ -196,7 +196,9 @@ def test_the_other_algorithms_follow_their_papers(build_trainer, formula, expert
 def test_the_algorithm_chooses_the_arguments():
     assert preference_arguments([]).__name__ == "DPOTrainingArguments"
     assert preference_arguments(["--x", "1", "--algorithm", "orpo"]).__name__ == "ORPOTrainingArguments"
-    with pytest.raises(ValueError, match="--algorithm ppo is unknown; use one of dpo, kto, orpo, simpo"):
+    with pytest.raises(
+        ValueError, match="--algorithm ppo is unknown; the nearest one is dpo. All: dpo, kto, orpo, simpo"
+    ):
         preference_arguments(["--algorithm=ppo"])
 
 

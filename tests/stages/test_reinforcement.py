@@ -442,7 +442,7 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"algorithm": "ppo"}, "--algorithm ppo is unknown; use one of grpo, rloo"),
+        ({"algorithm": "ppo"}, "--algorithm ppo is unknown; the nearest one is grpo. All: grpo, rloo"),
         ({"algorithm": "rloo", "loss_type": "cispo"}, "rloo .* ignores --loss_type cispo"),
         ({"remove_unused_columns": True}, "the rewards read"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
@@ -540,7 +540,7 @@ def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
     # A generation batch of four completions has two prompts.
     assert whole.stdout.count("Sample ") == 2
     card = pushed["README.md"].decode()
-    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "recipes/grpo.py" in card
+    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "hf-pretrain grpo" in card
     assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
     assert "validation loss" not in card and "trl" not in card.lower()
 

@@ -473,7 +473,7 @@ CHECK = built_in_check(REWARDS)
 
 
 def test_an_unknown_task_is_named():
-    with pytest.raises(ValueError, match="no such embedded task. There are: embedded:answer-format"):
+    with pytest.raises(ValueError, match="is unknown; the nearest one is .*All: embedded:answer-format"):
         load_tasks(["embedded:chess"])
 
 

@@ -110,8 +110,16 @@ def test_bare_bf16_flag(tmp_path):
         (["--fsdp_size", "2"], None, "needs 2 processes, and 1 run.*--nproc_per_node 2"),
         (["--fsdp_size", "2", "--dp_replicate_size", "3"], None, "needs 6 processes, and 1 run.*--nproc_per_node 6"),
         (["--pp_size", "2"], None, "Unknown argument '--pp_size'"),
-        (["--packing", "bdf"], None, "--packing_strategy bdf is unknown; use bfd, wrapped, none"),
-        (["--optim_preset", "lion"], None, "--optim_preset lion is unknown; use adamw or muon"),
+        (
+            ["--packing", "bdf"],
+            None,
+            "--packing_strategy bdf is unknown; the nearest one is bfd. All: bfd, wrapped, none",
+        ),
+        (
+            ["--optim_preset", "lion"],
+            None,
+            "--optim_preset lion is unknown; the nearest one is muon. All: adamw, muon",
+        ),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--profile", "--profile_interval", "1"], None, "--profile_interval 1 must be at least 2"),
         (["--max_steps", "0"], None, "--max_steps 0 must be at least 1"),

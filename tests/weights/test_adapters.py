@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights import adapters
 from hf_pretrain.weights.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -176,6 +177,14 @@ def test_a_missing_base_model_is_named(named, tmp_path):
     with pytest.raises(ValueError, match=r"needs its base model .*base \(base_model_name_or_path in adapter_config"):
         merge_adapter(tmp_path / "adapter")
     assert adapter_base(tmp_path / "elsewhere") is None
+
+
+def test_only_names_with_an_owner_are_looked_up_on_the_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr(adapters, "find_adapter_config_file", asked.append)
+    for name in ("nothere", "owner/name"):
+        assert adapter_base(name) is None
+    assert asked == ["owner/name"]
 
 
 def test_training_continues_an_adapter(named, tmp_path, input_ids):
