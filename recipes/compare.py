@@ -13,15 +13,15 @@ import argparse
 from pathlib import Path
 
 from hf_pretrain.reports.page import REPORT_NAME, write_page
-from hf_pretrain.reports.runs import read_run
+from hf_pretrain.reports.runs import read_runs
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 
 
 def main(args: argparse.Namespace) -> None:
-    runs = [read_run(directory) for directory in args.runs]
-    if len({run.name for run in runs}) < len(runs):
-        raise ValueError("Two of the directories have the same name. Rename one: the page shows each run by its name.")
-    path = args.output or (args.runs[0] / REPORT_NAME if len(runs) == 1 else Path("comparison.html"))
+    runs, left_out = read_runs(args.runs)
+    for reason in left_out:
+        print(f"Left out: {reason}")
+    path = args.output or (args.runs[0] / REPORT_NAME if len(args.runs) == 1 else Path("comparison.html"))
     write_page(runs, path)
     print(f"Wrote {path}. Open it in a browser.")
 
