@@ -18,7 +18,6 @@ from .expected import find_expected
 from .runs import Run
 
 
-REPORT_NAME = "report.html"
 # Charts with one figure each: title, name in the log, title of the y axis.
 _CHARTS = (
     ("Reward accuracy", "rewards/accuracies", "share of the pairs"),
@@ -34,7 +33,7 @@ _FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
 # Arguments that differ between any two runs and do not explain their results.
 _INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id")
 _EVENTS = {
-    "rejected": "data were left out",
+    "rejected": "bad lines left out",
     "start": "the run started",
     "resume": "the run resumed",
     "checkpoint": "checkpoint saved",
@@ -185,4 +184,4 @@ def _events(runs: list[Run]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["time"])
 
 
-__all__ = ["REPORT_NAME", "find_differences", "write_page"]
+__all__ = ["find_differences", "write_page"]

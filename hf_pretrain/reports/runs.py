@@ -11,6 +11,7 @@ from .history import HISTORY_NAME
 
 
 RECORD_NAME = "run.json"
+REPORT_NAME = "report.html"
 # The data module writes one line per bad line of the data.
 _REJECTED_NAME = "rejected.jsonl"
 
@@ -155,7 +156,7 @@ def _read_rejected(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     num_lines = path.read_bytes().count(b"\n")
-    message = f"{num_lines:,} bad lines, which {path.name} lists"
+    message = f"{num_lines:,}, listed in {path.name}"
     return [{"kind": "rejected", "time": path.stat().st_mtime, "step": 0, "message": message}]
 
 
@@ -182,4 +183,4 @@ def _read_history(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-__all__ = ["RECORD_NAME", "Run", "read_launches", "read_run", "read_runs"]
+__all__ = ["RECORD_NAME", "REPORT_NAME", "Run", "read_launches", "read_run", "read_runs"]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
-from ..reports.runs import RECORD_NAME, read_run
+from ..reports.runs import RECORD_NAME, REPORT_NAME, read_run
 from ..runtime.metrics import HEADLINES
 from ..runtime.processes import num_local_processes
 from ..tokenizer.encoding import encode_prompt
@@ -321,7 +321,7 @@ def write_run_page(output_dir: str | Path) -> None:
         return
     try:
         # The import of matplotlib is slow, and no run needs charts before it ends.
-        from ..reports.page import REPORT_NAME, write_page
+        from ..reports.page import write_page
 
         write_page([read_run(output_dir)], Path(output_dir, REPORT_NAME))
     except Exception as error:

@@ -154,4 +154,4 @@ def _commit() -> str | None:
         return None
 
 
-__all__ = ["COMMAND_VARIABLE", "RECORD_NAME", "add_to_record", "begin_record", "end_record"]
+__all__ = ["COMMAND_VARIABLE", "add_to_record", "begin_record", "end_record"]

@@ -215,7 +215,7 @@ def test_the_page_lists_the_bad_lines_as_an_event(page, tmp_path):
     (tmp_path / "mine/rejected.jsonl").write_text('{"line": 1}\n{"line": 7}\n')
     write_page([read_run(tmp_path / "mine")], tmp_path / "report.html")
     open_page(page, tmp_path / "report.html")
-    assert "data were left out: 2 bad lines, which rejected.jsonl lists" in page.inner_text("body")
+    assert "bad lines left out: 2, listed in rejected.jsonl" in page.inner_text("body")
 
 
 def test_a_finished_run_shows_the_next_commands_and_no_resume(page, tmp_path):
