@@ -333,12 +333,13 @@ def main() -> None:
     elif stage in STAGES + TOOLS:
         environment, command = make_command(stage, rest)
         assignments = [f"{name}={value}" for name, value in environment.items()]
-        print("$ " + shlex.join(assignments + command), file=sys.stderr, flush=True)
-        # The launchers find Python through PATH.
+        printed = shlex.join(assignments + command)
+        print(f"$ {printed}", file=sys.stderr, flush=True)
+        # The launchers find Python through PATH. The record of the run keeps the command.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        # The recipe shows its name and the flags of this command in its help.
-        environment |= {"PATH": path, "HF_PRETRAIN_COMMAND": f"hf-pretrain {stage}"}
-        os.execve(command[0], command, os.environ | environment)
+        # The help of the recipe names this program.
+        names = {"HF_PRETRAIN_PROGRAM": f"hf-pretrain {stage}", "HF_PRETRAIN_COMMAND": printed}
+        os.execve(command[0], command, os.environ | environment | {"PATH": path} | names)
     else:
         known = (*STAGES, *TOOLS, "list", "completion")
         fail(f"{stage} is unknown; the nearest command is {nearest(stage, known)}. `hf-pretrain list` shows all.")

@@ -5,23 +5,23 @@ Write the page of a run, or one page that compares several runs.
     python recipes/compare.py out/first out/second --output comparison.html
 
 The page shows results, curves, samples and events. A page of several runs begins with the arguments and versions that
-differ. A run writes its page, `report.html`, at its end. This recipe also writes the page of a run that still trains,
-or that was killed.
+differ. A run writes its page, `report.html`, when it ends or stops. This recipe also writes the page of a run that
+still trains, or that was killed. Directories without a run are left out.
 """
 
 import argparse
 from pathlib import Path
 
-from hf_pretrain.reports.page import REPORT_NAME, write_page
-from hf_pretrain.reports.runs import read_run
+from hf_pretrain.reports.page import write_page
+from hf_pretrain.reports.runs import REPORT_NAME, read_runs
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 
 
 def main(args: argparse.Namespace) -> None:
-    runs = [read_run(directory) for directory in args.runs]
-    if len({run.name for run in runs}) < len(runs):
-        raise ValueError("Two of the directories have the same name. Rename one: the page shows each run by its name.")
-    path = args.output or (args.runs[0] / REPORT_NAME if len(runs) == 1 else Path("comparison.html"))
+    runs, left_out = read_runs(args.runs)
+    for reason in left_out:
+        print(f"Left out: {reason}")
+    path = args.output or (args.runs[0] / REPORT_NAME if len(args.runs) == 1 else Path("comparison.html"))
     write_page(runs, path)
     print(f"Wrote {path}. Open it in a browser.")
 

@@ -12,6 +12,8 @@ A record has the fields `chosen` and `rejected`, each a text or a list of messag
 (such as `--loss_type ipo`) work, except those that docs/launching.md lists; `--help-all` prints all flags.
 """
 
+from functools import partial
+
 from hf_pretrain.data.arguments import SourceArguments
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.data.preparation import describe_repeats
@@ -20,6 +22,7 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.reporting import sample_answers
 from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -79,7 +82,8 @@ def main(
             loss_unit=training_args.algorithm.upper(),
         ),
     )
-    end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint))
+    sample = partial(sample_answers, tokenizer=tokenizer, conversations=documents[1]) if len(eval_pairs) else None
+    end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample))
 
 
 if __name__ == "__main__":

@@ -88,10 +88,13 @@ def main(
                 f"Rewards: {', '.join(task_args.rewards)}",
             ],
             base_model=model_args.model_name_or_path,
+            # The losses of these algorithms have no unit.
+            loss_unit=training_args.algorithm.upper(),
         ),
     )
-    results = train_and_evaluate(trainer, checkpoint=checkpoint)
-    results.samples = trainer.last_answers()
+    results = train_and_evaluate(trainer, checkpoint=checkpoint, sample=lambda model: trainer.last_answers())
+    # Without validation tasks, show the last answers of the training.
+    results.samples = results.samples or trainer.last_answers()
     end_run(trainer, results)
 
 

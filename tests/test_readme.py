@@ -18,11 +18,12 @@ from deepspeed.launcher.runner import parse_args as parse_deepspeed_args
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import hf_pretrain_cli
+from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.metrics import HEADLINES
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.reporting import format_report
+from hf_pretrain.training.reporting import format_report, next_commands
 from hf_pretrain.weights.exporting import export
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.toys import toy_model, write_jsonl
@@ -310,7 +311,8 @@ def test_the_code_prints_the_messages_of_the_troubleshooting_page():
 def test_a_run_prints_the_documented_lines_of_the_report(tmp_path):
     metrics = {metric.key: 1.0 for metric in HEADLINES}
     args = LMTrainingArguments(str(tmp_path), use_cpu=True)
-    report = format_report(args, metrics=metrics, unigram=2.0, samples=[("a", "b")])
+    commands = next_commands(args, RunFacts())
+    report = format_report(args, metrics=metrics, unigram=2.0, samples=[("a", "b")], commands=commands)
     page = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
     table = page.split("| line | meaning |")[1].split("\n\n")[0]
     labels = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)

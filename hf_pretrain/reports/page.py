@@ -4,6 +4,7 @@
 The page is one file without scripts that needs no network: text, tables and SVG charts.
 """
 
+import itertools
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,11 @@ from .expected import find_expected
 from .runs import Run
 
 
-REPORT_NAME = "report.html"
 # Charts with one figure each: title, name in the log, title of the y axis.
 _CHARTS = (
-    ("Reward", "reward", "mean reward"),
+    ("Reward accuracy", "rewards/accuracies", "share of the pairs"),
+    ("Completion length", "completions/mean_length", "tokens"),
+    ("KL divergence from the reference model", "kl", "nats"),
     ("Learning rate", "learning_rate", "learning rate"),
     ("Gradient norm", "grad_norm", "norm"),
     ("Speed", "tokens_per_second", "tokens/s"),
@@ -31,6 +33,7 @@ _FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
 # Arguments that differ between any two runs and do not explain their results.
 _INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id")
 _EVENTS = {
+    "rejected": "bad lines left out",
     "start": "the run started",
     "resume": "the run resumed",
     "checkpoint": "checkpoint saved",
@@ -65,8 +68,12 @@ def write_page(runs: list[Run], path: Path) -> None:
     # Renaming is atomic, so a browser never reads half a page.
     scratch = path.with_name(f".{path.name}")
     # A sample may hold half of a surrogate pair, which UTF-8 cannot write.
-    scratch.write_text(text, encoding="utf-8", errors="replace")
-    scratch.replace(path)
+    try:
+        scratch.write_text(text, encoding="utf-8", errors="replace")
+        scratch.replace(path)
+    finally:
+        # On a full disk, half of the page is left.
+        scratch.unlink(missing_ok=True)
 
 
 def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
@@ -82,7 +89,7 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     rows = []
     for metric in HEADLINES:
         if (value := run.last(metric.key)) is not None:
-            rows.append((metric.label, f"{value:.4f} {metric.unit}".rstrip()))
+            rows.append((metric.label, f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()))
     logs = run.logs
     if logs:
         rows.append(("steps", f"{logs[-1]['step']:,}"))
@@ -95,17 +102,23 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
 def _draw_charts(runs: list[Run]):
     """Yield title and SVG of each chart for which a run has figures."""
     of = partial(_lines, runs)
-    has_reward = any(run.last("reward") is not None for run in runs)
-    for over, x_label in (("tokens", "tokens (millions)"), ("minutes", "minutes of training")):
-        lines = of("loss", over=over, label="training", style={"alpha": 0.45})
-        lines += of("eval_loss", over=over, label="validation", style={"marker": "o", "markersize": 3})
-        # DPO logs no speed, so the minutes of its steps are unknown.
-        is_known = over == "tokens" or any(max(run.training_seconds().values()) for run in runs)
-        if lines and is_known and not has_reward:
-            marks = _marks(runs[0]) if len(runs) == 1 and over == "tokens" else ()
-            if len(runs) == 1 and over == "tokens":
-                lines = _expected_lines(runs[0]) + lines
-            yield f"Loss over {over}", line_chart(lines, x_label=x_label, y_label="loss", marks=marks)
+    units = {run.loss_unit for run in runs}
+    y_labels = {"reward": "mean reward", "loss": f"loss ({units.pop()})" if len(units) == 1 else "loss"}
+    # TRL's trainers log no speed.
+    are_timed = all(run.last("tokens_per_second") is not None for run in runs)
+    x_labels = {"tokens": "tokens (millions)"}
+    x_labels["minutes"] = "minutes of training" if are_timed else "minutes of training and evaluation"
+    for (measure, y_label), (over, x_label) in itertools.product(y_labels.items(), x_labels.items()):
+        lines = of(measure, over=over, label="training", style={"alpha": 0.45})
+        lines += of(f"eval_{measure}", over=over, label="validation", style={"marker": "o", "markersize": 3})
+        marks: list[tuple[float, str]] = []
+        if len(runs) == 1 and over == "tokens":
+            lines, marks = _expected_lines(runs[0], measure) * bool(lines) + lines, _marks(runs[0])
+        if lines:
+            yield (
+                f"{measure.capitalize()} over {over}",
+                line_chart(lines, x_label=x_label, y_label=y_label, marks=marks),
+            )
     for title, key, y_label in _CHARTS:
         if lines := of(key):
             yield title, line_chart(lines, x_label="tokens (millions)", y_label=y_label, from_zero=key in _FROM_ZERO)
@@ -124,18 +137,15 @@ def _lines(
     return lines
 
 
-def _expected_lines(run: Run) -> list[Line]:
-    """Return the lines of the preset's default run, to draw behind the lines of a run."""
+def _expected_lines(run: Run, measure: str) -> list[Line]:
+    """Return the loss or the reward of the preset's default run, to draw behind the lines of a run."""
     curves = (find_expected(run) or {"curves": {}})["curves"]
-    styles: dict[str, dict[str, Any]] = {
-        "loss": {"alpha": 0.3},
-        "eval_loss": {"linestyle": "--", "marker": "s", "markersize": 3},
-    }
+    dashed = {"linestyle": "--", "marker": "s", "markersize": 3}
     lines: list[Line] = []
-    for key, name in (("loss", "training, default run"), ("eval_loss", "validation, default run")):
+    for key, name, style in ((measure, "training", {"alpha": 0.3}), (f"eval_{measure}", "validation", dashed)):
         if curves.get(key):
             x, y = zip(*curves[key], strict=True)
-            lines.append((name, [tokens / 1e6 for tokens in x], y, {"color": "#6b7280"} | styles[key]))
+            lines.append((f"{name}, default run", [tokens / 1e6 for tokens in x], y, {"color": "#6b7280"} | style))
     return lines
 
 
@@ -174,4 +184,4 @@ def _events(runs: list[Run]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["time"])
 
 
-__all__ = ["REPORT_NAME", "find_differences", "write_page"]
+__all__ = ["find_differences", "write_page"]

@@ -1,14 +1,19 @@
 """Read `run.json` and `history.jsonl`, which a run writes into its directory."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..runtime.metrics import NATS
 from .history import HISTORY_NAME
 
 
 RECORD_NAME = "run.json"
+REPORT_NAME = "report.html"
+# The data module writes one line per bad line of the data.
+_REJECTED_NAME = "rejected.jsonl"
 
 
 @dataclass
@@ -38,17 +43,35 @@ class Run:
         """The arguments of the last launch."""
         return self.launches[-1].get("arguments", {}) if self.launches else {}
 
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the loss, such as `nats per token`, or the algorithm whose loss it is."""
+        return self.launches[-1].get("loss_unit", NATS) if self.launches else NATS
+
     def training_seconds(self) -> dict[int, float]:
         """
         Return the seconds of training before each logged step, without evaluation and saving. They follow from the
-        logged speed, which is the speed of the training alone.
+        logged speed, which is the speed of the training alone. A run that logs no speed gets the time on the clock
+        since its start instead, without the pauses before it resumed.
         """
+        if self.last("tokens_per_second") is None:
+            return self._clock_seconds()
         seconds, tokens, found = 0.0, 0, {0: 0.0}
         for entry in self.logs:
             if entry.get("tokens_per_second") and "num_input_tokens_seen" in entry:
                 seconds += (entry["num_input_tokens_seen"] - tokens) / entry["tokens_per_second"]
                 tokens = entry["num_input_tokens_seen"]
             found[entry["step"]] = seconds
+        return found
+
+    def _clock_seconds(self) -> dict[int, float]:
+        """Return the seconds on the clock before the first log entry of each step."""
+        seconds, before, found = 0.0, None, {0: 0.0}
+        for entry in self.of_kind("start", "resume", "log"):
+            if entry["kind"] == "log" and before is not None:
+                seconds += entry["time"] - before
+                found.setdefault(entry["step"], seconds)
+            before = entry["time"]
         return found
 
     def series(self, key: str, *, over: str = "tokens") -> tuple[list[float], list[float]]:
@@ -89,7 +112,34 @@ def read_run(directory: str | Path) -> Run:
         launches = json.loads(record.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{record} is not valid JSON: {error}. Restore the file from a copy.") from None
-    return Run(directory.resolve().name, launches, _read_history(directory / HISTORY_NAME))
+    entries = _read_rejected(directory / _REJECTED_NAME) + _read_history(directory / HISTORY_NAME)
+    return Run(directory.resolve().name, launches, entries)
+
+
+def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """
+    Read the runs of several directories. The name of each run is the shortest end of its path that no other run has.
+
+    Returns:
+        `tuple`: the runs, and for each directory without a run the reason why it is left out.
+
+    Raises:
+        `ValueError`: if no directory holds a run.
+    """
+    runs, reasons = {}, []
+    for directory in directories:
+        try:
+            runs[directory.resolve()] = read_run(directory)
+        except ValueError as error:
+            reasons.append(str(error))
+    if not runs:
+        raise ValueError("\n".join(reasons))
+    num_parts = 1
+    while len({path.parts[-num_parts:] for path in runs}) < len(runs):
+        num_parts += 1
+    for path, run in runs.items():
+        run.name = "/".join(path.parts[-num_parts:])
+    return list(runs.values()), reasons
 
 
 def read_launches(directory: str | Path) -> list[dict[str, Any]]:
@@ -99,6 +149,15 @@ def read_launches(directory: str | Path) -> list[dict[str, Any]]:
     except (OSError, ValueError):
         return []
     return [launch for launch in launches if isinstance(launch, dict)] if isinstance(launches, list) else []
+
+
+def _read_rejected(path: Path) -> list[dict[str, Any]]:
+    """Return an event if the data had bad lines."""
+    if not path.is_file():
+        return []
+    num_lines = path.read_bytes().count(b"\n")
+    message = f"{num_lines:,}, listed in {path.name}"
+    return [{"kind": "rejected", "time": path.stat().st_mtime, "step": 0, "message": message}]
 
 
 def _read_history(path: Path) -> list[dict[str, Any]]:
@@ -124,4 +183,4 @@ def _read_history(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-__all__ = ["RECORD_NAME", "Run", "read_launches", "read_run"]
+__all__ = ["RECORD_NAME", "REPORT_NAME", "Run", "read_launches", "read_run", "read_runs"]

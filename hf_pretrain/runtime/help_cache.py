@@ -21,7 +21,7 @@ from huggingface_hub.constants import HF_HOME
 
 
 # The command `hf-pretrain` sets this variable to its first words, such as `hf-pretrain pretrain`.
-STARTED_AS = "HF_PRETRAIN_COMMAND"
+STARTED_AS = "HF_PRETRAIN_PROGRAM"
 _START = time.time_ns()
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .efficiency import PeakRate, peak_memory_bytes
+from .efficiency import PeakRate
 
 
 class Meter:
@@ -61,18 +61,17 @@ class Meter:
         num_tokens, self._new_tokens = int(self._new_tokens.item()), None
         return num_tokens
 
-    def measure(self, losses: torch.Tensor, num_tokens: int, device: torch.device) -> dict[str, float]:
+    def measure(self, losses: torch.Tensor, num_tokens: int) -> dict[str, float]:
         """
         Return mean losses and speed since the last call, and reset the sums.
 
         Args:
             losses (`torch.Tensor` of shape `(num_parts,)`): `self.losses`, summed over the ranks.
             num_tokens (`int`): all tokens that the run has seen.
-            device (`torch.device`): the device whose peak memory is reported.
 
         Returns:
             `dict`: the mean of each part, `tokens_per_second` and `model_flops_per_second` of all devices together,
-            `mfu` as a share of the peak, and `peak_memory_gib` of this process.
+            and `mfu` as a share of the peak.
         """
         logs = dict(zip(self._names, (losses / self.num_steps).tolist(), strict=True))
         now = time.perf_counter()
@@ -84,7 +83,6 @@ class Meter:
         with self.paused():
             reached = flops_per_second / self.world_size
             logs["mfu"] = reached / self.peak_rate.update(reached)
-        logs["peak_memory_gib"] = peak_memory_bytes(device) / 2**30
         self.losses, self.num_steps = None, 0
         return logs
 

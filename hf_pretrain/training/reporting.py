@@ -10,7 +10,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
+from ..reports.runs import RECORD_NAME, REPORT_NAME, read_run
 from ..runtime.metrics import HEADLINES
 from ..runtime.processes import num_local_processes
 from ..tokenizer.encoding import encode_prompt
 from .arguments import LMTrainingArguments
 from .optimizers import optimizer_name
+from .run_record import COMMAND_VARIABLE
 
 
 logger = logging.get_logger(__name__)
@@ -125,24 +127,27 @@ def sample_answers(
     seed: int = 0,
 ) -> list[tuple[str, str]]:
     """
-    Return pairs of question and answer for the first questions of validation conversations. An answer includes its
-    stop token, which shows whether the model learnt to stop. All ranks of a sharded model must call this function with
-    the same arguments.
+    Return pairs of question and answer for questions of validation conversations or preferences. An answer includes
+    its stop token, which shows whether the model learnt to stop. All ranks of a sharded model must call this function
+    with the same arguments.
 
     Args:
-        conversations ([`~datasets.Dataset`]): the validation conversations, as JSON in the column `text`.
+        conversations ([`~datasets.Dataset`]): the conversations or preferences, as JSON in the column `text`.
         num_samples (`int`): number of conversations.
         max_new_tokens (`int`): tokens of an answer at most.
         seed (`int`): seed of each answer.
     """
     samples = []
     for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
-        messages = json.loads(conversations[int(number)]["text"])["messages"]
-        # The prompt ends before the assistant's first answer.
-        turn = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        prompt = encode_prompt(tokenizer, messages[:turn])
-        answer = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
-        samples.append((messages[turn - 1]["content"], tokenizer.decode(answer)))
+        record = json.loads(conversations[int(number)]["text"])
+        # A preference has a prompt. That of a conversation ends before the assistant's first answer.
+        messages = record.get("prompt") or list(
+            itertools.takewhile(lambda message: message["role"] != "assistant", record["messages"])
+        )
+        answer = _generate(
+            model, tokenizer, encode_prompt(tokenizer, messages), max_new_tokens=max_new_tokens, seed=seed
+        )
+        samples.append((messages[-1]["content"], tokenizer.decode(answer)))
     return samples
 
 
@@ -157,11 +162,12 @@ def _generate(
     """Return token ids sampled after a prompt. The seed makes them reproducible."""
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
-    # Seed each text, so that it does not depend on the texts before it. Trainer restores torch's random state after an
-    # evaluation, and `generate` draws only torch's random numbers.
-    torch.manual_seed(seed)
+    # `generate` draws only torch's random numbers. The training must not depend on the texts.
+    devices = [model.device] if model.device.type == "cuda" else []
     # A compiled layer would be compiled again for each length of the growing text.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        # Seed each text, so that it does not depend on the texts before it.
+        torch.manual_seed(seed)
         output = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -219,7 +225,7 @@ def format_report(
     metrics: dict[str, float],
     unigram: float | None,
     samples: list[tuple[str, str]],
-    recipe: str = "pretrain",
+    commands: Sequence[tuple[str, str]] = (),
     start: dict[str, float] | None = None,
     loss_unit: str = "nats per token",
     push_report: str | None = None,
@@ -232,7 +238,7 @@ def format_report(
         metrics (`dict[str, float]`): validation metrics.
         unigram (`float`, *optional*): the result of [`unigram_loss`], shown beside the loss.
         samples (`list[tuple[str, str]]`): prompts and generated texts.
-        recipe (`str`): the recipe of the run, which decides the next stage.
+        commands (`Sequence[tuple[str, str]]`): the result of [`next_commands`].
         start (`dict[str, float]`, *optional*): validation metrics from before the first step, shown beside the others.
         loss_unit (`str`): unit of the loss.
         push_report (`str`, *optional*): one line about the push.
@@ -251,21 +257,23 @@ def format_report(
             figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()
             rows.append((metric.label[0].upper() + metric.label[1:], figure + beside))
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
-    rows += next_commands(args, recipe)
+    rows += commands
     if push_report is not None:
         rows.append(("Hub", push_report))
     width = max(18, *(len(label) for label, _ in rows))
     return "\n".join(["", *(f"{label:<{width}} {text}" for label, text in rows)])
 
 
-def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str]]:
+def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str, str]]:
     """
     Return the commands that a user may run next with the trained model, as pairs of label and command.
 
     Args:
         args ([`LMTrainingArguments`]): the run's training arguments.
-        recipe (`str`): the recipe of the run, such as `pretrain`.
+        facts ([`~hub.model_card.RunFacts`]): the recipe and the kind of data decide the next stage.
     """
+    # A distillation on text gives a base model, as pretraining does.
+    recipe = "pretrain" if facts.data_kind == "text" else facts.recipe
     model = ["--model_name_or_path", args.output_dir]
     program = _program()
     commands = [("Talk to it", [program, "chat", *model])]
@@ -277,13 +285,25 @@ def next_commands(args: LMTrainingArguments, recipe: str) -> list[tuple[str, str
         if config is not None and config.is_file():
             is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent
             words += ["--preset", config.parent.name] if is_preset else ["--config", str(config)]
-        if args.world_size > 1:
-            words += ["--nproc", str(num_local_processes())]
+        words += _launch_words(args)
         # Without an accelerator, `use_cpu` is on although nobody asked for it.
         if "--use_cpu" in sys.argv:
             words.append("--use_cpu")
         commands.append(("Next stage", words))
     return [(label, shlex.join(words)) for label, words in commands]
+
+
+def _launch_words(args: LMTrainingArguments) -> list[str]:
+    """Return the flags with which `hf-pretrain` launches the next stage as this run was launched."""
+    words = ["--nproc", str(num_local_processes())] if args.world_size > 1 else []
+    # Only `hf-pretrain` chooses among its own configs.
+    command = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
+    if command and args.launcher == "deepspeed":
+        words += ["--launcher", "deepspeed", "--ds", Path(str(args.deepspeed)).stem]
+    elif command and args.launcher == "accelerate launch":
+        config = Path(command[command.index("--config_file") + 1])
+        words += ["--launcher", "accelerate", "--accelerate", config.stem]
+    return words
 
 
 def _program() -> str:
@@ -293,6 +313,20 @@ def _program() -> str:
     if is_active or not path.is_file():
         return "hf-pretrain"
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def write_run_page(output_dir: str | Path) -> None:
+    """Write `report.html` of a run of a recipe. Only the main process calls it. No failure ends the run."""
+    if not Path(output_dir, RECORD_NAME).is_file():
+        return
+    try:
+        # The import of matplotlib is slow, and no run needs charts before it ends.
+        from ..reports.page import write_page
+
+        write_page([read_run(output_dir)], Path(output_dir, REPORT_NAME))
+    except Exception as error:
+        # The run matters more than its page.
+        logger.warning(f"The page of {output_dir} could not be written: {error}. `hf-pretrain compare` writes it.")
 
 
 def write_run_card(

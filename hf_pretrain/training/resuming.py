@@ -14,12 +14,12 @@ from transformers.utils import logging
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..checkpoints.machines import require_same_files, share_checkpoint
 from ..reports.history import HISTORY_NAME
+from ..reports.runs import RECORD_NAME, REPORT_NAME
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.locking import LOCK_NAME, hold_output_dir, lock_holder, release_output_dir
 from ..runtime.processes import on_main_process, on_processes, on_saving_processes
 from .arguments import LMTrainingArguments
 from .run_log import LOG_NAME
-from .run_record import RECORD_NAME
 
 
 logger = logging.get_logger(__name__)
@@ -30,7 +30,7 @@ _PATIENCE_SECONDS = 30.0
 # (`acdirmax`) that a file was not there.
 _VISIBLE_SECONDS = 90.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty.
-_NO_RUN = {"rejected.jsonl", RECORD_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
+_NO_RUN = {"rejected.jsonl", RECORD_NAME, REPORT_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:

@@ -12,11 +12,13 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 from huggingface_hub import get_token
 from transformers.utils import logging
 
@@ -26,6 +28,10 @@ from .arguments import LMTrainingArguments
 
 logger = logging.get_logger(__name__)
 
+# The command `hf-pretrain` sets it to the command that it runs.
+COMMAND_VARIABLE = "HF_PRETRAIN_COMMAND"
+# The environment variables that change the number of processes and their devices.
+_LAUNCH_VARIABLES = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LOCAL_SIZE", "OMP_NUM_THREADS", "WORLD_SIZE")
 _PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "deepspeed", "trl", "peft")
 
 
@@ -41,7 +47,7 @@ def begin_record(training_args: LMTrainingArguments, arguments: tuple[Any, ...],
     given = {key: value for part in arguments for key, value in vars(part).items()}
     entry = {
         "started": _now(),
-        "command": shlex.join([sys.executable, *sys.argv]),
+        "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
         "launcher": training_args.launcher,
         "launch": training_args.launch_description,
         "directory": os.getcwd(),
@@ -111,6 +117,30 @@ def _find(package: str) -> str | None:
         return None
 
 
+def _find_command() -> str:
+    """
+    Return the command with which the user started this run, with the environment variables that change its launch.
+
+    It is the command of the outermost process above this one that names the recipe: of torchrun, deepspeed or
+    accelerate, or of this process itself.
+    """
+    # With --local_rank, the deepspeed launcher tells each process its rank.
+    words = [sys.executable, *(word for word in sys.argv if not word.startswith("--local_rank="))]
+    environment: Mapping[str, str] = os.environ
+    try:
+        for process in (psutil.Process(), *psutil.Process().parents()):
+            if sys.argv[0] not in process.cmdline():
+                break
+            # The variables that a launcher sets for its ranks do not belong to the command of the user.
+            words, environment = process.cmdline(), process.environ()
+    except psutil.Error:
+        # Another user owns the process, or it is gone. With WORLD_SIZE, the command of a single rank is no command
+        # that would silently train with one process.
+        pass
+    assignments = [f"{name}={environment[name]}" for name in _LAUNCH_VARIABLES if name in environment]
+    return shlex.join([*assignments, *words])
+
+
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this package, with `-dirty` after it if files were changed."""
     checkout = Path(__file__).resolve().parents[2]
@@ -124,4 +154,4 @@ def _commit() -> str | None:
         return None
 
 
-__all__ = ["RECORD_NAME", "add_to_record", "begin_record", "end_record"]
+__all__ = ["COMMAND_VARIABLE", "add_to_record", "begin_record", "end_record"]

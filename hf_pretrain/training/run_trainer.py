@@ -32,11 +32,12 @@ from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
 from .data_position import DataPosition
 from .deepspeed_support import check_deepspeed_config, repair_universal_checkpoint
+from .efficiency import peak_memory_bytes
 from .launch import complete_fsdp_args, launcher
 from .nonfinite import EXIT_NOT_FINITE, NonfiniteGuard, find_suspects
 from .optimizer_choice import use_adamw_for_adapter
 from .optimizers import build_muon, complete_schedule_kwargs, optimizer_name
-from .reporting import write_run_card
+from .reporting import write_run_card, write_run_page
 from .resuming import holding_output_dir, newest_of_all_machines
 from .row_source import RowSource, is_stream, read_batches
 from .run_description import RunDescription
@@ -198,6 +199,12 @@ class RunTrainer(Trainer):
                 except EvaluationStopped as stopped:
                     # `_maybe_log_save_evaluate` handles all evaluations except the one before the first step.
                     self._stop(stopped.number, "Nothing was trained since the run was started.")
+                except (Exception, SystemExit) as error:
+                    if not self.signals.is_ending:
+                        # Nothing else has recorded why the run ends. The writer of checkpoints raises `SystemExit`.
+                        what = "a checkpoint could not be saved" if isinstance(error, SystemExit) else repr(error)
+                        self._record_stop(what)
+                    raise
 
     # Resuming and stopping
 
@@ -255,8 +262,14 @@ class RunTrainer(Trainer):
 
     def _stop(self, number: int, hint: str) -> NoReturn:
         name = Signals(number).name
-        self.history.add("stop", self.state.global_step, message=name)
+        self._record_stop(name)
         self._end(128 + number, f"Stopped by {name} after step {self.state.global_step}. {hint}")
+
+    def _record_stop(self, why: str) -> None:
+        """Add the reason to the history, and write the page, which shows how to resume."""
+        self.history.add("stop", self.state.global_step, message=why)
+        if self.is_world_process_zero():
+            write_run_page(self.args.output_dir)
 
     def _end(self, status: int, message: str) -> NoReturn:
         """Print the reason, wait for the pushes, and end all ranks together."""
@@ -317,9 +330,10 @@ class RunTrainer(Trainer):
         rows = find_suspects([row for part in self.ranks.gather(self._describe_step()) for row in part])
         on_main_process(self.args, lambda: self.guard.write_report(step, what, rows))
         is_skipped, message = self.guard.decide(step, what, rows)
-        self.history.add("skipped_step" if is_skipped else "stop", step, message=message)
         if not is_skipped:
+            self._record_stop(message)
             self._end(EXIT_NOT_FINITE, message)
+        self.history.add("skipped_step", step, message=message)
         if self.is_world_process_zero():
             logger.warning(message)
         self._skip_step()
@@ -332,6 +346,8 @@ class RunTrainer(Trainer):
         self._globalstep_last_logged += 1
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
         if self.guard.num_skipped:
             logs["skipped_steps"] = self.guard.num_skipped
         super().log(logs, *args, **kwargs)

@@ -29,7 +29,7 @@ from .callbacks import (
 )
 from .optimizer_choice import keep_optimizer
 from .plan import begin_dry_run, format_plan
-from .reporting import format_report, plot_loss_curve, sample_answers
+from .reporting import format_report, next_commands, plot_loss_curve, sample_answers, write_run_page
 from .resume_from_hub import pull_checkpoint
 from .resuming import checkpoint_to_resume, occupy_output_dir
 from .run_description import describe_data
@@ -150,8 +150,9 @@ def train_and_evaluate(
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
         data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(trainer.eval_dataset)}
+        counts = {"names": facts.datasets, "counts": facts.data}
         # `recipes/chat.py` continues text with a model that was only pretrained.
-        add_to_record(trainer.args, recipe=facts.recipe, data={"names": facts.datasets, "counts": facts.data, **data})
+        add_to_record(trainer.args, recipe=facts.recipe, data=counts | data, loss_unit=facts.loss_unit)
     trainer.train(resume_from_checkpoint=checkpoint)
     # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()
@@ -214,24 +215,26 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         trainer.push_to_hub()
         activity.begin("writing the report")
     if is_main:
+        commands = next_commands(training_args, facts)
         report = format_report(
             training_args,
             metrics=results.metrics,
             unigram=facts.unigram_loss,
             samples=results.samples,
-            recipe=facts.recipe,
+            commands=commands,
             start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
             loss_unit=facts.loss_unit,
             push_report=trainer.pusher.report,
         )
         print(report)
         end_record(
-            training_args, steps=trainer.state.global_step, metrics=results.metrics, report=report.strip().splitlines()
+            training_args,
+            steps=trainer.state.global_step,
+            metrics=results.metrics,
+            report=report.strip().splitlines(),
+            next_commands=commands,
         )
-        # Import matplotlib only now: the import is slow, and no run needs charts before its end.
-        from ..reports.page import REPORT_NAME, write_page
-
-        write_page([read_run(training_args.output_dir)], Path(training_args.output_dir, REPORT_NAME))
+        write_run_page(training_args.output_dir)
     # Release the lock only now: the record and the report are written under it.
     end_log()
     release_output_dir(training_args.output_dir)

@@ -364,7 +364,7 @@ class MaskedLossTrainer(RunTrainer):
             losses = self._meter.losses
             if self.accelerator.num_processes > 1:
                 losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
-            logs |= self._meter.measure(losses, self.state.num_input_tokens_seen, self.args.device)
+            logs |= self._meter.measure(losses, self.state.num_input_tokens_seen)
         # Do not pass `start_time`: Trainer would log its own throughput, which includes evaluation and saving.
         super().log(logs)
 

@@ -86,6 +86,10 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     record(f"disk: fills up, {launcher}", survived)
     assert survived, (process.returncode, kept, output[-3000:])
     assert "could not be saved" in output and "is intact: make room and resume" in output
+    # The page of the run needs room, too. No part of it stays.
+    page = disk / "run/report.html"
+    assert page.is_file() or f"The page of {page.parent} could not be written: " in output
+    assert not page.with_name(".report.html").exists()
     # Another rank's unfinished files may stay until the next start removes them.
     assert launcher != "python" or not (disk / "run/.saving").exists()
 

@@ -44,6 +44,8 @@ def test_the_run_stops_before_the_update(name, workspace, tmp_path, record):
     survived = status and report.is_file() and not (tmp_path / "run/checkpoint-6").exists()
     record(f"not finite: {name}", survived)
     assert survived, result.stdout[-3000:]
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "the run was stopped: The " in page and "--resume_from_checkpoint auto</pre>" in page
     rows = json.loads(report.read_text())["rows"]
     assert len(rows) == num_rows and all(row["is_finite"] == (num_rows == 8) for row in rows)
     texts = [json.loads(line)["text"] for line in (workspace / "train.jsonl").read_text().splitlines()]

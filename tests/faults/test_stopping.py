@@ -1,6 +1,9 @@
 """Signals, dying ranks and hanging ranks, under the real launchers."""
 
+import html
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -100,6 +103,19 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
     assert f"after step {steps[-1]}" in output
     if action is to_all_with_skew:
         assert output.count("exitcode  : 143") == 2
+
+
+def test_the_command_on_the_page_resumes_with_all_ranks(harm, tmp_path):
+    harm(to_launcher(signal.SIGTERM), "torchrun")
+    page = html.unescape((tmp_path / "run/report.html").read_text(encoding="utf-8"))
+    assert "the run was stopped: SIGTERM" in page
+    (pasted,) = re.findall(r"<pre>(.* --resume_from_checkpoint auto)</pre>", page)
+    # The shell that the user pastes it into knows nothing of the launcher.
+    with start(["bash", "-c", f"unset LOCAL_SIZE OMP_NUM_THREADS; {pasted}"]) as process:
+        wait_for(lambda: '"resume"' in (tmp_path / "run/history.jsonl").read_text(), process)
+    launches = json.loads((tmp_path / "run/run.json").read_text())
+    assert [launch["launch"].split(" on ")[0] for launch in launches] == ["2 process(es)"] * 2
+    assert launches[1]["resumed_from"] and launches[1]["launcher"] == "torchrun"
 
 
 def test_after_a_signal_during_preparation_the_run_can_start_again(workspace, tmp_path, record):

@@ -1,5 +1,6 @@
 """`history.jsonl`: the lines that a run writes, and their reader, after resumes and kills."""
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from hf_pretrain.reports.history import HISTORY_NAME, History
 from hf_pretrain.reports.page import write_page
-from hf_pretrain.reports.runs import RECORD_NAME, read_run
+from hf_pretrain.reports.runs import RECORD_NAME, read_run, read_runs
 from tests.training.test_trainer import make_documents, make_model, make_trainer
 
 
@@ -48,6 +49,15 @@ def test_the_time_of_training_is_the_tokens_over_the_speed(tmp_path):
     assert run.training_seconds() == {0: 0.0, 5: 10.0, 10: 50.0}
     assert run.series("eval_loss", over="minutes") == ([50 / 60], [2.5])
     assert run.series("loss") == ([0.001, 0.003], [3.0, 2.0])
+
+
+def test_without_a_logged_speed_the_time_is_that_on_the_clock(tmp_path):
+    lines = [("start", 0, 100), ("log", 0, 103), ("log", 5, 110), ("log", 5, 112), ("log", 6, 120), ("stop", 6, 121)]
+    # The step after the checkpoint is trained again. The pause before the resume does not count.
+    lines += [("resume", 5, 500), ("log", 6, 509)]
+    entries = [{"kind": kind, "step": step, "time": time} for kind, step, time in lines]
+    (tmp_path / HISTORY_NAME).write_text("\n".join(map(json.dumps, entries)))
+    assert read(tmp_path).training_seconds() == {0: 0.0, 5: 10.0, 6: 21.0}
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path):
@@ -110,6 +120,25 @@ def test_only_the_first_process_writes_and_only_a_run(tmp_path):
     History(tmp_path, is_writer=False).begin(0, checkpoint=None)
     History(tmp_path, is_writer=True).add("log", 1, loss=1.0)
     assert not (tmp_path / HISTORY_NAME).exists()
+
+
+def test_runs_get_the_shortest_names_that_differ(tmp_path):
+    directories = [tmp_path / name for name in ("first/out", "second/out", "other")]
+    for directory in directories:
+        directory.mkdir(parents=True)
+        (directory / RECORD_NAME).write_text("[]")
+    (tmp_path / "tokenizer").mkdir()
+
+    def names(*chosen):
+        runs, left_out = read_runs(chosen)
+        return [run.name for run in runs], len(left_out)
+
+    assert names(directories[0], directories[2]) == (["out", "other"], 0)
+    # The same directory, given twice, is one run.
+    assert names(*directories, tmp_path / "tokenizer", directories[0])[0][:2] == ["first/out", "second/out"]
+    assert names(directories[0], tmp_path / "tokenizer") == (["out"], 1)
+    with pytest.raises(ValueError, match="tokenizer holds no run"):
+        names(tmp_path / "tokenizer")
 
 
 def test_a_directory_without_a_run_is_named(tmp_path):

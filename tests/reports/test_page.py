@@ -132,8 +132,11 @@ def test_the_recipe_writes_the_page_of_each_run_or_of_several(page, tmp_path):
         write_run(Path(directory), learning_rate=rate)
     recipe = [sys.executable, str(ROOT / "recipes/compare.py")]
     both = tmp_path / "both.html"
-    for words, path in ((directories[:1], tmp_path / "slow/report.html"), ([*directories, "--output", both], both)):
-        subprocess.run([*recipe, *words], check=True, env=cpu_environment())
+    # The directory above the runs holds no run.
+    several = [*directories, str(tmp_path), "--output", str(both)]
+    for words, path in ((directories[:1], tmp_path / "slow/report.html"), (several, both)):
+        result = subprocess.run([*recipe, *words], check=True, env=cpu_environment(), capture_output=True, text=True)
+        assert (f"Left out: {tmp_path} holds no run" in result.stdout) == (words is several)
         assert open_page(page, path) == [] and num_drawn_pixels(page, 0) > 300
     assert page.locator("h2").all_inner_texts()[0] == "Differences"
     result = subprocess.run([*recipe, str(tmp_path)], capture_output=True, text=True, env=cpu_environment())
@@ -160,14 +163,68 @@ def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):
     write_page([run], tmp_path / "report.html")
 
 
-def test_runs_without_a_logged_speed_have_no_chart_over_minutes(page, tmp_path):
+def test_a_run_without_a_logged_speed_has_charts_over_the_time_on_the_clock(page, tmp_path):
     run = write_run(tmp_path / "dpo")
     for entry in run.logs:
         entry.pop("tokens_per_second", None)
     write_page([run], tmp_path / "report.html")
     assert open_page(page, tmp_path / "report.html") == []
     captions = page.locator("figcaption").all_inner_texts()
-    assert "Loss over tokens" in captions and "Loss over minutes" not in captions
+    assert captions[:2] == ["Loss over tokens", "Loss over minutes"] and "Speed" not in captions
+    assert num_drawn_pixels(page, 1) > 300
+    assert "minutes of training and evaluation" in page.locator("figure svg").nth(1).inner_html()
+
+
+def test_the_page_of_reinforcement_shows_rewards_beside_those_of_the_default_run(page, tmp_path):
+    run = write_run(tmp_path / "grpo")
+    run.launches[-1] |= {"directory": str(tmp_path), "steps": 40, "loss_unit": "GRPO"}
+    run.arguments["config"] = "grpo.yaml"
+    for entry in run.logs:
+        if (loss := entry.pop("eval_loss", None)) is not None:
+            entry["eval_reward"] = 1 / loss
+        else:
+            entry |= {"reward": 1 / entry["loss"], "completions/mean_length": 20.0, "kl": 0.1}
+    curves = {name: [[5_000, 0.1], [40_000, 0.9]] for name in ("loss", "reward", "eval_reward")}
+    (tmp_path / "expected.json").write_text(json.dumps({"grpo": {"steps": 40, "curves": curves}}))
+    write_page([run], tmp_path / "report.html")
+    assert open_page(page, tmp_path / "report.html") == []
+    captions = page.locator("figcaption").all_inner_texts()
+    assert captions[:4] == ["Reward over tokens", "Reward over minutes", "Loss over tokens", "Loss over minutes"]
+    assert {"Completion length", "KL divergence from the reference model"} < set(captions)
+    reward, _, loss = (page.locator("figure svg").nth(number).inner_html() for number in range(3))
+    for name in ("training", "validation", "training, default run", "validation, default run"):
+        assert f">{name}<" in reward
+    assert "loss (GRPO)" in loss and ">training, default run<" in loss and ">validation, default run<" not in loss
+
+
+def test_the_unit_of_the_loss_is_that_of_the_algorithm(page, tmp_path):
+    runs = [write_run(tmp_path / "sft"), write_run(tmp_path / "dpo")]
+    runs[1].launches[-1]["loss_unit"] = "DPO"
+    for run, unit in zip(runs, ("nats per token", "DPO"), strict=True):
+        write_page([run], tmp_path / "report.html")
+        open_page(page, tmp_path / "report.html")
+        assert f"validation loss\t{7 / 40**0.5:.4f} {unit}\n" in page.inner_text("body")
+        assert f"loss ({unit})" in page.locator("figure svg").first.inner_html()
+    # Losses of different units share an axis without a unit.
+    write_page(runs, tmp_path / "report.html")
+    assert "loss (" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_lists_the_bad_lines_as_an_event(page, tmp_path):
+    write_run(tmp_path / "mine")
+    (tmp_path / "mine/rejected.jsonl").write_text('{"line": 1}\n{"line": 7}\n')
+    write_page([read_run(tmp_path / "mine")], tmp_path / "report.html")
+    open_page(page, tmp_path / "report.html")
+    assert "bad lines left out: 2, listed in rejected.jsonl" in page.inner_text("body")
+
+
+def test_a_finished_run_shows_the_next_commands_and_no_resume(page, tmp_path):
+    run = write_run(tmp_path / "mine")
+    run.launches[-1] |= {"ended": "2026-07-01", "next_commands": [["Talk to it", "hf-pretrain chat --web"]]}
+    write_page([run], tmp_path / "report.html")
+    open_page(page, tmp_path / "report.html")
+    text = page.inner_text("body")
+    assert "Talk to it:" in text and "hf-pretrain chat --web" in text and "--resume_from_checkpoint" not in text
 
 
 def test_a_run_without_figures_has_a_page(page, tmp_path):

@@ -105,7 +105,7 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
 
 
 def test_a_launcher_flag_can_be_the_nearest_one(run, monkeypatch):
-    monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain pretrain")
+    monkeypatch.setenv("HF_PRETRAIN_PROGRAM", "hf-pretrain pretrain")
     assert "the nearest known one is --nproc." in run("pretrain", "--nprocs", "2")[1]
     assert "the nearest known one is --preset." in run("pretrain", "--presset", "tiny")[1]
 

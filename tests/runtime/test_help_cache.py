@@ -47,7 +47,7 @@ def test_a_change_makes_the_text_invalid(script, change, capsys, monkeypatch):
     elif change == "width":
         monkeypatch.setenv("COLUMNS", "61")
     elif change == "name":
-        monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain script")
+        monkeypatch.setenv("HF_PRETRAIN_PROGRAM", "hf-pretrain script")
     elif change in ("words", "no help"):
         monkeypatch.setattr(sys, "argv", [str(script), *(["--stage", "--help"] if change == "words" else ["--stage"])])
     else:

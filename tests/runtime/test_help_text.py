@@ -78,11 +78,11 @@ def test_resuming_has_a_text_of_ours(parser):
 
 
 def test_hf_pretrain_names_itself_and_its_flags(monkeypatch):
-    monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain pretrain")
+    monkeypatch.setenv("HF_PRETRAIN_PROGRAM", "hf-pretrain pretrain")
     parser = recipe_parser(ROOT / "recipes/pretrain.py")
     text = parser.format_help()
     assert "usage: hf-pretrain pretrain [--flag value ...]" in text and "--max_steps" in flags(text)
     assert {"--nproc", "--launcher", "--preset", "--ds", "--accelerate", "--master_port"} <= set(flags(text))
-    monkeypatch.setenv("HF_PRETRAIN_COMMAND", "hf-pretrain chat")
+    monkeypatch.setenv("HF_PRETRAIN_PROGRAM", "hf-pretrain chat")
     text = recipe_parser(ROOT / "recipes/chat.py").format_help()
     assert "usage: hf-pretrain chat [-h]" in text and "--nproc" not in flags(text)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.reports.runs import read_run
 from hf_pretrain.stages.preferences import ALGORITHMS, preference_arguments
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -342,7 +343,8 @@ def test_the_recipe_runs_and_resumes(command, tmp_path):
 )
 def test_the_recipe_takes_the_other_algorithms_and_adapters(command, tmp_path, algorithm, adapter):
     output = [*("--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "2")]
-    result = start([*command, *output, "--algorithm", algorithm, "--beta", "0.2", *adapter])
+    evaluation = ["--validation_fraction", "0.25", "--eval_strategy", "steps", "--eval_steps", "1"]
+    result = start([*command, *output, *evaluation, "--algorithm", algorithm, "--beta", "0.2", *adapter])
     assert result.returncode == 0, result.stdout[-3000:]
     history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
     assert sum("loss" in entry for entry in history) == 2
@@ -352,4 +354,14 @@ def test_the_recipe_takes_the_other_algorithms_and_adapters(command, tmp_path, a
         # B starts at zero, so the adapter is trained. The first loss is log 2: the reference has no adapter.
         trained = load_file(tmp_path / "run/adapter_model.safetensors")
         assert all(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
-        assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        first = next(entry["loss"] for entry in history if "loss" in entry)
+        assert first == pytest.approx(math.log(2), abs=1e-6)
+    # Each evaluation answers the same questions, and the page has the loss of the algorithm, the memory and the time.
+    run = read_run(tmp_path / "run")
+    samples = {entry["step"]: entry["samples"] for entry in run.of_kind("samples")}
+    questions = [[question for question, _ in answers] for answers in samples.values()]
+    assert set(samples) == {0, 1, 2} and questions[0] == questions[1] == questions[2]
+    assert set(questions[0]) <= {prompt for prompt, *_ in TEXTS}
+    assert run.loss_unit == algorithm.upper() and run.last("peak_memory_gib") > 0.1
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "Loss over minutes" in page and f"{run.last('eval_loss'):.4f} {algorithm.upper()}" in page

@@ -16,6 +16,7 @@ from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.tasks import TOOLS
 from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.reports.runs import read_run
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
 from hf_pretrain.stages.tools import calculator, load_tools
@@ -539,6 +540,13 @@ def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
     assert f"Mean reward        {held_out:.4f}" in whole.stdout and "Validation loss" not in whole.stdout
     # A generation batch of four completions has two prompts.
     assert whole.stdout.count("Sample ") == 2
+    recorded = read_run(run)
+    samples = recorded.of_kind("samples")[-1]["samples"]
+    assert len(samples) == 2 and all(re.fullmatch(r"What is \d+ \+ 30\?", question) for question, _ in samples)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for title in ("Reward over tokens", "Reward over minutes", "Loss over tokens", "Completion length", "Memory"):
+        assert f"<figcaption>{title}</figcaption>" in page
+    assert recorded.loss_unit == "GRPO" and samples[0][0] in page
     card = pushed["README.md"].decode()
     assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "hf-pretrain grpo" in card
     assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card

@@ -9,9 +9,14 @@ import pytest
 from datasets import Dataset
 
 import hf_pretrain_cli
+from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.training import reporting
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.reporting import format_report, next_commands, plot_loss_curve, unigram_loss
-from tests.invariants.launching import ROOT
+from hf_pretrain.training.reporting import format_report, next_commands, plot_loss_curve, unigram_loss, write_run_page
+from tests.invariants.launching import ROOT, free_port
+
+
+KINDS = ("text", "conversations")
 
 
 def test_unigram_loss_is_the_formula():
@@ -27,7 +32,8 @@ def test_report_names_everything(monkeypatch):
     monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--max_steps", "3", "--output_dir", "out/a"])
     args = LMTrainingArguments(output_dir="out/a")
     metrics = {"eval_loss": 4.0, "eval_bits_per_byte": 1.5}
-    report = format_report(args, metrics=metrics, unigram=7.0, samples=[("a", "b")])
+    commands = next_commands(args, RunFacts())
+    report = format_report(args, metrics=metrics, unigram=7.0, samples=[("a", "b")], commands=commands)
     for part in (
         f"muon, learning rate {args.learning_rate:g}",
         "out/a",
@@ -48,7 +54,7 @@ def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     args = LMTrainingArguments(output_dir="out/a/", config=str(ROOT / "recipes/tiny/pretrain.yaml"), use_cpu=True)
     monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/pretrain.py"), "--use_cpu"])
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
-    chat, sft = next_commands(args, "pretrain")
+    chat, sft = next_commands(args, RunFacts())
     assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/a/")
     start = "hf-pretrain sft --model_name_or_path out/a/ --output_dir out/a-sft"
     assert sft == ("Next stage", f"{start} --preset tiny --use_cpu")
@@ -57,20 +63,59 @@ def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     assert str(ROOT / "recipes/tiny/sft.yaml") in [str(Path(word).absolute()) for word in command]
     # A file of the user's own has no name as a preset.
     monkeypatch.setattr("sys.argv", ["elsewhere/pretrain.py"])
-    assert next_commands(args, "pretrain")[1][1] == f"{start} --config {ROOT}/recipes/tiny/sft.yaml"
+    assert next_commands(args, RunFacts())[1][1] == f"{start} --config {ROOT}/recipes/tiny/sft.yaml"
     monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
     # The deepspeed launcher sets these, and accelerate adds the wrong LOCAL_WORLD_SIZE.
     for name, value in (("CROSS_SIZE", "1"), ("LOCAL_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert "--nproc 2" in next_commands(args, "sft")[1][1] and "hf-pretrain dpo" in next_commands(args, "sft")[1][1]
+    after_sft = RunFacts(recipe="sft", data_kind="conversations")
+    dpo = next_commands(args, after_sft)[1][1]
+    assert "--nproc 2" in dpo and "hf-pretrain dpo" in dpo
     # Outside of its environment, the shell does not find the command by name.
     monkeypatch.setenv("VIRTUAL_ENV", "elsewhere")
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
-    program = Path(shlex.split(next_commands(args, "sft")[0][1])[0])
+    program = Path(shlex.split(next_commands(args, after_sft)[0][1])[0])
     assert sys.prefix == sys.base_prefix or program.absolute() == Path(sys.executable).with_name("hf-pretrain")
     # After the last stage, there is only the chat.
-    assert [label for label, _ in next_commands(args, "grpo")] == ["Talk to it"]
+    assert [label for label, _ in next_commands(args, RunFacts(recipe="grpo", data_kind="tasks"))] == ["Talk to it"]
+    # A distillation on text gives a base model, which comes before the fine-tuning.
+    distilled = {kind: next_commands(args, RunFacts(recipe="distill", data_kind=kind))[1][1] for kind in KINDS}
+    assert " sft " in distilled["text"] and " dpo " in distilled["conversations"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nproc", "2", "--launcher", "deepspeed", "--ds", "zero3"],
+        ["--nproc", "2", "--launcher", "accelerate", "--accelerate", "fsdp2"],
+        ["--nproc", "2"],
+    ],
+    ids=["deepspeed", "accelerate", "torchrun"],
+)
+def test_the_next_stage_is_launched_like_this_one(words, monkeypatch):
+    _, command = hf_pretrain_cli.make_command("pretrain", [*words, "--use_cpu", "--master_port", str(free_port())])
+    monkeypatch.setenv("HF_PRETRAIN_COMMAND", shlex.join(command))
+    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--use_cpu"])
+    args = LMTrainingArguments(output_dir="out/a", use_cpu=True)
+    # As the parser would set it. The constructor would start DeepSpeed.
+    args.deepspeed = command[command.index("--deepspeed") + 1] if "--deepspeed" in command else None
+    args.launcher = {"accelerate": "accelerate launch"}.get(Path(command[0]).name, Path(command[0]).name)
+    monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
+    monkeypatch.setattr(reporting, "num_local_processes", lambda: 2)
+    next_stage = shlex.split(next_commands(args, RunFacts())[1][1])
+    assert next_stage[-len(words) - 1 :] == [*words, "--use_cpu"]
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    # A run that no recipe has begun has no page.
+    write_run_page(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run.json").write_text("[]")
+    (tmp_path / "report.html").mkdir()
+    write_run_page(tmp_path)
+    assert f"The page of {tmp_path} could not be written: " in caplog.text
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "report.html"}
 
 
 def test_loss_curve_is_a_picture(tmp_path):

@@ -206,7 +206,7 @@ def test_the_meter_returns_means_and_excludes_pauses(monkeypatch):
     with meter.paused():
         now[0] += 40.0
     assert meter.read_tokens() == 90 and meter.read_tokens() == 0
-    logs = meter.measure(meter.losses, 190, torch.device("cpu"))
+    logs = meter.measure(meter.losses, 190)
     # 90 tokens in two seconds. The third step counts for the tokens, but not for the loss.
     assert (logs["ce_loss"], logs["aux_loss"], logs["tokens_per_second"]) == (3.0, 1.0, 45.0)
     assert (logs["model_flops_per_second"], logs["mfu"]) == (270.0, 0.135)

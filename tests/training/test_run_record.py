@@ -1,6 +1,8 @@
 """The content of `run.json`, which must hold no token."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import hf_pretrain_cli
 from hf_pretrain import __file__ as package
 from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.training import run_record
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.resuming import checkpoint_to_resume
 from hf_pretrain.training.run_record import add_to_record, begin_record, end_record
-from tests.invariants.launching import ROOT
+from tests.invariants.launching import ROOT, launcher_command, process_options
 
 
 TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"
@@ -55,6 +58,46 @@ def test_a_run_is_recorded(make_arguments, tmp_path):
     assert entry["ended"] >= entry["started"]
 
 
+def test_the_command_of_hf_pretrain_comes_first(make_arguments, tmp_path, monkeypatch):
+    printed = f"LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token {TOKEN}"
+    monkeypatch.setenv("HF_PRETRAIN_COMMAND", printed)
+    begin_record(make_arguments(), (), checkpoint=None)
+    assert read(tmp_path)[0]["command"] == printed.replace(TOKEN, "<token>")
+
+
+def test_hf_pretrain_passes_on_the_command_that_it_prints(monkeypatch, capsys):
+    passed = {}
+    monkeypatch.setattr(os, "execve", lambda program, words, environment: passed.update(environment))
+    monkeypatch.setattr("sys.argv", ["hf-pretrain", "pretrain", "--nproc", "2", "--use_cpu"])
+    hf_pretrain_cli.main()
+    assert capsys.readouterr().err == f"$ {passed['HF_PRETRAIN_COMMAND']}\n"
+    assert "torchrun" in passed["HF_PRETRAIN_COMMAND"]
+
+
+def test_without_a_launcher_above_it_the_command_of_a_rank_names_the_number_of_ranks(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--local_rank=1", "--max_steps", "3"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = run_record._find_command()
+    assert command.endswith(f"WORLD_SIZE=2 {sys.executable} recipes/pretrain.py --max_steps 3")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed", "accelerate:ddp"])
+def test_the_command_is_the_one_that_the_user_typed(launcher, tmp_path):
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import os\nfrom hf_pretrain.training.run_record import _find_command\n"
+        "print('FOUND', _find_command()) if os.environ.get('RANK', '0') == '0' else None\n"
+    )
+    words = [*launcher_command(launcher), str(probe), "--run_name", "two words"]
+    result = subprocess.run(words, **process_options(WORLD_SIZE="2") if launcher == "python" else process_options())
+    (found,) = [line for line in result.stdout.splitlines() if "FOUND" in line]
+    # A launcher is a script of Python. Its command holds the rank of no process.
+    assert found.endswith(shlex.join(words)) and "LOCAL_SIZE=2 OMP_NUM_THREADS=1 " in found
+    assert ("WORLD_SIZE=2" in found) == (launcher == "python")
+
+
 def test_no_token_is_recorded(make_arguments, tmp_path):
     args = make_arguments(run_name=f"of {TOKEN}")
     begin_record(args, (), checkpoint=None)
@@ -84,9 +127,11 @@ def test_a_full_disk_does_not_matter(make_arguments, tmp_path):
     end_record(args)
 
 
-def test_a_run_that_did_not_start_may_be_repeated(make_arguments):
+def test_a_run_that_did_not_start_may_be_repeated(make_arguments, tmp_path):
     args = make_arguments()
     begin_record(args, (), checkpoint=None)
+    # A run that stops in its first step also writes its page.
+    (tmp_path / "report.html").write_text("")
     assert checkpoint_to_resume(args) is None
 
 

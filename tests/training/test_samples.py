@@ -1,10 +1,16 @@
 """Samples at each evaluation have the same prompts, are in the history, and do not change the training."""
 
+import json
+
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from hf_pretrain.reports.runs import RECORD_NAME, read_run
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.reporting import sample_answers
 from hf_pretrain.training.running import train_and_evaluate
+from tests.toys import toy_model
 from tests.training.test_trainer import make_documents, make_model, make_trainer
 
 
@@ -37,3 +43,16 @@ def test_samples_do_not_change_the_training(tmp_path, capsys):
     kept = read_run(tmp_path / "1").of_kind("samples")
     assert [entry["step"] for entry in kept] == [2, 4, 6] and kept[-1]["samples"] == [list(samples[0])]
     assert "step 6/6: 'once' -> " in capsys.readouterr().out
+
+
+def test_answers_use_random_numbers_of_their_own():
+    tokenizer = train_tokenizer(["one two three four"] * 4, vocab_size=320)
+    model = toy_model(vocab_size=len(tokenizer))
+    question = {"role": "user", "content": "one"}
+    records = [{"prompt": [question]}, {"messages": [question, {"role": "assistant", "content": "two"}]}]
+    conversations = Dataset.from_dict({"text": [json.dumps(record) for record in records]})
+    state = torch.get_rng_state()
+    first, second = sample_answers(model, tokenizer, conversations, num_samples=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    # A preference and a conversation with the same question have the same prompt.
+    assert first == second and first[0] == "one"
