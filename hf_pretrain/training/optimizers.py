@@ -40,24 +40,23 @@ def default_learning_rate(optimizer: str, hidden_size: int) -> float:
     """
     Return the peak learning rate of pretraining for a model of the given width.
 
-    The best rates of the preset `tiny` (width 192) were 8e-3 for Muon and 4e-3 for AdamW. Muon's rate falls with the
-    width: at width 512, a rate that fell with its square root only was too high for runs of more than a few steps
-    (docs/performance.md). AdamW's exponent of 1.5 fits 4e-3 at width 192 and MiniMind's 5e-4 at 768.
+    The best rates of the preset `tiny` (width 192) were 8e-3 for Muon and 2e-3 for AdamW. Both fall with the width. At
+    width 512, a rate of Muon that fell with its square root only was too high for runs of more than a few steps
+    (docs/performance.md). At width 768, AdamW's rate is MiniMind's 5e-4.
 
     Args:
         optimizer (`str`): one of `OPTIM_PRESETS`.
         hidden_size (`int`): width of the model.
     """
-    scale = 192 / hidden_size
-    return 8e-3 * scale if optimizer == "muon" else 4e-3 * scale**1.5
+    return (8e-3 if optimizer == "muon" else 2e-3) * 192 / hidden_size
 
 
 def embedding_factor(hidden_size: int) -> float:
     """
     Return the learning rate of the embedding beside Muon, as a multiple of Muon's: 2.5 up to width 192.
 
-    AdamW trains the embedding, so for larger widths its learning rate falls like AdamW's default. At width 512, the
-    loss with a factor of 2.5 was higher than with a factor of 1 (`benchmarks/results/learning-minimind2-small.json`).
+    At width 512, the loss with a factor of 2.5 was higher than with a factor of 1
+    (`benchmarks/results/learning-minimind2-small.json`).
     """
     return 2.5 * min(1.0, 192 / hidden_size)
 
