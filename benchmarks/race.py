@@ -67,7 +67,7 @@ PARTS: dict[str, dict[str, Any]] = {
 MAX_LENGTHS = {"tiny": 256, "minimind2-small": 512}
 # Shares of the steps of `ours`. It also trains with schedules that end so early, because a user would choose a short
 # run to reach only the loss of another contestant. In the middle of a long run, the learning rate has not decayed yet.
-# Shares that are more than twice as long as the time of `ours` to the lowest of these losses would be of no use.
+# A schedule longer than twice the time in which `ours` reached the best other loss is skipped.
 SHORTER = {"ours, 1/2": 1 / 2, "ours, 1/4": 1 / 4, "ours, 1/8": 1 / 8, "ours, 1/16": 1 / 16}
 NUM_VALIDATIONS = 12
 # Evenly spaced documents of the validation set. The mean over more of them would take long to compute on a CPU.
@@ -99,7 +99,8 @@ def best_settings(preset: str, name: str | None = None) -> dict[str, dict[str, A
     best: dict[str, dict[str, Any]] = {}
     for run in sorted(record["runs"], key=lambda run: run["final_loss"]):
         best.setdefault(run["contestant"], {name: run[name] for name in ("learning_rate", "batch_size")})
-    return {name: best[name] for name in OTHERS if name in best}
+    # A search with a name chooses its contestants. The search without a name is for all of them.
+    return {contestant: best[contestant] for contestant in (OTHERS if name is None else best)}
 
 
 def entries_of(

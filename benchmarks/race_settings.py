@@ -5,11 +5,11 @@ Search the learning rate and the batch size of each contestant of `race.py` but 
     python -m benchmarks.race_settings --model_preset minimind2-small --num_rows 384
     python -m benchmarks.race_settings --name long --num_rows 4480 --others "loop like MiniMind's"
 
-For each contestant, the script searches in turn the learning rate and the batch size, until neither changes: it tries
-half and double the best value, and goes on while one of them is better. All runs train on `--num_rows` rows, so the
-result does not depend on the speed of the machine. Choose about as many rows as a contestant trains on in the race.
-The script writes all runs to `benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of
-each contestant. A search that was interrupted continues from the runs in this file. `--name` adds a name to the file:
+For each contestant, the script searches the learning rate and the batch size in turn, until neither changes: it halves
+and doubles the best value as long as this helps. All runs train on `--num_rows` rows, so the result does not depend on
+the speed of the machine. Choose about as many rows as a contestant trains on in the race. The script writes all runs to
+`benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of each contestant. An interrupted
+search continues from the runs in this file; to search again, delete the file. `--name` adds a name to the file:
 `race.py --name` reads that file, and races against the contestants of `--others` only.
 """
 
@@ -60,16 +60,18 @@ def climb(value: Value, loss_of: Callable[[Value], float]) -> Value:
         value = best
 
 
-def _loss_of_rate(loss_of: Callable[[float, int], float], batch_size: int, rate: float) -> float:
-    return loss_of(rate, batch_size)
+def search(rate: float, loss_of: Callable[..., float]) -> tuple[float, int]:
+    """
+    Return a learning rate and a batch size where halving or doubling either one does not lower the loss.
 
-
-def search(rate: float, loss_of: Callable[[float, int], float]) -> tuple[float, int]:
-    """Return the learning rate and the batch size of a contestant that no half or double of either one betters."""
+    Args:
+        rate (`float`): learning rate to begin with.
+        loss_of (`Callable`): returns the loss of a learning rate and a `batch_size`.
+    """
     batch_size = BATCH_SIZE
     while True:
         before = rate, batch_size
-        rate = climb(rate, partial(_loss_of_rate, loss_of, batch_size))
+        rate = climb(rate, partial(loss_of, batch_size=batch_size))
         batch_size = climb(batch_size, partial(loss_of, rate))
         if (rate, batch_size) == before:
             return before
@@ -89,8 +91,12 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if all(found[name] == record[name] for name in ("num_rows", "precision")):
-            runs = found["runs"]
+        different = [name for name in ("num_rows", "precision", "machine") if found[name] != record[name]]
+        if different:
+            parser.error(
+                f"{path} holds runs with another {' and '.join(different)}. Delete it, or choose another --name."
+            )
+        runs = found["runs"]
 
     def loss_of(name: str, rate: float, batch_size: int) -> float:
         settings = {"contestant": name, "learning_rate": rate, "batch_size": batch_size}

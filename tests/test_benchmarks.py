@@ -185,7 +185,7 @@ def test_a_search_ends_where_no_half_and_no_double_is_better():
     assert min(batch_size for _, batch_size in tried) == 1
 
 
-def test_a_search_continues_from_the_runs_of_its_file(tmp_path, monkeypatch):
+def test_a_search_continues_from_the_runs_of_its_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "benchmarks/results").mkdir(parents=True)
     monkeypatch.setattr(race, "ROOT", tmp_path)
     monkeypatch.setattr(race_settings, "make_setting", lambda preset, seconds: make_race_setting(tmp_path))
@@ -203,12 +203,15 @@ def test_a_search_continues_from_the_runs_of_its_file(tmp_path, monkeypatch):
         race_settings.main()
     race_settings.main()
     assert len(set(tried)) == len(tried) - 1
-    assert race.best_settings("tiny") == {contestants.LOOP: {"learning_rate": 4e-3, "batch_size": 1}}
-    # Runs on another number of rows are of no use.
+    with pytest.raises(KeyError, match="stock Trainer"):
+        race.best_settings("tiny")
+    best = {run["contestant"]: run for run in json.loads(race.settings_path("tiny").read_text())["runs"]}
+    assert best.keys() == {contestants.LOOP}
+    # Runs on another number of rows are of no use, and are not overwritten.
     monkeypatch.setattr("sys.argv", ["race_settings", "--others", contestants.LOOP, "--num_rows", "640"])
-    num_tried = len(tried)
-    race_settings.main()
-    assert len(tried) > num_tried
+    with pytest.raises(SystemExit):
+        race_settings.main()
+    assert "holds runs with another num_rows. Delete it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("batch_size", [2, 4])

@@ -119,6 +119,7 @@ class PeakRate:
         self.flops_per_second = self._known or measure_gemm_rate(device, dtype)
         # Measure accelerators only once: during training they may have no memory left for large matrices.
         self._num_measurements_left = 10 if device.type == "cpu" else 0
+        self._was_exceeded = False
 
     def update(self, reached: float) -> float:
         """
@@ -131,16 +132,21 @@ class PeakRate:
             self._num_measurements_left -= 1
             rate = measure_gemm_rate(self.device, self.dtype, num_products=2)
             self.flops_per_second = max(self.flops_per_second, rate)
-        if reached > self.flops_per_second:
-            source = "the measurement of matrix products gave" if self._known is None else "the data sheet says"
-            logger.warning_once(
-                f"The run reaches {reached:.3g} FLOP/s, but {source} {self.flops_per_second:.3g} for this device. The "
-                "run takes the higher one as the peak, so mfu is 100%. If other processes disturbed the measurement, "
-                "mfu was too high before."
+        if reached <= self.flops_per_second:
+            return self.flops_per_second
+        if not self._was_exceeded:
+            self._was_exceeded = True
+            source = "the data sheet of this GPU says" if self._known else "matrix products reached"
+            disturbed = (
+                "" if self._known else " Other processes disturbed the measurement, so mfu was too high before."
             )
-            if self._known is None:
-                self.flops_per_second = reached
-        return max(self.flops_per_second, reached)
+            logger.warning(
+                f"The run reaches {reached:.3g} FLOP/s, and {source} {self.flops_per_second:.3g}. mfu now uses the "
+                f"run's own speed as the peak.{disturbed}"
+            )
+        if self._known is None:
+            self.flops_per_second = reached
+        return reached
 
 
 def measure_gemm_rate(device: torch.device, dtype: torch.dtype, *, num_products: int = 5) -> float:
@@ -189,8 +195,7 @@ class MemoryEstimate:
     """
     Estimate of the bytes that each process holds at the peak of a step.
 
-    The estimate counts tensors. The allocator may hold more, because a run on a CPU keeps freed memory
-    (`runtime/allocation.py`).
+    The estimate counts tensors. On a CPU, the allocator keeps freed memory, so the process may hold more.
 
     Args:
         parameters (`float`): bytes of the parameters, held all the time.

@@ -54,7 +54,7 @@ def test_the_peak_is_the_best_measurement_and_never_below_the_reached_rate(monke
     peak = PeakRate(torch.device("cpu"), torch.float32)
     assert [peak.update(reached) for reached in (2e9, 2e9)] == [4e9, 4e9] and not caplog.records
     assert [peak.update(reached) for reached in (5e9, 1e9)] == [5e9, 5e9]
-    assert "The run reaches 5e+09 FLOP/s, but the measurement of matrix products gave 4e+09" in caplog.text
+    assert "The run reaches 5e+09 FLOP/s, and matrix products reached 4e+09" in caplog.text
 
 
 def test_a_run_faster_than_the_data_sheet_shows_full_use_and_warns(monkeypatch, caplog):
@@ -64,7 +64,8 @@ def test_a_run_faster_than_the_data_sheet_shows_full_use_and_warns(monkeypatch, 
     assert peak.update(130e12) == 130e12
     # One wrong interval does not change the peak of the others.
     assert peak.update(100e12) == 121e12
-    assert "1.3e+14 FLOP/s, but the data sheet says 1.21e+14" in caplog.text
+    assert "1.3e+14 FLOP/s, and the data sheet of this GPU says 1.21e+14" in caplog.text
+    assert peak.update(131e12) == 131e12 and len(caplog.records) == 1
 
 
 def test_fixed_memory_equals_the_zero_papers():
