@@ -7,10 +7,10 @@ Search the learning rate and the batch size of each contestant of `race.py` but 
 
 For each contestant, the script searches the learning rate and the batch size in turn, until neither changes: it halves
 and doubles the best value as long as this helps. All runs train on `--num_rows` rows, so the result does not depend on
-the speed of the machine. Choose about as many rows as a contestant trains on in the race. The script writes all runs to
-`benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of each contestant. An interrupted
-search continues from the runs in this file; to search again, delete the file. `--name` adds a name to the file:
-`race.py --name` reads that file, and races against the contestants of `--others` only.
+the speed of the machine. Choose about as many rows as a contestant trains on in the race. The script writes all runs
+to `benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of each contestant. An
+interrupted search continues from the runs in this file; to search again, delete the file. `--name` adds a name to the
+file: `race.py --name` reads that file, and races against the contestants of `--others` only.
 """
 
 import argparse
