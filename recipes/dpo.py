@@ -82,7 +82,11 @@ def main(
             loss_unit=training_args.algorithm.upper(),
         ),
     )
-    sample = partial(sample_answers, tokenizer=tokenizer, conversations=documents[1]) if len(eval_pairs) else None
+    sample = None
+    if len(eval_pairs):
+        # The documents include the pairs that were dropped because their prompts are too long.
+        limit = training_args.max_length
+        sample = partial(sample_answers, tokenizer=tokenizer, conversations=documents[1], max_prompt_tokens=limit)
     end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample))
 
 

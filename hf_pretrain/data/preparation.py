@@ -82,7 +82,8 @@ def load_rows(
         times = describe_repeats(repeats, train_report.num_rows, training_args)
         report.insert(0, f"Training: {train_report}{times}")
     elif not is_evaluation:
-        report.insert(0, "Training: streamed, so it is unknown how often the run reads each dataset")
+        unknown = ", so it is unknown how often the run reads each dataset" if data_args.dataset_weights else ""
+        report.insert(0, f"Training: streamed{unknown}")
     if training_args.process_index == 0 and not is_evaluation:
         print("\n".join(report))
     has_answers = eval_rows is not None and data_args.encoder is not None

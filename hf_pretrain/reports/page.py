@@ -113,7 +113,9 @@ def _draw_charts(runs: list[Run]):
         lines += of(f"eval_{measure}", over=over, label="validation", style={"marker": "o", "markersize": 3})
         marks: list[tuple[float, str]] = []
         if len(runs) == 1 and over == "tokens":
-            lines, marks = _expected_lines(runs[0], measure) * bool(lines) + lines, _marks(runs[0])
+            marks = _marks(runs[0])
+            if lines:
+                lines = _expected_lines(runs[0], measure) + lines
         if lines:
             yield (
                 f"{measure.capitalize()} over {over}",

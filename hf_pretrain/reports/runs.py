@@ -102,7 +102,7 @@ def read_run(directory: str | Path) -> Run:
     Read the run of a directory.
 
     Raises:
-        `ValueError`: if the directory holds no run.
+        `ValueError`: if the directory holds no run, or its `run.json` is damaged.
     """
     directory = Path(directory)
     record = directory / RECORD_NAME
@@ -124,13 +124,15 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
         `tuple`: the runs, and for each directory without a run the reason why it is left out.
 
     Raises:
-        `ValueError`: if no directory holds a run.
+        `ValueError`: if no directory holds a run, or a `run.json` is damaged.
     """
     runs, reasons = {}, []
     for directory in directories:
         try:
             runs[directory.resolve()] = read_run(directory)
         except ValueError as error:
+            if Path(directory, RECORD_NAME).is_file():
+                raise
             reasons.append(str(error))
     if not runs:
         raise ValueError("\n".join(reasons))

@@ -337,9 +337,12 @@ def _check_trackers(names: list[str]) -> None:
     """
     Raise `ValueError` for a tracker of `--report_to` that is unknown or not installed. Trainer raises after the data.
     """
+    # transformers has replaced a `none` that stands alone.
+    if "none" in names:
+        raise ValueError(f"--report_to {' '.join(names)}: none excludes trackers. Leave out none, or the trackers.")
     available = get_available_reporting_integrations()
     for name in names:
-        check_word("--report_to", name, INTEGRATION_TO_CALLBACK)
+        check_word("--report_to", name, ("none", *INTEGRATION_TO_CALLBACK))
         if name not in available:
             package = '"hf_pretrain[trackers]"' if name in _TESTED_TRACKERS else name
             raise ValueError(

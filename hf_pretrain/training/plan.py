@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.processes import num_local_processes, on_main_process
-from ..weights.adapters import base_model_of, is_adapted
+from ..weights.adapters import adapter_base, base_model_of, is_adapted
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .efficiency import (
     available_memory_bytes,
@@ -269,12 +269,12 @@ def _describe_disk(trainer: Any, num_steps: int) -> str:
 def _describe_randomness(trainer: Any) -> str:
     """Return what is random in the run, and which seeds determine it."""
     args, base_model = trainer.args, trainer.run_facts.base_model
-    generates = hasattr(args, "num_generations")
+    generates = trainer.run_facts.data_kind == "tasks"
     # Streams are shuffled when they are loaded, and TRL shuffles tasks, both by --seed.
     has_data_seed = args.data_seed is not None and not generates and not is_stream(trainer.train_dataset)
     parts = {
         "initial weights": base_model is None,
-        "weights of a new adapter": is_adapted(trainer.model),
+        "weights of a new adapter": is_adapted(trainer.model) and adapter_base(base_model) is None,
         "order of the data": not has_data_seed,
         "sampled completions": generates and not args.use_vllm,
         "dropout": any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()),
@@ -282,7 +282,8 @@ def _describe_randomness(trainer: Any) -> str:
     seeded = [part for part, is_seeded in parts.items() if is_seeded]
     lines = {
         f"--seed {args.seed} determines {', '.join(seeded)}": bool(seeded),
-        f"--data_seed {args.data_seed} determines order of the data": has_data_seed,
+        # --seed still draws the documents of a mixture, so this is only the order of the rows.
+        f"--data_seed {args.data_seed} determines order of the rows": has_data_seed,
         "vLLM samples completions by seeds of its own": generates and args.use_vllm,
         f"the weights come from {base_model}": base_model is not None,
     }

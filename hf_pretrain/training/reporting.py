@@ -123,6 +123,7 @@ def sample_answers(
     conversations: datasets.Dataset,
     *,
     num_samples: int = 3,
+    max_prompt_tokens: int = 512,
     max_new_tokens: int = 64,
     seed: int = 0,
 ) -> list[tuple[str, str]]:
@@ -134,19 +135,19 @@ def sample_answers(
     Args:
         conversations ([`~datasets.Dataset`]): the conversations or preferences, as JSON in the column `text`.
         num_samples (`int`): number of conversations.
+        max_prompt_tokens (`int`): tokens of a prompt at most. A longer prompt loses its beginning.
         max_new_tokens (`int`): tokens of an answer at most.
         seed (`int`): seed of each answer.
     """
     samples = []
     for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
         record = json.loads(conversations[int(number)]["text"])
-        # A preference has a prompt. That of a conversation ends before the assistant's first answer.
+        # A preference has a prompt. The prompt of a conversation ends before the first answer.
         messages = record.get("prompt") or list(
             itertools.takewhile(lambda message: message["role"] != "assistant", record["messages"])
         )
-        answer = _generate(
-            model, tokenizer, encode_prompt(tokenizer, messages), max_new_tokens=max_new_tokens, seed=seed
-        )
+        prompt = encode_prompt(tokenizer, messages)[-max_prompt_tokens:]
+        answer = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
         samples.append((messages[-1]["content"], tokenizer.decode(answer)))
     return samples
 
@@ -163,10 +164,11 @@ def _generate(
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
     # `generate` draws only torch's random numbers. The training must not depend on the texts.
-    devices = [model.device] if model.device.type == "cuda" else []
+    device_type = model.device.type
+    kept_random = torch.random.fork_rng([] if device_type == "cpu" else [model.device], device_type=device_type)
     # A compiled layer would be compiled again for each length of the growing text.
-    with torch.random.fork_rng(devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        # Seed each text, so that it does not depend on the texts before it.
+    with kept_random, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        # Seed each text, so that it does not depend on the texts before it. This seeds the generators of all devices.
         torch.manual_seed(seed)
         output = model.generate(
             input_ids,
@@ -299,7 +301,9 @@ def _launch_words(args: LMTrainingArguments) -> list[str]:
     # Only `hf-pretrain` chooses among its own configs.
     command = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
     if command and args.launcher == "deepspeed":
-        words += ["--launcher", "deepspeed", "--ds", Path(str(args.deepspeed)).stem]
+        path = Path(str(args.deepspeed))
+        is_ours = path.resolve().parent == Path(sys.argv[0]).resolve().parent.parent / "ds_configs"
+        words += ["--launcher", "deepspeed", *(["--ds", path.stem] if is_ours else ["--deepspeed", str(path)])]
     elif command and args.launcher == "accelerate launch":
         config = Path(command[command.index("--config_file") + 1])
         words += ["--launcher", "accelerate", "--accelerate", config.stem]
@@ -317,9 +321,9 @@ def _program() -> str:
 
 def write_run_page(output_dir: str | Path) -> None:
     """Write `report.html` of a run of a recipe. Only the main process calls it. No failure ends the run."""
-    if not Path(output_dir, RECORD_NAME).is_file():
-        return
     try:
+        if not Path(output_dir, RECORD_NAME).is_file():
+            return
         # The import of matplotlib is slow, and no run needs charts before it ends.
         from ..reports.page import write_page
 

@@ -124,8 +124,7 @@ def _find_command() -> str:
     It is the command of the outermost process above this one that names the recipe: of torchrun, deepspeed or
     accelerate, or of this process itself.
     """
-    # With --local_rank, the deepspeed launcher tells each process its rank.
-    words = [sys.executable, *(word for word in sys.argv if not word.startswith("--local_rank="))]
+    words = [sys.executable, *sys.argv]
     environment: Mapping[str, str] = os.environ
     try:
         for process in (psutil.Process(), *psutil.Process().parents()):
@@ -134,11 +133,14 @@ def _find_command() -> str:
             # The variables that a launcher sets for its ranks do not belong to the command of the user.
             words, environment = process.cmdline(), process.environ()
     except psutil.Error:
-        # Another user owns the process, or it is gone. With WORLD_SIZE, the command of a single rank is no command
-        # that would silently train with one process.
+        # Another user owns the process, or it is gone. WORLD_SIZE stays in the command, so that pasting it fails
+        # instead of training with one process.
         pass
-    assignments = [f"{name}={environment[name]}" for name in _LAUNCH_VARIABLES if name in environment]
-    return shlex.join([*assignments, *words])
+    # The deepspeed launcher adds --local_rank to each rank's command.
+    words = [word for word in words if not word.startswith("--local_rank=")]
+    # A shell would take a quoted assignment for the name of a command, so quote only the value.
+    assignments = [f"{name}={shlex.quote(environment[name])}" for name in _LAUNCH_VARIABLES if name in environment]
+    return " ".join([*assignments, shlex.join(words)])
 
 
 def _commit() -> str | None:

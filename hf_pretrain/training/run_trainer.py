@@ -178,18 +178,21 @@ class RunTrainer(Trainer):
         """
         # Ranks whose launcher is gone must stop, or they would write into the directory of the next run.
         watch_launcher(launcher())
-        with self.signals.listening(), self.ranks.naming_missing():
-            model = self.accelerator.unwrap_model(self.model)
-            self.description = RunDescription(self.args, self._layout, self.train_dataset, model)
-            self.description.check_same_data(self.ranks)
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = newest_of_all_machines(self.args)
-            if resume_from_checkpoint:
-                self.description.check_resume(str(resume_from_checkpoint), self.state)
-            on_saving_processes(self.args, self.writer.check_space)
+        with self.signals.listening():
+            with self.ranks.naming_missing():
+                model = self.accelerator.unwrap_model(self.model)
+                self.description = RunDescription(self.args, self._layout, self.train_dataset, model)
+                self.description.check_same_data(self.ranks)
+                if resume_from_checkpoint is True:
+                    resume_from_checkpoint = newest_of_all_machines(self.args)
+                if resume_from_checkpoint:
+                    self.description.check_resume(str(resume_from_checkpoint), self.state)
+                on_saving_processes(self.args, self.writer.check_space)
             with holding_output_dir(self.args):
                 try:
-                    output = super().train(resume_from_checkpoint, *args, **kwargs)
+                    # The page takes seconds, so write it after this block: the other ranks wait for the roll call.
+                    with self.ranks.naming_missing():
+                        output = super().train(resume_from_checkpoint, *args, **kwargs)
                     if self.state.global_step == 0:
                         # Trainer only warns.
                         raise ValueError("Nothing was trained: the training data gave no rows. Check --dataset_name.")

@@ -361,6 +361,8 @@ def test_the_report_on_the_rows_has_the_passes_of_each_dataset(tmp_path, tokeniz
     assert re.search(r"; the run reads \S+small.jsonl [\d.]+ times, \S+large.jsonl [\d.]+ times$", report)
     report = load_rows(DataArguments(**mixture, streaming=True), args, tokenizer).report[0]
     assert report == "Training: streamed, so it is unknown how often the run reads each dataset"
+    mixture["dataset_weights"] = None
+    assert load_rows(DataArguments(**mixture, streaming=True), args, tokenizer).report[0] == "Training: streamed"
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,10 @@ def test_runs_get_the_shortest_names_that_differ(tmp_path):
     assert names(directories[0], tmp_path / "tokenizer") == (["out"], 1)
     with pytest.raises(ValueError, match="tokenizer holds no run"):
         names(tmp_path / "tokenizer")
+    # A damaged run is no directory without a run.
+    (directories[0] / RECORD_NAME).write_text("[")
+    with pytest.raises(ValueError, match="run.json is not valid JSON"):
+        names(*directories)
 
 
 def test_a_directory_without_a_run_is_named(tmp_path):

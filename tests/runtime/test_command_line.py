@@ -83,7 +83,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("doctor", ["--device", "tpu"], "--device tpu is unknown; the nearest one is cpu. All: cuda, cpu."),
         ("doctor", ["--strategy", "zreo2"], "--strategy zreo2 is unknown; the nearest one is zero2."),
         ("sft", ["--dataset_kind", "sharegtp"], "--dataset_kind sharegtp is unknown; the nearest one is sharegpt."),
-        ("tokenizer", ["--dataset_name", "embedded:idoim"], "the nearest one is embedded:idiom. All: embedded,"),
+        ("data", ["inspect", "embedded:idoim"], "The dataset embedded:idoim is unknown; the nearest one is embedd"),
         ("data", ["inspct", "a.jsonl"], "action inspct is unknown; the nearest one is inspect. All: inspect, clean."),
         # There are no abbreviations.
         ("data", ["inspect", "a", "--text_colum", "x"], "argument '--text_colum'; the nearest known one is --text_"),

@@ -295,9 +295,11 @@ def test_names_of_the_package_can_be_imported_from_it():
         # Its extra holds the tested versions.
         ("wandb", r"--report_to wandb: its package is not installed: pip install \"hf_pretrain\[trackers\]\"\."),
         ("tensorbord", "--report_to tensorbord is unknown; the nearest one is tensorboard"),
+        ("non", "--report_to non is unknown; the nearest one is none"),
+        ("none trackio", "--report_to none trackio: none excludes trackers"),
     ],
 )
 def test_a_tracker_that_cannot_be_used_is_refused_before_the_data(name, message, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_pretrain.training.arguments.get_available_reporting_integrations", lambda: ["trackio"])
     with pytest.raises(ValueError, match=message):
-        LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[name])
+        LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=name.split())

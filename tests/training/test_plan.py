@@ -5,6 +5,7 @@ import re
 import pytest
 from datasets import Dataset
 
+from hf_pretrain.training import plan
 from hf_pretrain.training.plan import begin_dry_run, format_plan
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
@@ -62,8 +63,19 @@ def test_the_plan_names_what_is_random(tmp_path):
     assert random_parts(None, dropout=0.1) == "--seed 42 determines initial weights, order of the data, dropout"
     from_checkpoint = "--seed 7 determines order of the data; the weights come from out/pretrain"
     assert random_parts("out/pretrain", seed=7) == from_checkpoint
-    with_data_seed = "--seed 42 determines initial weights; --data_seed 3 determines order of the data"
+    with_data_seed = "--seed 42 determines initial weights; --data_seed 3 determines order of the rows"
     assert random_parts(None, data_seed=3) == with_data_seed
+
+
+def test_only_the_weights_of_a_new_adapter_are_random(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "is_adapted", lambda model: True)
+    saved = tmp_path / "adapter"
+    saved.mkdir()
+    (saved / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+    trainer = make_run_trainer(tmp_path / "run")
+    for base_model, is_new in ((tmp_path, True), (saved, False)):
+        trainer.run_facts.base_model = str(base_model)
+        assert ("weights of a new adapter" in plan._describe_randomness(trainer)) == is_new
 
 
 def test_a_plan_without_an_estimate_says_how_to_find_the_largest_batch(tmp_path):

@@ -4,6 +4,7 @@ import math
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from datasets import Dataset
@@ -88,13 +89,16 @@ def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     "words",
     [
         ["--nproc", "2", "--launcher", "deepspeed", "--ds", "zero3"],
+        ["--nproc", "2", "--launcher", "deepspeed", "--deepspeed", "mine/zero2.json"],
         ["--nproc", "2", "--launcher", "accelerate", "--accelerate", "fsdp2"],
         ["--nproc", "2"],
     ],
-    ids=["deepspeed", "accelerate", "torchrun"],
+    ids=["deepspeed", "own DeepSpeed config", "accelerate", "torchrun"],
 )
 def test_the_next_stage_is_launched_like_this_one(words, monkeypatch):
-    _, command = hf_pretrain_cli.make_command("pretrain", [*words, "--use_cpu", "--master_port", str(free_port())])
+    # torchrun finds a free port by itself, and refuses the flag.
+    port = ["--master_port", str(free_port())] if "--launcher" in words else []
+    _, command = hf_pretrain_cli.make_command("pretrain", [*words, "--use_cpu", *port])
     monkeypatch.setenv("HF_PRETRAIN_COMMAND", shlex.join(command))
     monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--use_cpu"])
     args = LMTrainingArguments(output_dir="out/a", use_cpu=True)
@@ -105,9 +109,16 @@ def test_the_next_stage_is_launched_like_this_one(words, monkeypatch):
     monkeypatch.setattr(reporting, "num_local_processes", lambda: 2)
     next_stage = shlex.split(next_commands(args, RunFacts())[1][1])
     assert next_stage[-len(words) - 1 :] == [*words, "--use_cpu"]
+    # The command is one that `hf-pretrain` understands.
+    hf_pretrain_cli.make_command("sft", [*next_stage[2:], *port])
 
 
-def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, caplog, monkeypatch):
+    # On a disk with errors, the check for the record fails.
+    with monkeypatch.context() as context:
+        context.setattr(Path, "is_file", Mock(side_effect=OSError("I/O error")))
+        write_run_page(tmp_path)
+    assert "could not be written: I/O error" in caplog.text
     # A run that no recipe has begun has no page.
     write_run_page(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -81,6 +81,25 @@ def test_without_a_launcher_above_it_the_command_of_a_rank_names_the_number_of_r
     assert command.endswith(f"WORLD_SIZE=2 {sys.executable} recipes/pretrain.py --max_steps 3")
 
 
+def test_a_shell_understands_the_command_of_a_process(monkeypatch):
+    class Process:
+        """A rank of the deepspeed launcher, which itself is not visible."""
+
+        def cmdline(self) -> list[str]:
+            return ["python", "recipes/pretrain.py", "--local_rank=1", "--run_name", "two words"]
+
+        def environ(self) -> dict[str, str]:
+            return {"CUDA_VISIBLE_DEVICES": "2, 0"}
+
+        def parents(self) -> list:
+            return []
+
+    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py"])
+    monkeypatch.setattr(run_record.psutil, "Process", Process)
+    command = run_record._find_command()
+    assert command == "CUDA_VISIBLE_DEVICES='2, 0' python recipes/pretrain.py --run_name 'two words'"
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed", "accelerate:ddp"])

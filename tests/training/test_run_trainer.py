@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -42,6 +43,25 @@ def test_a_finished_run_trains_no_more_steps(tmp_path):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
     # The trainer has loaded the weights of the last checkpoint.
     assert any(not torch.equal(before[name], value) for name, value in finished.model.named_parameters())
+
+
+def test_the_history_names_the_ranks_that_died(tmp_path, monkeypatch):
+    @contextmanager
+    def naming_missing():
+        try:
+            yield
+        except ConnectionError as error:
+            raise RuntimeError("Rank(s) 1 of 2 died") from error
+
+    def lose_connection(*args, **kwargs):
+        raise ConnectionError("closed")
+
+    trainer = make_run_trainer(tmp_path)
+    monkeypatch.setattr(trainer.ranks, "naming_missing", naming_missing)
+    monkeypatch.setattr(trainer, "training_step", lose_connection)
+    with pytest.raises(RuntimeError, match="Rank.s. 1 of 2 died"):
+        trainer.train()
+    assert "Rank(s) 1 of 2 died" in (tmp_path / "history.jsonl").read_text().splitlines()[-1]
 
 
 def test_a_schedule_that_needs_the_number_of_steps_works_in_every_stage(tmp_path):

@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from hf_pretrain.reports.runs import RECORD_NAME, read_run
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training import reporting
 from hf_pretrain.training.reporting import sample_answers
 from hf_pretrain.training.running import train_and_evaluate
 from tests.toys import toy_model
@@ -56,3 +57,15 @@ def test_answers_use_random_numbers_of_their_own():
     assert torch.equal(torch.get_rng_state(), state)
     # A preference and a conversation with the same question have the same prompt.
     assert first == second and first[0] == "one"
+
+
+def test_a_long_prompt_loses_its_beginning(monkeypatch):
+    tokenizer, prompts = train_tokenizer(["one two three four"] * 4, vocab_size=320), []
+    monkeypatch.setattr(
+        reporting, "_generate", lambda model, tokenizer, prompt, **options: prompts.append(prompt) or []
+    )
+    conversations = Dataset.from_dict({"text": [json.dumps({"prompt": [{"role": "user", "content": "one " * 99}]})]})
+    for limit in (1000, 8):
+        sample_answers(None, tokenizer, conversations, num_samples=1, max_prompt_tokens=limit)
+    whole, cut = prompts
+    assert len(whole) > 99 and cut == whole[-8:]
