@@ -285,8 +285,8 @@ def _read_table(lines: Iterable[tuple[int, int, bytes]], *, is_csv: bool) -> Ite
     # TSV has no quotes: https://www.iana.org/assignments/media-types/text/tab-separated-values
     delimiter, quoting = (",", csv.QUOTE_MINIMAL) if is_csv else ("\t", csv.QUOTE_NONE)
     advice = "quote its fields" if is_csv else "remove tabs and line breaks from its fields"
-    # A quoted field may hold line breaks. `surrogateescape` turns invalid bytes into lone surrogates, which valid UTF-8
-    # never contains.
+    # A quoted field may hold line breaks. `surrogateescape` turns invalid bytes into lone surrogates, which valid
+    # UTF-8 never contains.
     texts = (line.decode("utf-8", "surrogateescape") + "\n" for _, _, line in lines)
     rows = csv.reader(texts, delimiter=delimiter, quoting=quoting, strict=True)
     header: list[str] = []

@@ -52,7 +52,7 @@ def find_sources(name: str) -> list[str] | None:
     if name == "embedded":
         return list(EMBEDDED_SOURCES)
     if name.startswith("embedded:"):
-        check_word("--dataset_name", name, ("embedded", *EMBEDDED_SOURCES))
+        check_word("The dataset", name, ("embedded", *EMBEDDED_SOURCES))
         return [name]
     if name.startswith(MODELSCOPE):
         return download_modelscope_files(name)
@@ -81,7 +81,7 @@ def find_sources(name: str) -> list[str] | None:
         wanted = f"No file matches the glob {name} and ends in"
     # The path does not exist, but the name looks like one: a mistyped path must not become a query to the Hub.
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
-        raise ValueError(f"There is no file or directory {name}. Check --dataset_name.")
+        raise ValueError(f"There is no file or directory {name}. Check the name.")
     else:
         return None
     if not paths:

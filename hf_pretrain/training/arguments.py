@@ -339,7 +339,10 @@ def _check_trackers(names: list[str]) -> None:
     """
     available = get_available_reporting_integrations()
     for name in names:
-        check_word("--report_to", name, INTEGRATION_TO_CALLBACK)
+        check_word("--report_to", name, (*INTEGRATION_TO_CALLBACK, "none"))
+        # transformers takes a single `none` out of the list.
+        if name == "none":
+            raise ValueError("--report_to none excludes other trackers. Leave them out, or leave out none.")
         if name not in available:
             package = '"hf_pretrain[trackers]"' if name in _TESTED_TRACKERS else name
             raise ValueError(

@@ -295,6 +295,7 @@ def test_names_of_the_package_can_be_imported_from_it():
         # Its extra holds the tested versions.
         ("wandb", r"--report_to wandb: its package is not installed: pip install \"hf_pretrain\[trackers\]\"\."),
         ("tensorbord", "--report_to tensorbord is unknown; the nearest one is tensorboard"),
+        ("nonee", "--report_to nonee is unknown; the nearest one is none"),
     ],
 )
 def test_a_tracker_that_cannot_be_used_is_refused_before_the_data(name, message, tmp_path, monkeypatch):
