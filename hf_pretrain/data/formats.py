@@ -283,12 +283,12 @@ def _read_table(lines: Iterable[tuple[int, int, bytes]], *, is_csv: bool) -> Ite
     """
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     # TSV has no quotes: https://www.iana.org/assignments/media-types/text/tab-separated-values
-    delimiter, quoting = (",", csv.QUOTE_MINIMAL) if is_csv else ("\t", csv.QUOTE_NONE)
+    dialect: dict[str, Any] = {} if is_csv else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     advice = "quote its fields" if is_csv else "remove tabs and line breaks from its fields"
     # A quoted field may hold line breaks. `surrogateescape` turns invalid bytes into lone surrogates, which valid
     # UTF-8 never contains.
     texts = (line.decode("utf-8", "surrogateescape") + "\n" for _, _, line in lines)
-    rows = csv.reader(texts, delimiter=delimiter, quoting=quoting, strict=True)
+    rows = csv.reader(texts, strict=True, **dialect)
     header: list[str] = []
     while True:
         number = rows.line_num + 1
