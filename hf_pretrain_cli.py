@@ -29,6 +29,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
+
 
 # A wheel holds the recipes and the DeepSpeed configs inside the package, a checkout beside it.
 _HERE = Path(__file__).resolve().parent
@@ -129,6 +131,11 @@ def find_gpus() -> list[str]:
     return list(itertools.takewhile(lambda entry: entry in present or entry.startswith(("GPU-", "MIG-")), entries))
 
 
+def hides_gpus() -> bool:
+    """Return whether `CUDA_VISIBLE_DEVICES` hides all GPUs: it is empty or begins with -1."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+
+
 def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
     """
     Return the environment variables and the words of the command that starts a recipe.
@@ -157,11 +164,18 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
             "process, and at most one per GPU."
         )
     environment = _launch_environment(args, nproc, gpus)
+    if not gpus and not flags.use_cpu and "CUDA_VISIBLE_DEVICES" in os.environ:
+        # The printed command then sees the same devices in another shell.
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    if args.launcher == "deepspeed" and hides_gpus():
+        # DeepSpeed replaces CUDA_VISIBLE_DEVICES for its processes, so the variable does not hide the GPUs from them.
+        rest += ["--use_cpu"]
+        flags.use_cpu = True
     if args.launcher == "deepspeed" and flags.use_cpu:
         # DeepSpeed warns if it has to find out that there is no GPU.
         environment["DS_ACCELERATOR"] = "cpu"
     is_quiet = flags.log_level not in ("info", "debug")
-    if args.launcher == "deepspeed" and flags.deepspeed is None:
+    if args.launcher == "deepspeed" and flags.deepspeed is None and not _names_deepspeed(flags.config):
         # transformers evaluates only under ZeRO-3.
         config = args.ds or ("zero3" if stage == "evaluate" else "zero2")
         rest += ["--deepspeed", _shorten(FILES / f"ds_configs/{config}.json")]
@@ -181,12 +195,34 @@ def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
     return flags
 
 
+def _names_deepspeed(config: str | None) -> bool:
+    """Return whether a YAML file of a recipe, or a file that it extends, names a DeepSpeed config."""
+    if config is None:
+        return False
+    path = Path(config)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        # The recipe reads the file, too, and prints what is wrong with it.
+        return False
+    if not isinstance(content, dict):
+        return False
+    if "deepspeed" in content:
+        return content["deepspeed"] is not None
+    return "extends" in content and _names_deepspeed(str(path.parent / str(content["extends"])))
+
+
 def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str:
     """Return the launcher that the flags name or imply. Refuse flags that have no effect."""
     if args.ds is not None and flags.deepspeed is not None:
         fail(
             f"--ds {args.ds} and --deepspeed {flags.deepspeed} exclude each other: both name a DeepSpeed config. "
             "Leave one of them out."
+        )
+    if (args.accelerate or "").startswith("zero") and flags.deepspeed is not None:
+        fail(
+            f"--accelerate {args.accelerate} and --deepspeed {flags.deepspeed} exclude each other: both name a "
+            "DeepSpeed config. Leave one of them out."
         )
     implied = next((READERS[name][0] for name in ("ds", "accelerate") if getattr(args, name) is not None), "torchrun")
     launcher = args.launcher or implied
@@ -207,9 +243,8 @@ def _preset_config(stage: str, preset: str, flags: argparse.Namespace, gpus: lis
     if preset == "auto":
         preset = "minimind2-small" if gpus else "tiny"
     path = RECIPES / preset / f"{stage}.yaml"
-    if not path.is_file():
-        fail(f"--preset {preset}: there is no {_shorten(path)}. Pass --config with another YAML file.")
-    return ["--config", _shorten(path)]
+    # Without a file for evaluation, evaluate the pretrained model of the preset on its validation set.
+    return ["--config", _shorten(path if path.is_file() else path.with_name("pretrain.yaml"))]
 
 
 def _launch_environment(args: argparse.Namespace, nproc: int, gpus: list[str]) -> dict[str, str]:
@@ -332,8 +367,9 @@ def main() -> None:
         print_completion(rest[0] if rest else "bash")
     elif stage in STAGES + TOOLS:
         environment, command = make_command(stage, rest)
-        assignments = [f"{name}={value}" for name, value in environment.items()]
-        printed = shlex.join(assignments + command)
+        # A shell takes a quoted `NAME=value` for a command, so quote only the value.
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        printed = " ".join([*assignments, shlex.join(command)])
         print(f"$ {printed}", file=sys.stderr, flush=True)
         # The launchers find Python through PATH. The record of the run keeps the command.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -38,7 +38,7 @@ class DoctorArguments:
     json: bool = field(default=False, metadata={"help": "Print the findings about the machine as JSON."})
     estimate: bool = field(default=False, metadata={"help": "Estimate the memory of the default preset."})
     model_preset: str | None = field(
-        default=None, metadata={"help": f"One of {', '.join(PRESETS)}.", "aliases": ["--preset"]}
+        default=None, metadata={"help": f"One of auto, {', '.join(PRESETS)}.", "aliases": ["--preset"]}
     )
     max_length: int = field(default=512, metadata={"help": "Tokens per packed sequence."})
     strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
@@ -60,7 +60,7 @@ class DoctorArguments:
     def __post_init__(self):
         words = {
             "device": ("cuda", "cpu"),
-            "model_preset": PRESETS,
+            "model_preset": ("auto", *PRESETS),
             "strategy": STRATEGIES,
             "optim_preset": OPTIM_PRESETS,
         }
@@ -74,7 +74,7 @@ def main(args: DoctorArguments):
         raise SystemExit(0 if print_findings(as_json=args.json) else 1)
     if args.json:
         raise ValueError("--json is for the findings about the machine. Leave it out to estimate the memory of a run.")
-    preset = args.model_preset or default_preset()
+    preset = default_preset() if args.model_preset in (None, "auto") else args.model_preset
     recipe = read_config(Path(__file__).parent / preset / "pretrain.yaml")
     default = "adamw" if args.strategy == "zero3" else recipe.get("optim_preset", "muon")
     optim_preset = args.optim_preset or default

@@ -86,6 +86,8 @@ def command_of(*words: str) -> tuple[dict[str, str], str]:
             "evaluate --preset tiny --nproc 2",
             "torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/evaluate.yaml",
         ),
+        # Other presets have no file for evaluation.
+        ("evaluate --preset minimind2", "recipes/evaluate.py --config recipes/minimind2/pretrain.yaml"),
         ("chat --nproc 2", "recipes/chat.py --nproc 2"),
     ],
 )
@@ -134,6 +136,41 @@ def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
 def test_visible_devices_are_read_as_cuda_reads_them(four_gpus, monkeypatch, visible, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert hf_pretrain_cli.find_gpus() == gpus
+
+
+@pytest.mark.parametrize("visible", ["-1", "", " -1,0"])
+def test_hidden_gpus_stay_hidden(four_gpus, monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert command_of("pretrain")[0] == {"CUDA_VISIBLE_DEVICES": visible}
+    # DeepSpeed overwrites the variable.
+    environment, command = command_of("pretrain", "--launcher", "deepspeed", "--master_port", "29555")
+    assert environment["DS_ACCELERATOR"] == "cpu" and " --use_cpu" in command
+
+
+def test_a_shell_can_run_the_printed_command(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 0")
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["hf-pretrain", "pretrain"])
+    hf_pretrain_cli.main()
+    assert capsys.readouterr().err.startswith("$ CUDA_VISIBLE_DEVICES='2, 0' ")
+
+
+@pytest.mark.parametrize(
+    ("child", "is_default"),
+    [
+        ("extends: parent.yaml", False),
+        ("extends: parent.yaml\ndeepspeed:", True),
+        ("deepspeed: other.json", False),
+        ("seed: 1", True),
+        ("a: [broken", True),
+    ],
+)
+def test_the_deepspeed_config_of_a_yaml_file_is_used(no_gpus, tmp_path, child, is_default):
+    (tmp_path / "parent.yaml").write_text("deepspeed: my.json\n")
+    (tmp_path / "child.yaml").write_text(f"{child}\n")
+    words = ["--launcher", "deepspeed", "--master_port", "29555", "--config", str(tmp_path / "child.yaml")]
+    assert ("--deepspeed ds_configs/zero2.json" in command_of("pretrain", *words)[1]) == is_default
 
 
 def made(*variables: str) -> tuple[dict[str, str], str]:
@@ -230,7 +267,7 @@ def test_a_launcher_beside_the_command_is_found(no_gpus, monkeypatch, tmp_path):
         ("pretrain --ds zero3 --launcher torchrun", "--ds zero3 has no effect with torchrun. Leave it out, or"),
         ("pretrain --ds zero3 --accelerate ddp", "--accelerate ddp has no effect with deepspeed"),
         ("pretrain --master_port 1", "or choose --launcher deepspeed or accelerate."),
-        ("evaluate --preset minimind2", "recipes/minimind2/evaluate.yaml. Pass --config with another YAML file."),
+        ("pretrain --accelerate zero2 --deepspeed my.json", "--accelerate zero2 and --deepspeed my.json exclude each"),
     ],
 )
 def test_mistakes_end_with_one_line(words, message):
@@ -251,6 +288,8 @@ def test_help_is_a_command():
 def test_the_doctor_takes_the_preset_as_the_stages_do():
     parser = recipe_parser(ROOT / "recipes/doctor.py")
     assert parser.parse_args(["--preset", "minimind2"]).model_preset == "minimind2"
+    (args,) = parser.parse_args_into_dataclasses(["--preset", "auto"])
+    assert args.model_preset == "auto"
 
 
 def test_more_processes_than_gpus_are_refused(four_gpus, capsys):

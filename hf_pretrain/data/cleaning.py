@@ -270,7 +270,10 @@ def check_sources(sources: list[str], path: Path) -> None:
 
 
 def check_kinds(sources: list[str], text_column: str) -> None:
-    """Raise `ValueError` if sources hold records of different kinds: a run would reject one kind as bad lines."""
+    """
+    Raise `ValueError` if sources hold records of different kinds. A run reads one kind and rejects the others as bad
+    lines.
+    """
     first: dict[str, str] = {}
     for source in sources:
         kind = find_schema(source, text_column)

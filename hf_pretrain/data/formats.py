@@ -24,6 +24,9 @@ COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
+# Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
+# fill the memory.
+MAX_FIELD_CHARACTERS = 64_000_000
 # Maximum number of nested arrays and objects: far above real schemas, far below Python's recursion limit.
 MAX_DEPTH = 64
 
@@ -155,7 +158,7 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
         elif extension == ".txt":
             yield from _read_paragraphs(_lines(_decompressed(path)), text_column)
         elif extension in (".csv", ".tsv"):
-            yield from _read_table(_lines(_decompressed(path)), "," if extension == ".csv" else "\t")
+            yield from _read_table(_lines(_decompressed(path)), is_csv=extension == ".csv")
         # A `.json` file holds one array, or one object per line like JSONL.
         elif extension == ".json" and _starts_array(path):
             yield from _read_array(b"".join(_decompressed(path)))
@@ -274,13 +277,18 @@ def _read_paragraphs(lines: Iterable[tuple[int, int, bytes]], text_column: str) 
         yield finish()
 
 
-def _read_table(lines: Iterable[tuple[int, int, bytes]], delimiter: str) -> Iterator[tuple[int, None, Any]]:
-    """Yield the rows of a CSV file as objects of strings, each with its first line. The first row names the keys."""
-    # Python's default limit is 128 KiB per field, and a document may be longer.
-    csv.field_size_limit(2**31 - 1)
-    # A field may hold line breaks. Other bytes than UTF-8 become halves of surrogate pairs, which UTF-8 does not hold.
+def _read_table(lines: Iterable[tuple[int, int, bytes]], *, is_csv: bool) -> Iterator[tuple[int, None, Any]]:
+    """
+    Yield the rows of a CSV or TSV file as objects of strings, each with its first line. The first row names the keys.
+    """
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
+    # TSV has no quotes: https://www.iana.org/assignments/media-types/text/tab-separated-values
+    dialect: dict[str, Any] = {} if is_csv else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    advice = "quote its fields" if is_csv else "remove tabs and line breaks from its fields"
+    # A quoted field may hold line breaks. `surrogateescape` turns invalid bytes into lone surrogates, which valid
+    # UTF-8 never contains.
     texts = (line.decode("utf-8", "surrogateescape") + "\n" for _, _, line in lines)
-    rows = csv.reader(texts, delimiter=delimiter, strict=True)
+    rows = csv.reader(texts, strict=True, **dialect)
     header: list[str] = []
     while True:
         number = rows.line_num + 1
@@ -290,7 +298,7 @@ def _read_table(lines: Iterable[tuple[int, int, bytes]], delimiter: str) -> Iter
             if "unexpected end" in str(error):
                 yield 0, None, BadRecord(f"a quote of the row in line {number} is never closed; close it")
                 return
-            yield number, None, BadRecord(f"a broken row ({error}); double the quotes inside a quoted field")
+            yield number, None, BadRecord(_explain(error))
             continue
         if row is None:
             return
@@ -306,9 +314,18 @@ def _read_table(lines: Iterable[tuple[int, int, bytes]], delimiter: str) -> Iter
         elif not is_utf8:
             yield number, None, BadRecord("not UTF-8; convert the file")
         elif len(row) != len(header):
-            yield number, None, BadRecord(f"a row without {len(header)} fields like the first row; quote its fields")
+            yield number, None, BadRecord(f"a row without {len(header)} fields like the first row; {advice}")
         else:
             yield number, None, dict(zip(header, row, strict=True))
+
+
+def _explain(error: csv.Error) -> str:
+    """Return what is wrong with a row, and what to do."""
+    if "new-line character" in str(error):
+        return "a carriage return within a line; remove it, or end lines with line feeds"
+    if "field limit" in str(error):
+        return f"a field of more than {MAX_FIELD_CHARACTERS:,} characters; close its quote, or split the text"
+    return f"a broken row ({error}); double the quotes inside a quoted field"
 
 
 def _starts_array(path: Path) -> bool:

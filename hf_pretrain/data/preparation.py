@@ -52,7 +52,7 @@ def load_rows(
     Args:
         data_args ([`~data.arguments.DataArguments`]): the data. With [`~data.arguments.ChatArguments`], the rows have
             loss weights, and a chat template that does not mark assistant tokens gets the marks.
-        training_args ([`~transformers.TrainingArguments`]): gives the ranks, the seed and the directory of
+        training_args ([`~training.arguments.LMTrainingArguments`]): gives the ranks, the seed and the directory of
             `rejected.jsonl`.
         tokenizer: the tokenizer, or a function that trains one on the training documents.
         is_evaluation (`bool`, defaults to `False`): prepare only the validation set.
@@ -97,12 +97,17 @@ def describe_repeats(repeats: dict[str, float], num_rows: int, training_args: Tr
     Args:
         repeats (`dict[str, float]`): how often one pass reads each dataset, from [`~data.loading.load_documents`].
         num_rows (`int`): rows of one pass.
-        training_args ([`~transformers.TrainingArguments`]): gives the number of passes, or of steps and rows per step.
+        training_args ([`~training.arguments.LMTrainingArguments`]): holds `--num_train_epochs`, or `--max_steps`
+            and the batch size.
     """
+    if not repeats:
+        return ""
     num_passes = training_args.num_train_epochs
     if training_args.max_steps > 0:
-        batch_size = training_args.per_device_train_batch_size * training_args.world_size
-        rows_per_step = batch_size * training_args.gradient_accumulation_steps
+        # Tensor-parallel ranks share their rows.
+        num_ranks = training_args.world_size // training_args.tp_size
+        batch_size = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
+        rows_per_step = batch_size * num_ranks
         # Padding rows fill the last step of a pass.
         num_passes = training_args.max_steps / math.ceil(num_rows / rows_per_step)
     times = {name: num_passes * number for name, number in repeats.items()}
@@ -114,7 +119,7 @@ def describe_repeats(repeats: dict[str, float], num_rows: int, training_args: Tr
             "steps, or add data."
         )
     listed = ", ".join(f"{name} {number:.1f} times" for name, number in times.items())
-    return f"; the run reads {listed}" if listed else ""
+    return f"; the run reads {listed}"
 
 
 __all__ = ["PackedRows", "describe_repeats", "load_rows"]

@@ -81,7 +81,7 @@ def find_sources(name: str) -> list[str] | None:
         wanted = f"No file matches the glob {name} and ends in"
     # The path does not exist, but the name looks like one: a mistyped path must not become a query to the Hub.
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
-        raise ValueError(f"There is no file or directory {name}. Check its name.")
+        raise ValueError(f"There is no file or directory {name}. Check the name.")
     else:
         return None
     if not paths:

@@ -123,7 +123,7 @@ class Activity:
 
     @contextmanager
     def on_stderr(self) -> Iterator[None]:
-        """Display the phases of a block on standard error, for a command whose standard output is its result."""
+        """Display the phases of a block on standard error, for a command that prints its result to standard output."""
         draw = partial(print, end="", file=sys.stderr, flush=True) if shows_bars() else None
         self.start(partial(print, file=sys.stderr), draw)
         try:

@@ -259,7 +259,7 @@ def examine(*, is_quiet: bool = False) -> Iterator[Finding]:
     Yield the findings of all checks, in order. The checks run in threads, because some are slow.
 
     Args:
-        is_quiet (`bool`): do not say on standard error that the ranks are still at work.
+        is_quiet (`bool`): print no progress to standard error.
     """
     with ThreadPoolExecutor() as pool:
         running = {check: pool.submit(_collect, check) for check in CHECKS}

@@ -6,6 +6,7 @@ shows all other flags of transformers and TRL.
 import argparse
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 
 
@@ -44,7 +45,8 @@ class FlagFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         choices = [str(choice) for choice in action.choices or ()]
-        notes = [] if all(choice in text for choice in choices) else [f"one of {', '.join(choices)}"]
+        is_listed = all(re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", text) for choice in choices)
+        notes = [] if is_listed else [f"one of {', '.join(choices)}"]
         # Switches are off by default. 0 is a default to show, although it equals False.
         is_known = action.default is False or action.default in (None, "", argparse.SUPPRESS) or "default" in text
         notes += [] if is_known or not action.option_strings else ["default: %(default)s"]

@@ -19,7 +19,7 @@ def nearest_word(word: str, known: Iterable[str]) -> str:
 
 
 def check_word(flag: str, word: str, known: Iterable[str]) -> None:
-    """Raise `ValueError` if `word`, the value of a flag, is not a known one. The message names the nearest one."""
+    """Raise `ValueError` if a flag has an unknown value. The message names the nearest known one."""
     known = list(known)
     if word not in known:
         nearest = nearest_word(word, known)

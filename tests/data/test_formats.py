@@ -125,19 +125,47 @@ def test_parquet(tmp_path):
     assert number == 0 and "no readable parquet file" in reason
 
 
-@pytest.mark.parametrize(("ending", "delimiter"), [(".csv", ","), (".tsv", "\t")])
-def test_tables(tmp_path, ending, delimiter):
-    path = tmp_path / f"a{ending}"
-    texts = ["plain", f'with {delimiter} and "quotes"', "two\nlines", "漢字", "x" * 200_000, ""]
+def test_tables(tmp_path):
+    path = tmp_path / "a.csv"
+    texts = ["plain", 'with , and "quotes"', "two\nlines", "漢字", "x" * 200_000, ""]
     with path.open("w", encoding="utf-8-sig", newline="") as file:
-        writer = csv.writer(file, delimiter=delimiter)
-        writer.writerows([["id", "text"], [], *enumerate(texts)])
+        csv.writer(file).writerows([["id", "text"], [], *enumerate(texts)])
     # The header is line 1, then comes a blank line; the third text has two lines.
     numbers = [3, 4, 5, 7, 8, 9]
     expected = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
     assert read(path) == list(zip(numbers, expected, strict=True))
-    path.with_suffix(f"{ending}.gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert read(path.with_suffix(f"{ending}.gz")) == read(path)
+    path.with_suffix(".csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read(path.with_suffix(".csv.gz")) == read(path)
+
+
+def test_quotes_are_ordinary_characters_of_a_tsv_file(tmp_path):
+    path = tmp_path / "a.tsv"
+    texts = ['"a" word', '"never closed', 'two ""', "a, b", "x" * 200_000, ""]
+    rows = [f"{number}\t{text}\r\n" for number, text in enumerate(texts)]
+    path.write_text("id\ttext\r\n" + "".join(rows), encoding="utf-8-sig", newline="")
+    assert read(path) == [(number + 2, {"id": str(number), "text": text}) for number, text in enumerate(texts)]
+    path.write_text("id\ttext\n1\ta\tb\n")
+    assert "remove tabs and line breaks from its fields" in read(path)[0][1]
+
+
+def test_carriage_returns_within_the_lines_of_a_table(tmp_path):
+    path = tmp_path / "a.csv"
+    # The first file ends its lines as early Macintoshes did.
+    for content, expected in ((b"id,text\r1,a\r", [1]), (b'id,text\n1,a\rb\n2,"c\rd"\n', [2, 3])):
+        path.write_bytes(content)
+        records = read(path)
+        assert [number for number, _ in records] == expected
+        assert "carriage return within a line" in records[0][1]
+    assert records[1][1] == {"id": "2", "text": "c\rd"}
+
+
+def test_a_quote_that_is_never_closed_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_pretrain.data.formats.MAX_FIELD_CHARACTERS", 100)
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,"open\n' + "a line\n" * 1000 + "2,b\n")
+    records = read(path)
+    assert "a field of more than 100 characters; close its quote" in records[0][1]
+    assert records[-1][1] == {"id": "2", "text": "b"}
 
 
 def test_damaged_tables(tmp_path):

@@ -5,7 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -176,10 +175,7 @@ def test_the_zero_step_leaves_no_shared_memory_and_ignores_the_lock_of_a_killed_
 @pytest.mark.distributed
 def test_the_doctor_runs_two_ranks_and_prints_json():
     words = [sys.executable, str(ROOT / "recipes/doctor.py"), "--json"]
-    is_idle, start = psutil.getloadavg()[0] < 1, time.monotonic()
     result = subprocess.run(words, capture_output=True, text=True, env=cpu_environment())
-    # Other programs would take time from the ranks.
-    assert time.monotonic() - start < 60 or not is_idle
     found = {entry["name"]: entry for entry in json.loads(result.stdout)}
     for check in ("collective", "complex buffer", "bfloat16", "ZeRO step"):
         assert found[f"{check}, 2 rank(s) on cpu"]["status"] == OK, found

@@ -1,11 +1,13 @@
 """`--help` shows this package's flags in groups and the often used flags of Trainer, and no others."""
 
+import argparse
 import re
 import subprocess
 import sys
 
 import pytest
 
+from hf_pretrain.runtime.help_text import FlagFormatter
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from tests.invariants.launching import ROOT
 
@@ -68,6 +70,14 @@ def test_tools_show_choices_and_defaults():
     assert "--end_with_stdin" not in text
     text = " ".join(recipe_parser(ROOT / "recipes/chat.py").format_help().split())
     assert "--think VALUE" in text and "(one of on, off)" in text and "seed of the sampling (default: 0)" in text
+
+
+def test_choices_within_other_words_of_the_text_do_not_count():
+    parser = argparse.ArgumentParser(formatter_class=FlagFormatter)
+    parser.add_argument("--think", choices=("on", "off"), help="Think in the conversation, or off.")
+    parser.add_argument("--save", choices=("on", "off"), help="Either on or off.")
+    text = parser.format_help()
+    assert "or off. (one of on, off)" in " ".join(text.split()) and text.count("one of") == 1
 
 
 def test_resuming_has_a_text_of_ours(parser):
