@@ -243,7 +243,8 @@ def machine() -> str:
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.is_file() else []
-    return f"{torch.get_num_threads()} cores of {names[0] if names else platform.processor() or platform.machine()}"
+    cores = torch.get_num_threads()
+    return f"{cores} core{'s' if cores > 1 else ''} of {names[0] if names else platform.processor() or platform.machine()}"
 
 
 def git_commit(checkout: Path = ROOT) -> str:

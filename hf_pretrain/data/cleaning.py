@@ -256,7 +256,12 @@ def output_files(path: Path) -> tuple[Path, Path, Path]:
 
 
 def check_sources(sources: list[str], path: Path) -> None:
-    """Raise `ValueError` if a cleaning with the output `path` would replace a source, or if one is a report."""
+    """
+    Raise `ValueError` if a cleaning with the output `path` would replace a source, if a source is a report, or if the
+    name of the output is not that of a JSONL file.
+    """
+    if path.suffix != ".jsonl":
+        raise ValueError(f"--output {path}: the command writes JSONL, so end the name in .jsonl.")
     written = [file.resolve() for file in output_files(path)]
     for source in sources:
         if Path(source).resolve() in written:

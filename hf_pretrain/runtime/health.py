@@ -265,7 +265,12 @@ def examine(*, is_quiet: bool = False) -> Iterator[Finding]:
         running = {check: pool.submit(_collect, check) for check in CHECKS}
         for check, findings in running.items():
             if check is check_ranks and not is_quiet:
-                print("Testing the ranks, which takes up to a minute ...", file=sys.stderr, flush=True)
+                print(
+                    "Testing the ranks, which takes up to a minute. The first time, DeepSpeed also compiles a kernel, "
+                    "which takes one to three minutes ...",
+                    file=sys.stderr,
+                    flush=True,
+                )
             yield from findings.result()
 
 

@@ -321,6 +321,9 @@ def test_a_cleaning_does_not_read_its_own_files(tmp_path):
     # Other data may have such a name.
     output.unlink()
     check_sources([source, report], tmp_path / "c.jsonl")
+    # A run would read JSONL as a table.
+    with pytest.raises(ValueError, match=r"c.csv: the command writes JSONL, so end the name in .jsonl"):
+        check_sources([source], tmp_path / "c.csv")
 
 
 @pytest.mark.parametrize(
