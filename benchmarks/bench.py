@@ -244,7 +244,8 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.is_file() else []
     cores = torch.get_num_threads()
-    return f"{cores} core{'s' if cores > 1 else ''} of {names[0] if names else platform.processor() or platform.machine()}"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{cores} core{'s' if cores > 1 else ''} of {name}"
 
 
 def git_commit(checkout: Path = ROOT) -> str:
