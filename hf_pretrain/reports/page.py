@@ -31,7 +31,7 @@ _CHARTS = (
 )
 _FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
 # Arguments that differ between any two runs and do not explain their results.
-_INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id")
+_INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id", "resume_from_checkpoint")
 _EVENTS = {
     "rejected": "bad lines left out",
     "start": "the run started",
@@ -77,8 +77,13 @@ def write_page(runs: list[Run], path: Path) -> None:
 
 
 def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """Return the arguments and versions whose values differ between runs, with the value of each run."""
-    settings = [run.arguments | (run.launches[-1].get("versions", {}) if run.launches else {}) for run in runs]
+    """Return the arguments, launches and versions that differ between runs, with the value of each run."""
+    settings = []
+    for run in runs:
+        last = run.launches[-1] if run.launches else {}
+        # The launch names the number of processes, the device and the precision.
+        launch = {name: last[name] for name in ("launcher", "launch") if name in last}
+        settings.append(run.arguments | launch | last.get("versions", {}))
     names = dict.fromkeys(name for values in settings for name in values if name not in _INCIDENTAL)
     found = {name: [values.get(name) for values in settings] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

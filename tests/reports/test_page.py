@@ -120,6 +120,9 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
     assert find_differences(runs) == {"learning_rate": [1e-3, 4e-3]}
     assert page.locator("h2").all_inner_texts()[0] == "Differences"
     assert page.locator("table").first.inner_text().split() == ["_slow", "fast$1$", "learning_rate", "0.001", "0.004"]
+    # The number of processes changes the batch, so a launch is a setting like the others.
+    runs[1].launches[-1] |= {"launcher": "torchrun", "launch": "2 process(es) on CPU, bf16"}
+    assert find_differences(runs).keys() == {"learning_rate", "launcher", "launch"}
     # Both runs have a line in each chart.
     legend = page.locator("figure svg").nth(2).inner_html()
     assert "_slow" in legend and "fast$1$" in legend
