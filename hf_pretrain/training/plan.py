@@ -193,7 +193,8 @@ def _draw_schedule(trainer: Any, num_steps: int) -> str:
 def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
     """Return the measured peak of a process, and the estimated largest batch or what to do without an estimate."""
     args = trainer.args
-    peak, free = peak_memory_bytes(args.device), available_memory_bytes(args.device)
+    peak = peak_memory_bytes(args.device)
+    free: float = available_memory_bytes(args.device)
     if args.device.type == "cpu":
         # All processes share the free memory of the machine. Each one also keeps what it uses already.
         free = free / num_local_processes() + psutil.Process().memory_info().rss
