@@ -25,6 +25,7 @@ NUM_SEARCHED = 20_000
 # Below this many characters, no library can tell the language.
 _MIN_LANGUAGE_CHARS = 20
 _PERCENTILES = (1, 10, 50, 90, 99, 100)
+_MAX_REASONS = 10
 # Compute-optimal number of tokens per parameter (Chinchilla, https://huggingface.co/papers/2203.15556).
 TOKENS_PER_PARAMETER = 20
 
@@ -128,11 +129,14 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     searched = "" if num_searched == survey.num_records else f"first {num_searched:,} "
     note = "of a preference, only the prompt and the chosen answer are counted"
     kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
+    shown = survey.reasons.most_common(_MAX_REASONS)
+    num_others = survey.reasons.total() - sum(number for _, number in shown)
     rows = [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
         *([("", note)] if survey.kinds["preference"] else []),
         ("Bad lines", f"{survey.reasons.total():,}"),
-        *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(3)),
+        *(("", f"{number:,}: {reason}") for reason, number in shown),
+        *([("", f"{num_others:,}: other reasons")] if num_others else []),
         ("Tokens", f"about {tokens:,}; {lengths.sum() / max(1, num_bytes):.3f} per byte"),
         ("Tokens per record", places),
         ("Over --max_length", f"{(lengths > max_length).mean():.1%} of the records exceed {max_length} tokens"),

@@ -100,18 +100,20 @@ class RejectedLines:
         if self.num_rejected > self.max_ratio * self.num_lines:
             raise ValueError(
                 f"{self.num_rejected} of {self.num_lines} lines ({self.num_rejected / self.num_lines:.2%}) are bad, "
-                f"more than --max_rejected_ratio {self.max_ratio} allows. Fix the data or raise the limit."
-                f"{self.describe()}"
+                f"more than --max_rejected_ratio {self.max_ratio} allows. Fix the data (`hf-pretrain data clean` "
+                f"drops bad lines) or raise the limit:{self.describe()}"
             )
 
     def describe(self) -> str:
         """Return the most frequent reasons, each with its count and first position."""
-        lines = [
-            f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in self.reasons.most_common(5)
-        ]
+        shown = self.reasons.most_common(5)
+        lines = [f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in shown]
+        if num_others := self.reasons.total() - sum(count for _, count in shown):
+            lines.append(f"{num_others} x other reasons")
         if self.path is not None and lines:
             lines.append(f"all of them: {self.path}")
-        return "".join(f"\n  {line}" for line in lines)
+        # An error message becomes one line, where only the semicolons remain.
+        return "\n  " + ";\n  ".join(lines) if lines else ""
 
 
 __all__ = ["MAX_WARNINGS", "RATIO_INTERVAL", "RejectedLines"]
