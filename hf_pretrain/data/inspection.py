@@ -129,13 +129,13 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     searched = "" if num_searched == survey.num_records else f"first {num_searched:,} "
     note = "of a preference, only the prompt and the chosen answer are counted"
     kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
-    shown = survey.reasons.most_common(_MAX_REASONS)
-    num_others = survey.reasons.total() - sum(number for _, number in shown)
+    reasons = survey.reasons.most_common(_MAX_REASONS)
+    num_others = survey.reasons.total() - sum(number for _, number in reasons)
     rows = [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
         *([("", note)] if survey.kinds["preference"] else []),
         ("Bad lines", f"{survey.reasons.total():,}"),
-        *(("", f"{number:,}: {reason}") for reason, number in shown),
+        *(("", f"{number:,}: {reason}") for reason, number in reasons),
         *([("", f"{num_others:,}: other reasons")] if num_others else []),
         ("Tokens", f"about {tokens:,}; {lengths.sum() / max(1, num_bytes):.3f} per byte"),
         ("Tokens per record", places),
