@@ -109,7 +109,7 @@ class RejectedLines:
         shown = self.reasons.most_common(5)
         lines = [f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in shown]
         if num_others := self.reasons.total() - sum(count for _, count in shown):
-            lines.append(f"{num_others} x other reasons")
+            lines.append(f"{num_others} for other reasons")
         if self.path is not None and lines:
             lines.append(f"all of them: {self.path}")
         # An error message becomes one line, where only the semicolons remain.

@@ -16,4 +16,4 @@ def test_the_summary_counts_all_reasons():
     # An error message becomes one line.
     text = " ".join(str(error.value).split())
     assert "raise the limit: 7 x reason 0 (first: 0.jsonl:1); 6 x reason 1 (first: 1.jsonl:1); " in text
-    assert text.endswith("3 x reason 4 (first: 4.jsonl:1); 3 x other reasons")
+    assert text.endswith("3 x reason 4 (first: 4.jsonl:1); 3 for other reasons")
