@@ -267,7 +267,7 @@ def examine(*, is_quiet: bool = False) -> Iterator[Finding]:
             if check is check_ranks and not is_quiet:
                 print(
                     "Testing the ranks, which takes up to a minute. The first time, DeepSpeed also compiles a kernel, "
-                    "which takes one to three minutes ...",
+                    "which takes minutes on a busy machine ...",
                     file=sys.stderr,
                     flush=True,
                 )
