@@ -7,7 +7,8 @@ Speed of training programs, measured side by side: `make bench`, or
 All programs train on the same documents, with the same tokenizer and in the same precision, and all but `ours, Muon`
 with AdamW. They take turns: in each of several rounds, each program runs a few steps, so that a busy machine slows all
 of them. The speeds are the tokens of all steps over their time; the step times are medians. The benchmark prints a
-table, and writes it with versions and commit to `benchmarks/results/<machine>.json`.
+table, and writes it with versions and commit to `benchmarks/results/<machine>.json`. With another `--precision` than
+the fastest one of the machine, the precision is added to the name of the file.
 """
 
 import argparse
@@ -367,6 +368,8 @@ def main() -> None:
         results["seconds_to_first_step"] = seconds_to_first_step()
     print_table(results)
     name = re.sub(r"[^a-z0-9]+", "-", results["machine"].lower()).strip("-")
+    if args.precision != fastest_precision():
+        name += f"-{args.precision}"
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

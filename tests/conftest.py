@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread, as in the processes that tests start: on some CPUs, sums over several threads give other bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# `ATEN_CPU_CAPABILITY=avx2 make test` imitates another CPU. Inductor's cache does not know the difference, and kernels
+# compiled for both in one cache corrupt memory.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{capability}")
 # `make test ARGS="-k name"` passes its variables on to the `make` that a test starts.
 MAKE_VARIABLES = re.findall(r"^(\w+) \?=", (Path(__file__).parents[1] / "Makefile").read_text(), re.MULTILINE)
 for variable in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", *MAKE_VARIABLES):
