@@ -250,12 +250,12 @@ def machine() -> str:
 
 
 def git_commit(checkout: Path = ROOT) -> str:
-    """Return the commit of a checkout, with `-dirty` after it if files other than earlier results were changed."""
+    """Return the commit of a checkout, with `-dirty` after it if files other than results and their pictures changed."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs/*.png")
     return git("describe", "--always") + ("-dirty" if changed else "")
 
 

@@ -29,6 +29,10 @@ def test_the_headlines_are_those_of_the_race(page):
     difference = final_loss(race, UPSTREAM) - final_loss(race, "ours")
     expected = f"{100 * statistics.median(race['ratios'][UPSTREAM]):.0f}", f"{difference:.2f}"
     assert (re.search(r"(\d+)%", row)[1], re.search(r"\d\.\d\d", row)[0]) == expected
+    # The other percentages are our shares of the time of stock Trainer and of TRL.
+    ratios = record("race-tiny")["ratios"]
+    shares = [f"{100 * statistics.median(ratios[name]):.0f}" for name in (STOCK, TRL)]
+    assert re.findall(r"(\d+)%", row)[1:] == shares
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -253,14 +253,13 @@ def home(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_python_commands_of_the_readme_run(home):
-    """Run them in one process, in the order of the README."""
+def test_the_commands_of_the_readme_run_on_data_of_ones_own(home):
+    """Run them and the code blocks in one process, in the order of the README. Other tests run the presets."""
     steps: list[tuple[list[str], str]] = []
     for command in commands("README.md"):
-        program, *words = shlex.split(command)
-        if program == "python":
-            recipe = Path(words[0]).stem
-            steps.append(([str(ROOT / words[0]), *words[1:], *shlex.split(TOY_FLAGS.get(recipe, ""))], ""))
+        program, stage, *words = shlex.split(command)
+        if program == "hf-pretrain" and stage in ("pretrain", "sft", "convert") and "--preset" not in words:
+            steps.append(([f"{ROOT}/recipes/{stage}.py", *words, *shlex.split(TOY_FLAGS.get(stage, ""))], ""))
     # The glob of the text must not match the conversations.
     steps = [([word.replace("my/chats.jsonl", "chats.jsonl") for word in words], code) for words, code in steps]
     steps += [([], code) for code in code_blocks("README.md", "python")]

@@ -140,7 +140,7 @@ def test_the_recipe_trains_saves_and_reports(workspace):
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     (final,) = [entry for entry in history if "eval_loss" in entry][-1:]
     for words in (
-        "1 process(es) on CPU, float32; torch ",
+        "1 process(es) on CPU, float32; 8 rows per step; torch ",
         "looked for cuda, mps, xpu, torch_xla",
         "0 tokens cut at --max_length 32",
         f"Validation loss    {final['eval_loss']:.4f}",

@@ -15,6 +15,7 @@ from ..data.arguments import ChatArguments
 from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
 from ..runtime.metrics import METRICS
 from ..training.arguments import LMTrainingArguments
+from ..training.deepspeed_support import find_deepspeed_config
 from .task_groups import GROUPS, format_comparison
 
 
@@ -38,7 +39,7 @@ class EvaluationArguments(LMTrainingArguments):
     reproduces the figures of that run.
 
     Raises:
-        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes.
+        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes; for DeepSpeed without ZeRO-3.
     """
 
     help_title: ClassVar[str] = "Evaluation, and tasks of lm-eval"
@@ -78,6 +79,12 @@ class EvaluationArguments(LMTrainingArguments):
         if self.tasks and self.world_size > 1:
             raise ValueError(
                 f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
+            )
+        config = find_deepspeed_config(self)
+        if config is not None and (stage := config.get("zero_optimization", {}).get("stage", 0)) != 3:
+            raise ValueError(
+                f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name a config "
+                "like ds_configs/zero3.json, or launch the evaluation with torchrun."
             )
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"

@@ -304,6 +304,11 @@ class LMTrainingArguments(TrainingArguments):
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
         return f"{self.world_size} process(es) on {devices}, {precision}"
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, over all processes and accumulated batches."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
     def _hide_token(self):
         """Move `--hub_token` into the environment, where huggingface_hub finds it, and out of logs and files."""
         if not self.hub_token:

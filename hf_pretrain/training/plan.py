@@ -89,7 +89,6 @@ def format_plan(trainer: Any) -> str:
     trainer.train()
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     num_steps = trainer.state.max_steps
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     tokens_per_step = trainer.state.num_input_tokens_seen / trainer.state.global_step
     tokens = tokens_per_step * num_steps
     whole = _on_meta(model)
@@ -101,7 +100,7 @@ def format_plan(trainer: Any) -> str:
             f"{flops_per_token(whole) / 1e6:,.0f} MFLOP per token",
         ),
         *(("" if i else "Data", line) for i, line in enumerate(trainer.run_facts.data)),
-        ("Steps", f"{num_steps:,} of {rows} sequences each, {_passes(trainer, num_steps)}"),
+        ("Steps", f"{num_steps:,} of {args.rows_per_step} sequences each, {_passes(trainer, num_steps)}"),
     ]
     if tokens:
         lines.append(("Tokens", f"about {tokens:,.0f}, {tokens / number:,.1f} per parameter"))
@@ -245,8 +244,7 @@ def _describe_time(trainer: Any, clock: _Clock, num_steps: int) -> str:
     elif args.planned["eval_strategy"] == "epoch":
         evaluations = math.ceil(args.num_train_epochs)
     if evaluations and trainer.eval_dataset is not None:
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        each = len(trainer.eval_dataset) / rows * clock.step_seconds * _FORWARD_SHARE
+        each = len(trainer.eval_dataset) / args.rows_per_step * clock.step_seconds * _FORWARD_SHARE
         text += f"; {evaluations} evaluations of about {_duration(each)} each"
     return text
 

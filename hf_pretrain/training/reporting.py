@@ -11,6 +11,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ logger = logging.get_logger(__name__)
 
 # The usual next stage after each stage.
 NEXT_STAGES = {"pretrain": "sft", "sft": "dpo", "distill": "dpo", "dpo": "grpo"}
+# The stages that need the extra `trl`.
+TRL_STAGES = ("dpo", "grpo")
 
 
 def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, vocab_size: int) -> float:
@@ -291,6 +294,8 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
         # Without an accelerator, `use_cpu` is on although nobody asked for it.
         if "--use_cpu" in sys.argv:
             words.append("--use_cpu")
+        if stage in TRL_STAGES and not find_spec("trl"):
+            commands.append(("Next, install TRL", ["pip", "install", "hf_pretrain[trl]"]))
         commands.append(("Next stage", words))
     return [(label, shlex.join(words)) for label, words in commands]
 

@@ -103,7 +103,8 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         tracking_id = continue_tracking(training_args, checkpoint=checkpoint)
         begin_record(training_args, others, checkpoint=checkpoint)
         add_to_record(training_args, tracking_id=tracking_id)
-        print(f"{training_args.launch_description}; {describe_search()}")
+        rows = f"{training_args.rows_per_step:,} rows per step"
+        print(f"{training_args.launch_description}; {rows}; {describe_search()}")
 
     on_main_process(training_args, clear)
     return checkpoint

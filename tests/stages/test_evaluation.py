@@ -301,3 +301,10 @@ def test_mistakes_are_refused_before_anything_is_loaded(name, options, message):
 def test_an_evaluation_has_no_dry_run():
     with pytest.raises(ValueError, match="Unknown argument '--dry_run'"):
         parse_args(ModelArguments, EvaluationArguments, stage="evaluate", argv=["--dry_run", "--use_cpu"])
+
+
+def test_deepspeed_evaluates_with_zero3_only(talker, tmp_path):
+    words = ["recipes/evaluate.py", "--deepspeed", "ds_configs/zero2.json", "--model_name_or_path", str(talker)]
+    result = start([*launcher_command("deepspeed", 1), *words, "--results_dir", str(tmp_path), "--use_cpu"])
+    assert result.returncode and "Traceback" not in result.stdout
+    assert "has ZeRO stage 2, and DeepSpeed evaluates with ZeRO-3 only" in result.stdout

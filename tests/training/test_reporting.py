@@ -73,6 +73,10 @@ def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     after_sft = RunFacts(recipe="sft", data_kind="conversations")
     dpo = next_commands(args, after_sft)[1][1]
     assert "--nproc 2" in dpo and "hf-pretrain dpo" in dpo
+    with monkeypatch.context() as patch:
+        patch.setattr(reporting, "find_spec", lambda name: None)
+        install = ("Next, install TRL", "pip install 'hf_pretrain[trl]'")
+        assert next_commands(args, after_sft)[1:] == [install, ("Next stage", dpo)]
     # Outside of its environment, the shell does not find the command by name.
     monkeypatch.setenv("VIRTUAL_ENV", "elsewhere")
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
