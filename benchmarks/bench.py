@@ -250,7 +250,7 @@ def machine() -> str:
 
 
 def git_commit(checkout: Path = ROOT) -> str:
-    """Return the commit of a checkout, with `-dirty` after it if files other than results and their pictures changed."""
+    """Return the commit of a checkout, with `-dirty` after it if any file but results and pictures was changed."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True).stdout.strip()

@@ -39,7 +39,8 @@ class EvaluationArguments(LMTrainingArguments):
     reproduces the figures of that run.
 
     Raises:
-        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes; for DeepSpeed without ZeRO-3.
+        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes, and for DeepSpeed
+            without ZeRO-3.
     """
 
     help_title: ClassVar[str] = "Evaluation, and tasks of lm-eval"
@@ -83,8 +84,8 @@ class EvaluationArguments(LMTrainingArguments):
         config = find_deepspeed_config(self)
         if config is not None and (stage := config.get("zero_optimization", {}).get("stage", 0)) != 3:
             raise ValueError(
-                f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name a config "
-                "like ds_configs/zero3.json, or launch the evaluation with torchrun."
+                f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name a "
+                "config like ds_configs/zero3.json, or launch the evaluation with torchrun."
             )
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"
