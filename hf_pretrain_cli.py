@@ -287,14 +287,24 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: boo
         except OSError:
             fail(f"Port {port} is in use; choose another: --master_port {port + 1}")
     if args.launcher == "deepspeed":
+        if names := [gpu for gpu in gpus[:nproc] if not gpu.isdigit()]:
+            fail(
+                f"CUDA_VISIBLE_DEVICES names the GPU {names[0]}, and DeepSpeed's launcher takes numbers only. Set the "
+                "variable to numbers, such as 0,1, or choose --launcher torchrun."
+            )
         # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
         devices = ",".join(gpus[:nproc] if gpus else map(str, range(nproc)))
         # Otherwise DeepSpeed describes every process that it starts. Its errors still appear.
         quiet = ["--quiet"] if is_quiet else []
         return [program, *quiet, "--include", f"localhost:{devices}", "--master_port", str(port)]
-    config = _shorten(RECIPES / f"accelerate_configs/{args.accelerate or 'ddp'}.yaml")
-    ports = ["--num_processes", str(nproc), "--main_process_port", str(port)]
-    return [program, "launch", "--config_file", config, *ports]
+    config = RECIPES / f"accelerate_configs/{args.accelerate or 'ddp'}.yaml"
+    words = [program, "launch", "--config_file", _shorten(config)]
+    content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    ds_config = content.get("deepspeed_config", {}).get("deepspeed_config_file")
+    # The file names it relative to the repository, and accelerate reads it relative to the working directory.
+    if ds_config is not None and Path.cwd() != FILES:
+        words += ["--deepspeed_config_file", _shorten(FILES / ds_config)]
+    return [*words, "--num_processes", str(nproc), "--main_process_port", str(port)]
 
 
 def print_list() -> None:

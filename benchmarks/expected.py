@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import machine
-from hf_pretrain.reports.expected import EXPECTED_NAME
+from hf_pretrain.reports.expected import DECISIVE, EXPECTED_NAME
 from hf_pretrain.runtime.metrics import HEADLINES
 
 
@@ -40,6 +40,7 @@ def describe(directory: Path) -> tuple[Path, str, dict[str, Any]]:
         "data": launch["data"]["counts"],
         "seconds": seconds.total_seconds(),
         "steps": launch["steps"],
+        "arguments": {name: launch["arguments"].get(name) for name in DECISIVE},
         "commit": launch["commit"],
         "metrics": metrics,
         "curves": curves,

@@ -2,10 +2,10 @@
 Chat with a model in the terminal.
 
     hf-pretrain chat
-    python recipes/chat.py --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
-    python recipes/chat.py --prompt "How do you do?" --greedy
-    python recipes/chat.py --tools tools.json --think on
-    python recipes/chat.py --model_name_or_path out/pretrain-tiny --raw
+    hf-pretrain chat --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
+    hf-pretrain chat --prompt "How do you do?" --greedy
+    hf-pretrain chat --tools tools.json --think on
+    hf-pretrain chat --model_name_or_path out/pretrain-tiny --raw
 
 `/help` lists the commands. Answers appear while the model writes them, with their speed after them, and Ctrl-C ends
 one early. After a tool call, the next line that you type is its result. Your input is plain text: `<|im_end|>` in it

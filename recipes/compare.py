@@ -2,7 +2,7 @@
 Write the page of a run, or one page that compares several runs.
 
     hf-pretrain compare out/pretrain-tiny
-    python recipes/compare.py out/first out/second --output comparison.html
+    hf-pretrain compare out/first out/second --output comparison.html
 
 The page shows results, curves, samples and events. A page of several runs begins with the arguments and versions that
 differ. A run writes its page, `report.html`, when it ends or stops. This recipe also writes the page of a run that

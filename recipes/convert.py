@@ -2,13 +2,13 @@
 Convert MiniMind weights of any generation into one of seven formats, and merge adapters into their base models.
 
     hf-pretrain convert --from full_sft_768.pth --config num_attention_heads=8 --tokenizer v2/ --to out/mine
-    python recipes/convert.py --from jingyaogong/MiniMind2 --to out/minimind2
-    python recipes/convert.py --from owner/name:full_sft_512.pth --config num_attention_heads=8 --to out/mine
-    python recipes/convert.py --from out/pretrain --to out/llama --format llama --dtype bfloat16
-    python recipes/convert.py --from out/adapter --to out/merged
-    python recipes/convert.py --from out/pretrain --to out/gguf --format gguf --dtype q8_0
-    python recipes/convert.py --from out/pretrain --to out/upstream --format upstream --generation v2
-    python recipes/convert.py --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
+    hf-pretrain convert --from jingyaogong/MiniMind2 --to out/minimind2
+    hf-pretrain convert --from owner/name:full_sft_512.pth --config num_attention_heads=8 --to out/mine
+    hf-pretrain convert --from out/pretrain --to out/llama --format llama --dtype bfloat16
+    hf-pretrain convert --from out/adapter --to out/merged
+    hf-pretrain convert --from out/pretrain --to out/gguf --format gguf --dtype q8_0
+    hf-pretrain convert --from out/pretrain --to out/upstream --format upstream --generation v2
+    hf-pretrain convert --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
 The recipe reads the result back, and compares its logits with the logits of the source. The output and the model card
 state the largest difference. For a GGUF file with rounded weights, they also state the perplexity on validation text
@@ -16,11 +16,13 @@ before and after.
 """
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.repository import create_repository, push_folder
+from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.runtime.names import model_name
 from hf_pretrain.runtime.writing import check_writable
@@ -40,6 +42,9 @@ def main(args: argparse.Namespace) -> None:
     # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
+    # No progress bar: the conversion prints warnings.
+    activity.start(partial(print, file=sys.stderr), None)
+    activity.begin("reading the weights")
     is_adapter = adapter_base(args.source) is not None
     model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
     # If there is no tokenizer beside the weights, the export warns.
@@ -49,6 +54,7 @@ def main(args: argparse.Namespace) -> None:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
     # A GGUF file with rounded weights costs perplexity: measure how much.
     is_rounded = args.format == "gguf" and args.dtype not in (None, "float32")
+    activity.begin("writing the model")
     report = export(
         model,
         args.to,
@@ -71,6 +77,7 @@ def main(args: argparse.Namespace) -> None:
         overwrite=args.overwrite,
         documents=validation_documents(args.dataset_name, tokenizer) if is_rounded and tokenizer else None,
     )
+    activity.stop()
     print(f"{args.to}: {report}")
     if args.push:
         print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=('*.gguf', '*.pth'))}")

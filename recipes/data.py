@@ -2,10 +2,10 @@
 Inspect data before training, or clean them.
 
     hf-pretrain data inspect my/*.jsonl
-    python recipes/data.py inspect jingyaogong/minimind_dataset:sft_mini_512.jsonl --tokenizer out/pretrain-tiny
-    python recipes/data.py clean my/*.jsonl --output clean.jsonl
-    python recipes/data.py clean my/*.jsonl --output clean.jsonl --held_out validation.jsonl --min_chars 100
-    python recipes/data.py clean my/*.jsonl --output clean.jsonl --held_out_tasks minimind
+    hf-pretrain data inspect jingyaogong/minimind_dataset:sft_mini_512.jsonl --tokenizer out/pretrain-tiny
+    hf-pretrain data clean my/*.jsonl --output clean.jsonl
+    hf-pretrain data clean my/*.jsonl --output clean.jsonl --held_out validation.jsonl --min_chars 100
+    hf-pretrain data clean my/*.jsonl --output clean.jsonl --held_out_tasks minimind
 
 `inspect` prints the number of records and bad lines, the lengths in tokens, the shares of duplicates and languages,
 some records as the model sees them, and the tokens per parameter for each model preset.
@@ -52,16 +52,18 @@ def inspect(args: argparse.Namespace) -> None:
     sources = list_sources(args.names)
     with activity.on_stderr():
         survey = survey_records(read_records(sources, text_column=args.text_column))
-    if not survey.sample:
-        reasons = "; ".join(survey.reasons) or "there are none"
-        raise ValueError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
-    if args.tokenizer is None:
-        tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
-    else:
-        tokenizer = load_tokenizer(args.tokenizer)
-        if any(record.schema != "text" for record in survey.sample):
-            mark_template(tokenizer)
-    lines = [f"{label:20} {text}" for label, text in describe(survey, tokenizer, max_length=args.max_length)]
+        if not survey.sample:
+            reasons = "; ".join(survey.reasons) or "there are none"
+            raise ValueError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
+        if args.tokenizer is None:
+            tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
+        else:
+            tokenizer = load_tokenizer(args.tokenizer)
+            if any(record.schema != "text" for record in survey.sample):
+                mark_template(tokenizer)
+        activity.begin("counting tokens and languages")
+        findings = describe(survey, tokenizer, max_length=args.max_length)
+    lines = [f"{label:20} {text}" for label, text in findings]
     lines.append(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
     for record in random.Random(args.seed).sample(survey.sample, min(args.show, len(survey.sample))):
         shown = tokenizer.decode(render(record, tokenizer))
@@ -81,7 +83,9 @@ def clean(args: argparse.Namespace) -> None:
     check_sources(sources + held_out_sources, output)
     check_kinds(sources, args.text_column)
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
-    held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
+    with activity.on_stderr():
+        activity.begin("reading the held-out texts")
+        held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
     if held_out.short:
         print(
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "

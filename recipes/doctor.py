@@ -2,8 +2,8 @@
 Check this machine, or estimate the memory of a run.
 
     hf-pretrain doctor
-    python recipes/doctor.py --json
-    python recipes/doctor.py --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
+    hf-pretrain doctor --json
+    hf-pretrain doctor --model_preset minimind2 --max_length 2048 --strategy zero2 --world_size 8 --memory_gib 80
 
 Without flags, the recipe checks versions, devices, memory, disk, compiler, port and Hub login, and runs two processes
 on each kind of device that is present. If it finds a defect, it prints what to do, and its exit status is 1.

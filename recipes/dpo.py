@@ -2,8 +2,8 @@
 Train a MiniMind model on preferences, with TRL's DPO, KTO, ORPO or SimPO.
 
     hf-pretrain dpo --model_name_or_path out/sft-tiny
-    python recipes/dpo.py --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
-    python recipes/dpo.py --model_name_or_path out/sft-tiny --algorithm simpo --output_dir out/simpo-tiny
+    hf-pretrain dpo --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
+    hf-pretrain dpo --model_name_or_path out/sft-tiny --algorithm simpo --output_dir out/simpo-tiny
     torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 

@@ -2,11 +2,11 @@
 Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-eval.
 
     hf-pretrain evaluate
-    python recipes/evaluate.py --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
-    python recipes/evaluate.py --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
-    python recipes/evaluate.py --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny
-    python recipes/evaluate.py --tasks minimind,small --validation_fraction 0
-    python recipes/evaluate.py --tasks my_task --include_path my/tasks --validation_fraction 0
+    hf-pretrain evaluate --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
+    hf-pretrain evaluate --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
+    hf-pretrain evaluate --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny
+    hf-pretrain evaluate --tasks minimind,small --validation_fraction 0
+    hf-pretrain evaluate --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
 By default, the recipe evaluates the newest run in `out/`. With the flags or the `--config` of a pretraining run, it

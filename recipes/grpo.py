@@ -2,9 +2,9 @@
 Train a chat model with verifiable rewards: GRPO, its CISPO and DAPO losses, or RLOO.
 
     hf-pretrain grpo --preset tiny --model_name_or_path out/sft-tiny
-    python recipes/grpo.py --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
-    python recipes/grpo.py --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards solution \\
-        --tools examples.agent_tools:TOOLS
+    hf-pretrain grpo --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
+    hf-pretrain grpo --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards solution \\
+        --tools my_tools:TOOLS
     torchrun --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
 `--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts an

@@ -2,7 +2,7 @@
 Pretrain a MiniMind model, from random weights or from the weights of a checkpoint.
 
     hf-pretrain pretrain --preset tiny
-    python recipes/pretrain.py --model_preset minimind2 --dataset_name my/*.jsonl --output_dir out/mine
+    hf-pretrain pretrain --model_preset minimind2 --dataset_name my/*.jsonl --output_dir out/mine
     torchrun --standalone --nproc_per_node 4 recipes/pretrain.py --config recipes/minimind2-small/pretrain.yaml
     accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/pretrain.py
     deepspeed --include localhost:0,1 recipes/pretrain.py --deepspeed ds_configs/zero2.json

@@ -2,10 +2,10 @@
 Serve a model with transformers' OpenAI-compatible server. By default, only this machine can use it (`--host`).
 
     hf-pretrain serve
-    python recipes/serve.py --model_name_or_path out/sft-tiny --port 8001 --reasoning off
-    python recipes/serve.py --continuous_batching
-    python recipes/serve.py --web
-    python recipes/serve.py --web --model_name_or_path out/sft-tiny --compare out/dpo-tiny
+    hf-pretrain serve --model_name_or_path out/sft-tiny --port 8001 --reasoning off
+    hf-pretrain serve --continuous_batching
+    hf-pretrain serve --web
+    hf-pretrain serve --web --model_name_or_path out/sft-tiny --compare out/dpo-tiny
 
 `--web` also opens a chat page in the browser, and `--compare` shows a second model beside the first. Any OpenAI client
 can use the server:

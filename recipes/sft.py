@@ -2,9 +2,9 @@
 Fine-tune a MiniMind model on conversations, with the loss on the assistant's messages.
 
     hf-pretrain sft --model_name_or_path out/pretrain-tiny
-    python recipes/sft.py --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
-    python recipes/sft.py --model_name_or_path out/pretrain-tiny --preview 3
-    python recipes/sft.py --model_name_or_path out/sft-tiny --use_peft --dataset_name my/chats.jsonl --output_dir out/a
+    hf-pretrain sft --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
+    hf-pretrain sft --model_name_or_path out/pretrain-tiny --preview 3
+    hf-pretrain sft --model_name_or_path out/sft-tiny --use_peft --dataset_name my/chats.jsonl --output_dir out/a
     torchrun --standalone --nproc_per_node 4 recipes/sft.py --config recipes/minimind3/sft.yaml
     deepspeed --include localhost:0,1 recipes/sft.py --config recipes/tiny/sft.yaml --deepspeed ds_configs/zero2.json
 

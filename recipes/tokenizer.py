@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.hub.repository import create_repository, push_folder
+from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.loading import save_tokenizer
@@ -53,16 +54,17 @@ def main(args: TokenizerArguments) -> None:
         # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
 
-    train, validation = load_documents(
-        args.dataset_name,
-        text_column=args.text_column,
-        streaming=args.streaming,
-        validation_fraction=args.validation_fraction,
-        max_rejected_ratio=args.max_rejected_ratio,
-    )
-    tokenizer = load_or_train_tokenizer(
-        None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
-    )
+    with activity.on_stderr():
+        train, validation = load_documents(
+            args.dataset_name,
+            text_column=args.text_column,
+            streaming=args.streaming,
+            validation_fraction=args.validation_fraction,
+            max_rejected_ratio=args.max_rejected_ratio,
+        )
+        tokenizer = load_or_train_tokenizer(
+            None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
+        )
     save_tokenizer(tokenizer, output_dir)
     print(f"The tokenizer has {len(tokenizer)} entries and is in {output_dir}")
 

@@ -17,7 +17,7 @@ import hf_pretrain_cli
 from hf_pretrain.data.corpora import EMBEDDED_CORPORA
 from hf_pretrain.runtime.help_cache import STARTED_AS
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
 @pytest.fixture
@@ -136,6 +136,21 @@ def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
 def test_visible_devices_are_read_as_cuda_reads_them(four_gpus, monkeypatch, visible, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert hf_pretrain_cli.find_gpus() == gpus
+
+
+def test_deepspeed_takes_numbers_of_gpus_only(four_gpus, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
+    with pytest.raises(SystemExit, match="2"):
+        command_of("pretrain", "--launcher", "deepspeed", "--master_port", "29555")
+    assert "names the GPU GPU-8932f937, and DeepSpeed's launcher takes numbers only" in capsys.readouterr().err
+    assert command_of("pretrain")[0]["CUDA_VISIBLE_DEVICES"] == "GPU-8932f937"
+
+
+def test_accelerate_finds_the_deepspeed_config_from_any_directory(no_gpus, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    _, command = hf_pretrain_cli.make_command("pretrain", ["--accelerate", "zero3", "--master_port", "29555"])
+    named = Path(command[command.index("--deepspeed_config_file") + 1])
+    assert named.samefile(ROOT / "ds_configs/zero3.json")
 
 
 @pytest.mark.parametrize("visible", ["-1", "", " -1,0"])
@@ -357,3 +372,8 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     assert result.returncode == 0, result.stderr
     assert f"$ {python} {packages}/hf_pretrain/recipes/pretrain.py --config" in result.stderr
     assert (tmp_path / "work/out/model.safetensors").is_file()
+    # accelerate's file names its DeepSpeed config relative to the repository.
+    flags = ["--accelerate", "zero2", "--master_port", str(free_port()), "--train_fraction", "0.02", "--use_cpu"]
+    result = run([*command, *flags, "--output_dir", "zero2"], cwd=tmp_path / "work", env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ZeRO-2" in (tmp_path / "work/zero2/checkpoint-2/manifest.json").read_text()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.activity import activity
+from .corpora import COPY
 from .formats import BadRecord, check_values, write_json
 from .records import Record, find_schema, plain_text
 
@@ -215,6 +216,8 @@ def held_out_texts(records: Iterable[Record]) -> Iterator[str]:
         `ValueError`: for a bad line. The search would miss its text without a message.
     """
     for record in records:
+        if record.reason == COPY.reason:
+            continue
         if record.reason:
             reason = record.reason.replace("--text_column", "--held_out_column")
             raise ValueError(f"--held_out {record.source}:{record.line} cannot be read: {reason}.")
@@ -231,7 +234,8 @@ def clean_records(
             line = _write_line(record)
         except BadRecord as error:
             # Digits differ between lines with the same fault.
-            reason = f"bad line: {re.sub(r'[0-9]+', 'N', error.reason)[:80]}"
+            fault = f"bad line: {re.sub(r'[0-9]+', 'N', error.reason)[:80]}"
+            reason = COPY.reason if record.reason == COPY.reason else fault
             yield replace(record, reason=error.reason), "", reason
             continue
         text = plain_text(record)

@@ -134,7 +134,7 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     rows = [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
         *([("", note)] if survey.kinds["preference"] else []),
-        ("Bad lines", f"{survey.reasons.total():,}"),
+        ("Left out", f"{survey.reasons.total():,}"),
         *(("", f"{number:,}: {reason}") for reason, number in reasons),
         *([("", f"{num_others:,}: other reasons")] if num_others else []),
         ("Tokens", f"about {tokens:,}; {lengths.sum() / max(1, num_bytes):.3f} per byte"),

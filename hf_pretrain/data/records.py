@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .conversations import SCHEMAS
-from .corpora import COPY, load_embedded
+from .corpora import load_embedded
 from .formats import BadRecord, file_format, read_file, read_text
 from .sources import EMBEDDED_SOURCES, find_sources
 
@@ -15,14 +15,14 @@ from .sources import EMBEDDED_SOURCES, find_sources
 @dataclass(frozen=True)
 class Record:
     """
-    A record, or a bad line.
+    A record, a bad line, or a copy in an embedded part.
 
     Args:
         source (`str`): the file, or the name of the embedded part.
         line (`int`): the line number, counted from 1; 0 if the reason concerns the whole file.
-        content: the parsed record; `None` for a bad line.
+        content: the parsed record; `None` for a bad line or a copy.
         text (`str`): the document: the text, or the conversation or preference in the internal form.
-        reason (`str`): why a line is bad; empty for a good one.
+        reason (`str`): why the record is left out; empty for a good one.
         schema (`str`): `text`, or the key of `SCHEMAS` that gave `text`.
     """
 
@@ -62,7 +62,7 @@ def list_sources(names: list[str]) -> list[str]:
 
 def read_records(sources: list[str], *, schema: str | None = None, text_column: str = "text") -> Iterator[Record]:
     """
-    Yield all records of files and embedded parts, with the bad lines. Leave out the copies in embedded parts.
+    Yield all records of files and embedded parts. Bad lines and the copies in embedded parts have a reason.
 
     Args:
         sources (`list[str]`): the result of [`list_sources`].
@@ -113,8 +113,7 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
 def _read_source(source: str, schema: str, text_column: str) -> Iterator[Record]:
     if source in EMBEDDED_SOURCES:
         text_column = "text"
-        documents = enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1)
-        numbered = ((number, document) for number, document in documents if document is not COPY)
+        numbered = enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1)
     else:
         path = Path(source)
         # Read all columns of a parquet file: a cleaning copies them.

@@ -8,13 +8,18 @@ from .runs import Run
 
 
 EXPECTED_NAME = "expected.json"
+# Arguments that decide the curve. The YAML file gives the others, and a run without its file has no recorded results.
+DECISIVE = (
+    *("model_preset", "config_overrides", "dataset_name", "max_length", "learning_rate", "optim_preset"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+)
 
 
 def find_expected(run: Run) -> dict[str, Any] | None:
     """
-    Return the recorded results of the default run with the same YAML file and number of steps; `None` if there are
-    none. The results hold `hardware`, `seconds`, `steps`, `metrics`, and `curves`, which are lists of pairs of tokens
-    and value.
+    Return the recorded results of the default run with the same YAML file, number of steps and `DECISIVE` arguments;
+    `None` if there are none. The results hold `hardware`, `seconds`, `steps`, `arguments`, `metrics`, and `curves`,
+    which are lists of pairs of tokens and value.
     """
     config = run.arguments.get("config")
     path = Path(str(config)).with_name(EXPECTED_NAME)
@@ -28,10 +33,11 @@ def find_expected(run: Run) -> dict[str, Any] | None:
         found = recorded[Path(str(config)).stem]
         # The learning rate of a run with another number of steps decays elsewhere, and so does its loss.
         is_default = found["steps"] in (run.arguments.get("max_steps"), run.launches[-1].get("steps"))
+        is_default &= all(run.arguments.get(name) == value for name, value in found["arguments"].items())
         return found if is_default and isinstance(found["curves"], dict) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         # There is no such file, or it is another file of the user's.
         return None
 
 
-__all__ = ["EXPECTED_NAME", "find_expected"]
+__all__ = ["DECISIVE", "EXPECTED_NAME", "find_expected"]

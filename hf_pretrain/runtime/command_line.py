@@ -113,7 +113,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 def is_quiet() -> bool:
     """Return whether to hide messages of libraries: unless `--log_level info` or `debug` is on the command line."""
     # Search the command line, because libraries write messages before it is parsed.
-    return not re.search(r"--log_level[ =](info|debug)", " ".join(sys.argv))
+    return not re.search(r"--log[_-]level[ =](info|debug)", " ".join(sys.argv))
 
 
 def quiet_libraries() -> None:

@@ -121,8 +121,9 @@ def read_questions(tasks: list[str]) -> Iterator[str]:
     Raises:
         `ValueError`: in the cases of [`evaluate_tasks`].
     """
-    manager = _index_tasks(tasks, None)
-    with _naming_datasets(manager, tasks):
+    flag = "--held_out_tasks"
+    manager = _index_tasks(tasks, None, flag)
+    with _naming_datasets(manager, tasks, flag):
         loaded = manager.load(tasks)["tasks"]
     for task in loaded.values():
         for example in task.eval_docs:
@@ -138,8 +139,8 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(part)
 
 
-def _index_tasks(tasks: list[str], include_path: list[str] | None) -> TaskManager:
-    """Return the index of tasks that has `tasks`. Raise `ValueError` for an unknown one."""
+def _index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "--tasks") -> TaskManager:
+    """Return the index of tasks that has `tasks`. Raise `ValueError` for an unknown one; `flag` named the tasks."""
     manager = TaskManager(include_path=include_path, include_defaults=False)
     # Indexing the thousands of tasks in lm-eval takes about ten seconds, so search the user's own tasks first.
     if any(not manager.match_tasks([task]) for task in tasks):
@@ -147,18 +148,18 @@ def _index_tasks(tasks: list[str], include_path: list[str] | None) -> TaskManage
     for task in tasks:
         if not manager.match_tasks([task]):
             nearest = nearest_word(task, manager.all_tasks)
-            raise ValueError(f"--tasks: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
+            raise ValueError(f"{flag}: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
     return manager
 
 
 @contextmanager
-def _naming_datasets(manager: TaskManager, tasks: list[str]) -> Iterator[None]:
+def _naming_datasets(manager: TaskManager, tasks: list[str], flag: str = "--tasks") -> Iterator[None]:
     """Raise `ValueError` with the names of all datasets if one of them cannot be downloaded within the block."""
     try:
         yield
     except (ConnectionError, DatasetNotFoundError) as error:
         raise ValueError(
-            f"--tasks {','.join(tasks)}: {error}. The tasks need these datasets from the Hub: "
+            f"{flag} {','.join(tasks)}: {error}. The tasks need these datasets from the Hub: "
             f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
             "datasets that were downloaded once need no connection."
         ) from error

@@ -19,6 +19,7 @@ from datasets import Dataset
 
 from ..data.formats import BadRecord
 from ..data.tasks import ANSWER_FORMATS
+from ..runtime.names import nearest_word
 
 
 # Maximum reward of a wrong answer. An answer with some correct parts gets a proportional share of it.
@@ -406,7 +407,9 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
     """
     module_name, colon, object_name = name.partition(":")
     if not colon:
-        raise ValueError(f"{flag} {name} is unknown. Pass one of {', '.join(known)}, or module.path:function.")
+        known = list(known)
+        names = f"one of {', '.join(known)} (the nearest one is {nearest_word(name, known)}), or " if known else ""
+        raise ValueError(f"{flag} {name} is unknown. Pass {names}module.path:function.")
     # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
     # Append it, so that a user's file cannot shadow an installed package.
     if os.getcwd() not in sys.path:

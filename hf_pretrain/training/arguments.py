@@ -15,6 +15,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ..runtime.activity import activity, shows_bars
@@ -227,6 +228,8 @@ class LMTrainingArguments(TrainingArguments):
             self.torch_compile = bool(self.compile_options) or (device_type == "cuda" and not is_deepspeed)
         self.compiles_layers = self.torch_compile
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        if self.optim is not None:
+            check_word("--optim", self.optim, [name.value for name in OptimizerNames])
         check_word("--on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         if self.optim_preset is not None:
             check_word("--optim_preset", self.optim_preset, OPTIM_PRESETS)

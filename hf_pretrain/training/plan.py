@@ -43,7 +43,7 @@ from .trainer import MaskedLossTrainer
 NUM_STEPS = 4
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
-# The forward pass alone takes about a third of a step.
+# The forward pass alone takes about a third of a step. Generation takes most of a step.
 _FORWARD_SHARE = 1 / 3
 _STRATEGIES = {"one file": "ddp", "FSDP": "fsdp"}
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
@@ -235,17 +235,20 @@ def _describe_time(trainer: Any, clock: _Clock, num_steps: int) -> str:
     args = trainer.args
     training = clock.step_seconds * num_steps
     text = f"{clock.step_seconds:.2f} s per step (mean of {clock.num_steps}), {_duration(training)} of training"
-    evaluations = 0
+    # Each run ends with an evaluation.
+    evaluations = 1 + args.planned["eval_on_start"]
     if args.planned["eval_strategy"] == "steps":
         interval = _in_steps(args.eval_steps, num_steps)
         if args.spaces_evaluations:
             interval = max(interval, MIN_EVAL_STEPS)
         evaluations = math.ceil(num_steps / interval) + args.planned["eval_on_start"]
     elif args.planned["eval_strategy"] == "epoch":
-        evaluations = math.ceil(args.num_train_epochs)
-    if evaluations and trainer.eval_dataset is not None:
-        each = len(trainer.eval_dataset) / args.rows_per_step * clock.step_seconds * _FORWARD_SHARE
-        text += f"; {evaluations} evaluations of about {_duration(each)} each"
+        evaluations = min(trainer.state.num_train_epochs, num_steps) + args.planned["eval_on_start"]
+    if trainer.eval_dataset is not None:
+        each = len(trainer.eval_dataset) / args.rows_per_step * clock.step_seconds
+        # A row is a completion if the run generates, and each prompt gets several.
+        each *= getattr(trainer, "num_generations_eval", _FORWARD_SHARE)
+        text += f"; {evaluations} evaluation{'s' if evaluations > 1 else ''} of about {_duration(each)} each"
     return text
 
 
@@ -256,7 +259,7 @@ def _describe_disk(trainer: Any, num_steps: int) -> str:
     if args.planned["save_strategy"] == "steps":
         number = math.ceil(num_steps / _in_steps(args.save_steps, num_steps))
     elif args.planned["save_strategy"] == "epoch":
-        number = math.ceil(args.num_train_epochs)
+        number = min(trainer.state.num_train_epochs, num_steps)
     kept = min(number, args.save_total_limit or number)
     directory = Path(args.planned["output_dir"]).absolute()
     while not directory.exists():

@@ -29,7 +29,14 @@ from .callbacks import (
 )
 from .optimizer_choice import keep_optimizer
 from .plan import begin_dry_run, format_plan
-from .reporting import format_report, next_commands, plot_loss_curve, sample_answers, write_run_page
+from .reporting import (
+    format_report,
+    next_commands,
+    plot_loss_curve,
+    sample_answers,
+    sample_continuations,
+    write_run_page,
+)
 from .resume_from_hub import pull_checkpoint
 from .resuming import checkpoint_to_resume, occupy_output_dir
 from .run_description import describe_data
@@ -242,10 +249,12 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
 
 
 def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:
-    """Train, evaluate, answer questions of the validation set, and report."""
+    """Train, evaluate, answer questions (or continue texts) of the validation set, and report."""
     conversations, tokenizer, sample = rows.conversations, trainer.processing_class, None
     if conversations is not None:
         sample = partial(sample_answers, tokenizer=tokenizer, conversations=conversations)
+    elif rows.eval is not None:
+        sample = partial(sample_continuations, tokenizer=tokenizer, eval_rows=rows.eval)
     end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample))
 
 

@@ -13,11 +13,12 @@ import yaml
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
-from ..runtime.names import check_word
+from ..runtime.names import check_word, nearest_word
 
 
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
 UNKNOWN_WIDTH = 512
+_ATTENTION = ("auto", "packed", "eager", "sdpa", "flex_attention")
 
 
 def default_preset() -> str:
@@ -57,7 +58,8 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         if value is None:
             raise ValueError(f"{flag}: {name!r} is not of the form name=value.")
         if name not in known and name not in also_known:
-            raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig.")
+            nearest = nearest_word(str(name), known)
+            raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig; the nearest one is {nearest}.")
     check_fields(fields)
     return fields
 
@@ -83,12 +85,15 @@ class ModelArguments:
     )
     vocab_size: int = field(default=6400, metadata={"help": "Number of entries of the tokenizer that the run trains."})
     attn_implementation: str = field(
-        default="auto", metadata={"help": "auto (packed), eager, sdpa or flex_attention."}
+        default="auto", metadata={"help": "auto (packed), packed, eager, sdpa or flex_attention."}
     )
 
     def __post_init__(self):
         if self.model_preset is not None:
             check_word("--model_preset", self.model_preset, PRESETS)
+        # A name with a slash is a kernel on the Hub.
+        if "/" not in self.attn_implementation:
+            check_word("--attn_implementation", self.attn_implementation, _ATTENTION)
         # A shell expands `~` on the command line, but not in a YAML file.
         for name in ("model_name_or_path", "tokenizer_name_or_path"):
             if value := getattr(self, name):

@@ -26,6 +26,7 @@ from hf_pretrain.data.cleaning import (
     normalize,
     write_cleaned,
 )
+from hf_pretrain.data.corpora import COPY
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, find_language, render, survey_records
 from hf_pretrain.data.records import Record, find_schema, list_sources, plain_text, read_records
@@ -238,9 +239,17 @@ def test_texts_in_parquet_files_keep_their_columns(tmp_path):
     assert [json.loads(line) for line in output.read_text().splitlines()] == rows
 
 
-def test_embedded_parts_without_their_copies():
-    records = list(read_records(list_sources(["embedded:idiom", "embedded:chatterbot"])))
-    assert not any(record.reason for record in records)
+def test_the_copies_in_embedded_parts_are_left_out_and_counted(tmp_path):
+    everything = list(read_records(list_sources(["embedded:idiom", "embedded:chatterbot"])))
+    copies = [record for record in everything if record.reason]
+    assert copies and {record.reason for record in copies} == {COPY.reason}
+    assert len(list(held_out_texts(copies))) == 0
+    survey = survey_records(everything)
+    assert survey.reasons == {COPY.reason: len(copies)}
+    kept = next(record for record in everything if not record.reason)
+    report = write_cleaned([kept, *copies], tmp_path / "a.jsonl", CleaningRules(), OverlapFinder([]))
+    assert report.dropped == {COPY.reason: len(copies)} and report.num_records == 1 + len(copies)
+    records = [record for record in everything if not record.reason]
     by_part = Counter(record.source for record in records)
     texts = {(record.source, record.text) for record in records}
     assert by_part.keys() == {"embedded:idiom", "embedded:chatterbot"} and len(texts) == len(records)

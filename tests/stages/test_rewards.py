@@ -254,7 +254,10 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["fromat"], "--rewards fromat is unknown. Pass one of format, arithmetic"),
+        (
+            ["fromat"],
+            r"--rewards fromat is unknown. Pass one of format, .* \(the nearest one is format\), or module",
+        ),
         (["no_such_module:reward"], "the module no_such_module cannot be imported"),
         (["hf_pretrain.stages.rewards:nothing"], "rewards.py has no function 'nothing'"),
         ([], "is empty"),
