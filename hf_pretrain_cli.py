@@ -290,7 +290,7 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: boo
         if names := [gpu for gpu in gpus[:nproc] if not gpu.isdigit()]:
             fail(
                 f"CUDA_VISIBLE_DEVICES names the GPU {names[0]}, and DeepSpeed's launcher takes numbers only. Set the "
-                "variable to numbers, such as 0,1, or choose --launcher torchrun."
+                "variable to numbers, such as 0,1, or use another launcher."
             )
         # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
         devices = ",".join(gpus[:nproc] if gpus else map(str, range(nproc)))
@@ -301,7 +301,7 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: boo
     words = [program, "launch", "--config_file", _shorten(config)]
     content = yaml.safe_load(config.read_text(encoding="utf-8"))
     ds_config = content.get("deepspeed_config", {}).get("deepspeed_config_file")
-    # The file names it relative to the repository, and accelerate reads it relative to the working directory.
+    # The path in the file is relative to the repository, and accelerate takes it as relative to the working directory.
     if ds_config is not None and Path.cwd() != FILES:
         words += ["--deepspeed_config_file", _shorten(FILES / ds_config)]
     return [*words, "--num_processes", str(nproc), "--main_process_port", str(port)]

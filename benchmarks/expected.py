@@ -5,7 +5,7 @@ Record the results of default runs, with which users can compare their own:
     python -m benchmarks.expected out/pretrain-tiny out/sft-tiny out/dpo-tiny out/distill-tiny out/grpo-tiny
 
 The script writes `recipes/<preset>/expected.json`. The page of a later run with the same YAML file shows the recorded
-validation loss behind its own.
+losses behind its own, unless one of the arguments that decide them differs.
 """
 
 import argparse
@@ -40,6 +40,7 @@ def describe(directory: Path) -> tuple[Path, str, dict[str, Any]]:
         "data": launch["data"]["counts"],
         "seconds": seconds.total_seconds(),
         "steps": launch["steps"],
+        "rows_per_step": launch["rows_per_step"],
         "arguments": {name: launch["arguments"].get(name) for name in DECISIVE},
         "commit": launch["commit"],
         "metrics": metrics,

@@ -83,7 +83,7 @@ def clean(args: argparse.Namespace) -> None:
     check_sources(sources + held_out_sources, output)
     check_kinds(sources, args.text_column)
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
-    with activity.on_stderr():
+    with activity.on_stderr(bars=False):
         activity.begin("reading the held-out texts")
         held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
     if held_out.short:

@@ -3,7 +3,7 @@ Train a tokenizer on the documents that a pretraining run would train on, and sa
 
     hf-pretrain tokenizer --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
 
-Pass the tokenizer to a run with `recipes/pretrain.py --tokenizer_name_or_path out/tokenizer`. The recipe prints the
+Pass the tokenizer to a run with `hf-pretrain pretrain --tokenizer_name_or_path out/tokenizer`. The recipe prints the
 bytes per token on the validation set. With more bytes per token, the same text has fewer tokens.
 """
 
@@ -54,7 +54,7 @@ def main(args: TokenizerArguments) -> None:
         # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
 
-    with activity.on_stderr():
+    with activity.on_stderr(bars=False):
         train, validation = load_documents(
             args.dataset_name,
             text_column=args.text_column,

@@ -372,7 +372,10 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     assert result.returncode == 0, result.stderr
     assert f"$ {python} {packages}/hf_pretrain/recipes/pretrain.py --config" in result.stderr
     assert (tmp_path / "work/out/model.safetensors").is_file()
-    # accelerate's file names its DeepSpeed config relative to the repository.
+    # accelerate's file names its DeepSpeed config relative to the repository. pip would install this script.
+    script = tmp_path / "venv/bin/accelerate"
+    script.write_text(f"#!{python}\nfrom accelerate.commands.accelerate_cli import main\n\nmain()\n")
+    script.chmod(0o755)
     flags = ["--accelerate", "zero2", "--master_port", str(free_port()), "--train_fraction", "0.02", "--use_cpu"]
     result = run([*command, *flags, "--output_dir", "zero2"], cwd=tmp_path / "work", env=environment)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,7 +1,7 @@
 """Read the records of data sources with their line numbers, to inspect and clean data."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
 
 
 def _read_source(source: str, schema: str, text_column: str) -> Iterator[Record]:
+    numbered: Iterable[tuple[int, Any]]
     if source in EMBEDDED_SOURCES:
         text_column = "text"
         numbered = enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1)

@@ -8,18 +8,21 @@ from .runs import Run
 
 
 EXPECTED_NAME = "expected.json"
-# Arguments that decide the curve. The YAML file gives the others, and a run without its file has no recorded results.
+# Arguments that users change to train another model, on other data or with another loss. A run with another value does
+# not show the recorded results.
 DECISIVE = (
-    *("model_preset", "config_overrides", "dataset_name", "max_length", "learning_rate", "optim_preset"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("model_preset", "model_name_or_path", "config_overrides", "use_peft", "max_length", "train_fraction"),
+    *("dataset_name", "dataset_kind", "dataset_weights", "learning_rate", "optim_preset"),
+    *("algorithm", "beta", "loss_type", "rewards", "num_generations"),
+    *("teacher_name_or_path", "temperature", "ce_weight", "kl"),
 )
 
 
 def find_expected(run: Run) -> dict[str, Any] | None:
     """
-    Return the recorded results of the default run with the same YAML file, number of steps and `DECISIVE` arguments;
-    `None` if there are none. The results hold `hardware`, `seconds`, `steps`, `arguments`, `metrics`, and `curves`,
-    which are lists of pairs of tokens and value.
+    Return the recorded results of the default run with the same YAML file, number of steps, rows per step and
+    `DECISIVE` arguments; `None` if there are none. The results hold `hardware`, `seconds`, `steps`, `rows_per_step`,
+    `arguments`, `metrics`, and `curves`, which are lists of pairs of tokens and value.
     """
     config = run.arguments.get("config")
     path = Path(str(config)).with_name(EXPECTED_NAME)
@@ -33,6 +36,7 @@ def find_expected(run: Run) -> dict[str, Any] | None:
         found = recorded[Path(str(config)).stem]
         # The learning rate of a run with another number of steps decays elsewhere, and so does its loss.
         is_default = found["steps"] in (run.arguments.get("max_steps"), run.launches[-1].get("steps"))
+        is_default &= run.launches[-1].get("rows_per_step") == found["rows_per_step"]
         is_default &= all(run.arguments.get(name) == value for name, value in found["arguments"].items())
         return found if is_default and isinstance(found["curves"], dict) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

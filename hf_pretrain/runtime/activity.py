@@ -122,9 +122,12 @@ class Activity:
         self._thread.start()
 
     @contextmanager
-    def on_stderr(self) -> Iterator[None]:
-        """Display the phases of a block on standard error, for a command that prints its result to standard output."""
-        draw = partial(print, end="", file=sys.stderr, flush=True) if shows_bars() else None
+    def on_stderr(self, *, bars: bool = True) -> Iterator[None]:
+        """
+        Display the phases of a block on standard error, for a command that prints its result to standard output. A
+        block that prints something itself needs `bars=False`, with which plain lines appear in a terminal, too.
+        """
+        draw = partial(print, end="", file=sys.stderr, flush=True) if bars and shows_bars() else None
         self.start(partial(print, file=sys.stderr), draw)
         try:
             yield

@@ -84,8 +84,8 @@ class EvaluationArguments(LMTrainingArguments):
         config = find_deepspeed_config(self)
         if config is not None and (stage := config.get("zero_optimization", {}).get("stage", 0)) != 3:
             raise ValueError(
-                f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name a "
-                "config like ds_configs/zero3.json, or launch the evaluation with torchrun."
+                f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name "
+                "ds_configs/zero3.json (hf-pretrain evaluate --ds zero3), or evaluate without DeepSpeed."
             )
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"

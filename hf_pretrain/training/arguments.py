@@ -309,8 +309,9 @@ class LMTrainingArguments(TrainingArguments):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimizer step, over all processes and accumulated batches."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+        """Rows of an optimizer step, over all processes and accumulated batches. Tensor-parallel ranks share rows."""
+        num_ranks = self.world_size // self.tp_size
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
 
     def _hide_token(self):
         """Move `--hub_token` into the environment, where huggingface_hub finds it, and out of logs and files."""

@@ -43,7 +43,7 @@ from .trainer import MaskedLossTrainer
 NUM_STEPS = 4
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
-# The forward pass alone takes about a third of a step. Generation takes most of a step.
+# The forward pass alone takes about a third of a step.
 _FORWARD_SHARE = 1 / 3
 _STRATEGIES = {"one file": "ddp", "FSDP": "fsdp"}
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
@@ -243,13 +243,19 @@ def _describe_time(trainer: Any, clock: _Clock, num_steps: int) -> str:
             interval = max(interval, MIN_EVAL_STEPS)
         evaluations = math.ceil(num_steps / interval) + args.planned["eval_on_start"]
     elif args.planned["eval_strategy"] == "epoch":
-        evaluations = min(trainer.state.num_train_epochs, num_steps) + args.planned["eval_on_start"]
+        evaluations = _num_epochs(trainer, num_steps) + args.planned["eval_on_start"]
     if trainer.eval_dataset is not None:
         each = len(trainer.eval_dataset) / args.rows_per_step * clock.step_seconds
-        # A row is a completion if the run generates, and each prompt gets several.
+        # In reinforcement learning, each row of the validation set is a prompt, and generation takes most of a step.
         each *= getattr(trainer, "num_generations_eval", _FORWARD_SHARE)
         text += f"; {evaluations} evaluation{'s' if evaluations > 1 else ''} of about {_duration(each)} each"
     return text
+
+
+def _num_epochs(trainer: Any, num_steps: int) -> int:
+    """Return the number of epochs that a run begins, each of at least one step; 1 for a stream of unknown length."""
+    number: int = trainer.state.num_train_epochs
+    return number if number <= num_steps else 1
 
 
 def _describe_disk(trainer: Any, num_steps: int) -> str:
@@ -259,7 +265,7 @@ def _describe_disk(trainer: Any, num_steps: int) -> str:
     if args.planned["save_strategy"] == "steps":
         number = math.ceil(num_steps / _in_steps(args.save_steps, num_steps))
     elif args.planned["save_strategy"] == "epoch":
-        number = min(trainer.state.num_train_epochs, num_steps)
+        number = _num_epochs(trainer, num_steps)
     kept = min(number, args.save_total_limit or number)
     directory = Path(args.planned["output_dir"]).absolute()
     while not directory.exists():

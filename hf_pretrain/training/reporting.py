@@ -363,7 +363,6 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
     """Return rows `(name, value)` that describe how a run was trained, for a table in its model card."""
     not_sharded = "DDP" if args.world_size > 1 else "one process"
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
-    rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     clipping = f"gradients clipped at {args.max_grad_norm:g}" if args.max_grad_norm else "gradients not clipped"
     rows = [
@@ -371,8 +370,8 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
         ("optimizer steps", f"{state.global_step:,}"),
         (
             "sequences per step",
-            f"{rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated x "
-            f"{args.world_size} processes)",
+            f"{args.rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated "
+            f"x {args.world_size} processes)",
         ),
         ("learning rate", f"{args.learning_rate:g}, {schedule} {args.lr_scheduler_kwargs or ''}".strip()),
         ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),

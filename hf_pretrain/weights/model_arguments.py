@@ -58,7 +58,7 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         if value is None:
             raise ValueError(f"{flag}: {name!r} is not of the form name=value.")
         if name not in known and name not in also_known:
-            nearest = nearest_word(str(name), known)
+            nearest = nearest_word(str(name), {*known, *also_known})
             raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig; the nearest one is {nearest}.")
     check_fields(fields)
     return fields
@@ -85,14 +85,14 @@ class ModelArguments:
     )
     vocab_size: int = field(default=6400, metadata={"help": "Number of entries of the tokenizer that the run trains."})
     attn_implementation: str = field(
-        default="auto", metadata={"help": "auto (packed), packed, eager, sdpa or flex_attention."}
+        default="auto", metadata={"help": "auto (the same as packed), packed, eager, sdpa or flex_attention."}
     )
 
     def __post_init__(self):
         if self.model_preset is not None:
             check_word("--model_preset", self.model_preset, PRESETS)
-        # A name with a slash is a kernel on the Hub.
-        if "/" not in self.attn_implementation:
+        # A name with a slash is a kernel on the Hub. Without a name, transformers chooses.
+        if self.attn_implementation and "/" not in self.attn_implementation:
             check_word("--attn_implementation", self.attn_implementation, _ATTENTION)
         # A shell expands `~` on the command line, but not in a YAML file.
         for name in ("model_name_or_path", "tokenizer_name_or_path"):

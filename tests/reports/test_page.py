@@ -149,21 +149,21 @@ def test_the_recipe_writes_the_page_of_each_run_or_of_several(page, tmp_path):
 def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):
     run = write_run(tmp_path / "mine")
     curves = {"loss": [[5_000, 5.0], [40_000, 1.4]], "eval_loss": [[10_000, 4.0], [40_000, 1.5]]}
-    recorded = {"pretrain": {"steps": 40, "arguments": {"learning_rate": 0.01}, "curves": curves}}
+    recorded = {"pretrain": {"steps": 40, "rows_per_step": 8, "arguments": {"learning_rate": 0.01}, "curves": curves}}
     (tmp_path / "expected.json").write_text(json.dumps(recorded))
     legends = []
-    for config, max_steps, rate in (
-        *(("pretrain.yaml", 40, 0.01), ("sft.yaml", 40, 0.01)),
-        *(("pretrain.yaml", 80, 0.01), ("pretrain.yaml", 40, 0.02)),
+    for config, max_steps, rate, rows in (
+        *(("pretrain.yaml", 40, 0.01, 8), ("sft.yaml", 40, 0.01, 8), ("pretrain.yaml", 80, 0.01, 8)),
+        *(("pretrain.yaml", 40, 0.02, 8), ("pretrain.yaml", 40, 0.01, 16)),
     ):
-        run.launches[-1] |= {"directory": str(tmp_path), "steps": max_steps}
+        run.launches[-1] |= {"directory": str(tmp_path), "steps": max_steps, "rows_per_step": rows}
         run.arguments.update(config=config, max_steps=max_steps, learning_rate=rate)
         write_page([run], tmp_path / "report.html")
         open_page(page, tmp_path / "report.html")
         chart = page.locator("figure svg").first.inner_html()
         legends.append([f"{name}, default run" in chart for name in ("training", "validation")])
-    # There is no record of the other stage, nor of a run of that length or learning rate.
-    assert legends == [[True, True], *[[False, False]] * 3]
+    # There is no record of the other stage, nor of a run of that length, learning rate or batch.
+    assert legends == [[True, True], *[[False, False]] * 4]
     # Another file of this name is the user's own.
     (tmp_path / "expected.json").write_text('{"pretrain": ["mine"]}')
     write_page([run], tmp_path / "report.html")
@@ -183,7 +183,7 @@ def test_a_run_without_a_logged_speed_has_charts_over_the_time_on_the_clock(page
 
 def test_the_page_of_reinforcement_shows_rewards_beside_those_of_the_default_run(page, tmp_path):
     run = write_run(tmp_path / "grpo")
-    run.launches[-1] |= {"directory": str(tmp_path), "steps": 40, "loss_unit": "GRPO"}
+    run.launches[-1] |= {"directory": str(tmp_path), "steps": 40, "rows_per_step": 8, "loss_unit": "GRPO"}
     run.arguments["config"] = "grpo.yaml"
     for entry in run.logs:
         if (loss := entry.pop("eval_loss", None)) is not None:
@@ -191,7 +191,9 @@ def test_the_page_of_reinforcement_shows_rewards_beside_those_of_the_default_run
         else:
             entry |= {"reward": 1 / entry["loss"], "completions/mean_length": 20.0, "kl": 0.1}
     curves = {name: [[5_000, 0.1], [40_000, 0.9]] for name in ("loss", "reward", "eval_reward")}
-    (tmp_path / "expected.json").write_text(json.dumps({"grpo": {"steps": 40, "arguments": {}, "curves": curves}}))
+    (tmp_path / "expected.json").write_text(
+        json.dumps({"grpo": {"steps": 40, "rows_per_step": 8, "arguments": {}, "curves": curves}})
+    )
     write_page([run], tmp_path / "report.html")
     assert open_page(page, tmp_path / "report.html") == []
     captions = page.locator("figcaption").all_inner_texts()

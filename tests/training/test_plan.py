@@ -36,7 +36,7 @@ def test_the_number_of_evaluations_is_that_of_the_run(tmp_path, max_steps, eval_
 
 
 def test_evaluations_and_saves_of_every_epoch_are_counted(tmp_path):
-    # Thirteen rows do not fill a batch of 64, so each step is an epoch; Trainer's own number of epochs is 3.
+    # Thirteen rows do not fill a batch of 64, so each step is an epoch.
     def planned(**arguments) -> str:
         trainer = make_run_trainer(tmp_path / "run", per_device_train_batch_size=64, **arguments)
         trainer.train_dataset = Dataset.from_list(trainer.train_dataset)
@@ -45,7 +45,7 @@ def test_evaluations_and_saves_of_every_epoch_are_counted(tmp_path):
 
     saves = planned(max_steps=7, save_strategy="epoch", save_total_limit=None)
     assert field(saves, "Disk").startswith("7 checkpoints")
-    evaluations = planned(num_train_epochs=5, eval_strategy="epoch", eval_on_start=True)
+    evaluations = planned(max_steps=5, eval_strategy="epoch", eval_on_start=True)
     assert "; 6 evaluations" in field(evaluations, "Time")
     assert "; 1 evaluation of about" in field(planned(max_steps=7, eval_strategy="no"), "Time")
 
