@@ -370,8 +370,8 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
         ("optimizer steps", f"{state.global_step:,}"),
         (
             "sequences per step",
-            f"{args.rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulated "
-            f"x {args.world_size} processes)",
+            f"{args.rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
+            f"accumulated x {args.world_size} processes)",
         ),
         ("learning rate", f"{args.learning_rate:g}, {schedule} {args.lr_scheduler_kwargs or ''}".strip()),
         ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),
