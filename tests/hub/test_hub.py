@@ -624,22 +624,22 @@ def test_conversions_are_pushed(server, environment, tmp_path):
 def test_the_commands_of_the_documentation(workspace, server, environment, tmp_path):  # noqa: F811
     """Run the documented conversion and Hub commands on toy weights, in the directories that they name."""
     pages = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("weights", "hub"))
-    commands = [line.split("  #")[0] for line in pages.splitlines() if line.startswith("python recipes/")]
+    commands = [line.split("  #")[0] for line in pages.splitlines() if line.startswith("hf-pretrain ")]
     assert len(commands) == 6
     shutil.copytree(workspace / "toy", tmp_path / "out/pretrain-tiny")
     export(load_upstream(workspace / "toy"), tmp_path / "upstream", "upstream")
     shutil.move(tmp_path / "upstream/full_sft_32.pth", tmp_path / "full_sft_512.pth")
     shutil.copytree(workspace / "toy", tmp_path / "minimind/model")
     for command in commands:
-        words = shlex.split(command.replace("recipes/", f"{ROOT}/recipes/"))
+        _, stage, *words = shlex.split(command)
         words = [word.replace("num_attention_heads=8", "num_attention_heads=4") for word in words]
-        if "pretrain.py" in words[1]:
+        if stage == "pretrain":
             steps = "4" if "--resume_from_hub" in words else "2"
             words += ["--output_dir", f"out/{steps}", *toy_arguments(workspace, "")[:-2], "--max_steps", steps]
             words += ["--save_strategy", "steps", "--save_steps", "2"]
         words = [word.replace("me/mine", "user/mine") for word in words]
         shutil.rmtree(tmp_path / "out/llama", ignore_errors=True)
-        result = start([sys.executable, *words[1:]], cwd=tmp_path, **environment)
+        result = start([sys.executable, f"{ROOT}/recipes/{stage}.py", *words], cwd=tmp_path, **environment)
         assert result.returncode == 0, f"{command}: {result.stdout[-3000:]}"
     assert json.loads((tmp_path / "out/4/trainer_state.json").read_text())["global_step"] == 4
     assert (tmp_path / "out/gguf/model.gguf").is_file() and (tmp_path / "out/mine/tokenizer.json").is_file()
