@@ -16,7 +16,6 @@ before and after.
 """
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +41,6 @@ def main(args: argparse.Namespace) -> None:
     # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
-    # No progress bar: the conversion prints warnings.
-    activity.start(partial(print, file=sys.stderr), None)
     activity.begin("reading the weights")
     is_adapter = adapter_base(args.source) is not None
     model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
@@ -77,7 +74,6 @@ def main(args: argparse.Namespace) -> None:
         overwrite=args.overwrite,
         documents=validation_documents(args.dataset_name, tokenizer) if is_rounded and tokenizer else None,
     )
-    activity.stop()
     print(f"{args.to}: {report}")
     if args.push:
         print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=('*.gguf', '*.pth'))}")
@@ -112,5 +108,6 @@ if __name__ == "__main__":
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--hub_license", help="licence, for the model card")
     add_debug_flag(parser)
-    with one_line_errors():
+    # No progress bar: the conversion prints warnings.
+    with one_line_errors(), activity.on_stderr(bars=False):
         main(parser.parse_args())
