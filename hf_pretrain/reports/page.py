@@ -109,7 +109,7 @@ def _draw_charts(runs: list[Run]):
     of = partial(_lines, runs)
     units = {run.loss_unit for run in runs}
     y_labels = {"reward": "mean reward", "loss": f"loss ({units.pop()})" if len(units) == 1 else "loss"}
-    # TRL's trainers log no speed.
+    # A run that counts no tokens logs no speed.
     are_timed = all(run.last("tokens_per_second") is not None for run in runs)
     x_labels = {"tokens": "tokens (millions)"}
     x_labels["minutes"] = "minutes of training" if are_timed else "minutes of training and evaluation"

@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -194,6 +195,14 @@ class _ReferenceFreeTrainer(_WholeBatchesMixin, RouterLossMixin):
     def _metrics(self) -> dict[str, dict[str, list]]:
         """`_stored_metrics` under the name that [`RouterLossMixin`] writes to."""
         return self._stored_metrics
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of both answers. Trainer looks for `input_ids`."""
+        parts = ("input_ids", "attention_mask")
+        answers = ("chosen", "rejected")
+        super()._track_num_input_tokens(
+            {part: torch.cat([inputs[f"{answer}_{part}"].flatten() for answer in answers]) for part in parts}
+        )
 
     def tokenize_row(self, feature: dict[str, Any], model: PreTrainedModel | None = None) -> dict[str, list[int]]:
         """Return the columns that TRL's collator reads."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..model.loss import find_documents, router_loss
+from ..training.router_load import RouterLoad
 from ..training.run_trainer import RunTrainer
 
 
@@ -25,15 +26,18 @@ class RouterLossMixin(RunTrainer):
 
     The router loss of a step is the mean over its micro-batches, like TRL's losses. If all micro-batches have the same
     number of rows, neither accumulation nor world size changes it.
+
+    Each evaluation records the load of the experts in the passes since the last evaluation, even if the coefficient of
+    the router loss is 0.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # Turn off Mixtral's formula in TRL's own code.
         self.aux_loss_enabled = False
-        self._adds_router_loss = bool(self.model.config.num_experts) and self.router_aux_loss_coef != 0.0
         self._captured: list[torch.Tensor] | None = None
-        if self._adds_router_loss:
+        self._router_load = RouterLoad()
+        if self.model.config.num_experts:
             decoder = self.model.get_decoder()
             # Hooks on the decoder itself stay in place when DDP, DeepSpeed or peft wrap the model.
             decoder.register_forward_pre_hook(self._ask_for_router_logits, with_kwargs=True)
@@ -65,6 +69,7 @@ class RouterLossMixin(RunTrainer):
             attention_mask=kwargs.get("attention_mask"),
         )
         config = self.model.config
+        self._router_load.add(outputs.router_logits, documents.token_mask, top_k=config.num_experts_per_tok)
         loss = router_loss(
             outputs.router_logits, config.num_experts_per_tok, documents, level=config.router_aux_loss_level
         )
@@ -84,7 +89,7 @@ class RouterLossMixin(RunTrainer):
         """Return TRL's loss plus the router loss."""
         with self._capturing() as captured:
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not captured or not self._adds_router_loss:
+        if not captured or self.router_aux_loss_coef == 0.0:
             return result
         # A step may run the policy more than once, such as for chosen and rejected answers.
         aux_loss = torch.stack(captured).mean()
@@ -97,6 +102,12 @@ class RouterLossMixin(RunTrainer):
         if return_outputs:
             return result[0] + router_term, result[1]
         return result + router_term
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(*args, **kwargs)
+        self._record_router_load(self._router_load)
+        self._router_load = RouterLoad()
+        return metrics
 
 
 __all__ = ["RouterLossMixin"]

@@ -46,7 +46,9 @@ class ProgressLinesCallback(PrinterCallback):
             if "reward" in logs:
                 figures += f", reward {logs['reward']:.4f}"
             if "tokens_per_second" in logs:
-                figures += f", {logs['tokens_per_second']:,.0f} tokens/s, mfu {logs['mfu']:.0%}"
+                figures += f", {logs['tokens_per_second']:,.0f} tokens/s"
+            if "mfu" in logs:
+                figures += f", mfu {logs['mfu']:.0%}"
         if figures:
             # Python buffers redirected output. Flush, so that `tail -f` shows each step.
             print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)

@@ -9,6 +9,42 @@ import torch
 from .efficiency import PeakRate
 
 
+class Throughput:
+    """
+    Measure tokens per second between two logs.
+
+    Args:
+        num_tokens (`int`): tokens that the run has seen before this launch.
+    """
+
+    def __init__(self, num_tokens: int = 0):
+        self._tokens_at_last_log = num_tokens
+        self._last_log_time = time.perf_counter()
+
+    def measure(self, num_tokens: int) -> float | None:
+        """
+        Return the tokens per second since the last result. Return `None` if there are no new tokens: in reinforcement
+        learning, several steps use the completions of one generation. Their time counts for the next result.
+
+        Args:
+            num_tokens (`int`): all tokens that the run has seen.
+        """
+        if num_tokens == self._tokens_at_last_log:
+            return None
+        now = time.perf_counter()
+        tokens_per_second = (num_tokens - self._tokens_at_last_log) / (now - self._last_log_time)
+        self._last_log_time, self._tokens_at_last_log = now, num_tokens
+        return tokens_per_second
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the block, such as an evaluation, from the speed."""
+        start = time.perf_counter()
+        yield
+        # Move the start of the interval forward, so that the interval excludes the block.
+        self._last_log_time += time.perf_counter() - start
+
+
 class Meter:
     """
     Add up losses and tokens on the device. Read them back only once per log, because each read waits for the device.
@@ -16,11 +52,10 @@ class Meter:
     Args:
         flops_per_token (`float`): FLOPs of a forward and backward pass for one token.
         peak_rate (`PeakRate`): the peak FLOPs per second of one device.
-        num_tokens (`int`): tokens that the run has seen before this launch.
         world_size (`int`): number of devices that train.
     """
 
-    def __init__(self, flops_per_token: float, peak_rate: PeakRate, *, num_tokens: int = 0, world_size: int = 1):
+    def __init__(self, flops_per_token: float, peak_rate: PeakRate, *, world_size: int = 1):
         self.flops_per_token = flops_per_token
         self.peak_rate = peak_rate
         self.world_size = world_size
@@ -29,8 +64,6 @@ class Meter:
         self._names: tuple[str, ...] = ()
         self._losses_before_step: torch.Tensor | None = None
         self._new_tokens: torch.Tensor | None = None
-        self._tokens_at_last_log = num_tokens
-        self._last_log_time = time.perf_counter()
 
     def begin_step(self) -> None:
         """Remember the sums, so that `skip_step` can restore them."""
@@ -61,38 +94,25 @@ class Meter:
         num_tokens, self._new_tokens = int(self._new_tokens.item()), None
         return num_tokens
 
-    def measure(self, losses: torch.Tensor, num_tokens: int) -> dict[str, float]:
+    def measure(self, losses: torch.Tensor, tokens_per_second: float | None) -> dict[str, float]:
         """
-        Return mean losses and speed since the last call, and reset the sums.
+        Return mean losses and FLOPs since the last call, and reset the sums.
 
         Args:
             losses (`torch.Tensor` of shape `(num_parts,)`): `self.losses`, summed over the ranks.
-            num_tokens (`int`): all tokens that the run has seen.
+            tokens_per_second (`float`, *optional*): the speed of all devices together, if there is one.
 
         Returns:
-            `dict`: the mean of each part, `tokens_per_second` and `model_flops_per_second` of all devices together,
-            and `mfu` as a share of the peak.
+            `dict`: the mean of each part, `model_flops_per_second` of all devices together, and `mfu` as a share of
+            the peak.
         """
         logs = dict(zip(self._names, (losses / self.num_steps).tolist(), strict=True))
-        now = time.perf_counter()
-        tokens_per_second = (num_tokens - self._tokens_at_last_log) / (now - self._last_log_time)
-        flops_per_second = tokens_per_second * self.flops_per_token
-        logs |= {"tokens_per_second": tokens_per_second, "model_flops_per_second": flops_per_second}
-        self._last_log_time, self._tokens_at_last_log = now, num_tokens
-        # On a CPU, `update` measures the peak. The run's speed must not include that time.
-        with self.paused():
-            reached = flops_per_second / self.world_size
-            logs["mfu"] = reached / self.peak_rate.update(reached)
         self.losses, self.num_steps = None, 0
+        if tokens_per_second is not None:
+            logs["model_flops_per_second"] = tokens_per_second * self.flops_per_token
+            reached = logs["model_flops_per_second"] / self.world_size
+            logs["mfu"] = reached / self.peak_rate.update(reached)
         return logs
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time of the block, such as an evaluation, from the speed."""
-        start = time.perf_counter()
-        yield
-        # Move the start of the interval forward, so that the interval excludes the block.
-        self._last_log_time += time.perf_counter() - start
 
-
-__all__ = ["Meter"]
+__all__ = ["Meter", "Throughput"]

@@ -4,24 +4,25 @@ import torch
 
 
 class RouterLoad:
-    """Number of tokens per layer and expert, summed over the batches of an evaluation."""
+    """Number of tokens per layer and expert, summed over batches."""
 
     def __init__(self) -> None:
         self.counts: torch.Tensor | None = None
 
-    def add(self, router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, *, top_k: int) -> None:
+    def add(self, router_logits: tuple[torch.Tensor, ...], token_mask: torch.Tensor, *, top_k: int) -> None:
         """
-        Count the experts that the router chooses for the tokens of a batch. Leave out padding.
+        Count the experts that the router chooses for the tokens of a batch.
 
         Args:
             router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one per layer.
-            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): -100 for tokens that do not count.
+            token_mask (`torch.BoolTensor` of shape `(batch_size * seq_len,)`): false for tokens that do not count,
+                such as padding.
             top_k (`int`): number of experts per token.
         """
         # (num_layers, batch_size * seq_len, num_experts)
         logits = torch.stack(router_logits).detach()
         chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
-        counts = chosen[:, (labels != -100).flatten()].sum(1, dtype=torch.float32)
+        counts = chosen[:, token_mask].sum(1, dtype=torch.float32)
         self.counts = counts if self.counts is None else self.counts + counts
 
 

@@ -34,11 +34,13 @@ from .data_position import DataPosition
 from .deepspeed_support import check_deepspeed_config, repair_universal_checkpoint
 from .efficiency import peak_memory_bytes
 from .launch import complete_fsdp_args, launcher
+from .meter import Throughput
 from .nonfinite import EXIT_NOT_FINITE, NonfiniteGuard, find_suspects
 from .optimizer_choice import use_adamw_for_adapter
 from .optimizers import build_muon, complete_schedule_kwargs, optimizer_name
 from .reporting import write_run_card, write_run_page
 from .resuming import holding_output_dir, newest_of_all_machines
+from .router_load import RouterLoad, to_shares
 from .row_source import RowSource, is_stream, read_batches
 from .run_description import RunDescription
 from .stopping import EvaluationStopped, StopEvaluationCallback, end_all_ranks, resume_hint
@@ -49,8 +51,8 @@ logger = logging.get_logger(__name__)
 
 class RunTrainer(Trainer):
     """
-    A `Trainer` with the behaviour described above. It also compiles each decoder layer (`--torch_compile`) and trains
-    with Muon (`--optim_preset muon`, the default of pretraining).
+    A `Trainer` with the behaviour described above. It also compiles each decoder layer (`--torch_compile`), trains
+    with Muon (`--optim_preset muon`, the default of pretraining), and logs `tokens_per_second` and `peak_memory_gib`.
 
     Args:
         run_facts ([`~hub.model_card.RunFacts`], *optional*): facts about the data for the model card.
@@ -63,6 +65,7 @@ class RunTrainer(Trainer):
         # True if a signal cut off the evaluation of the current step; true if the run resumed from such a step.
         self._evaluation_is_due = self._resumed_before_evaluation = False
         self._weight_decays: list[float | None] = []
+        self._throughput = Throughput()
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
         is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
         # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `checkpoints.sharded` saves
@@ -215,6 +218,7 @@ class RunTrainer(Trainer):
         progress = super()._init_training_state(max_steps, num_steps_per_epoch, num_epochs, checkpoint, trial)
         self._evaluation_is_due = self._resumed_before_evaluation = False
         self.history.begin(self.state.global_step, checkpoint=checkpoint)
+        self._throughput = Throughput(self.state.num_input_tokens_seen)
         if checkpoint is None:
             return progress
         position = DataPosition.load(checkpoint) or DataPosition()
@@ -350,12 +354,28 @@ class RunTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
+            logs |= self._measure()
         if self.guard.num_skipped:
             logs["skipped_steps"] = self.guard.num_skipped
         super().log(logs, *args, **kwargs)
         # Trainer has added the step, the epoch and the number of tokens.
         self.history.add("log", **self.state.log_history[-1])
+
+    def _measure(self) -> dict[str, float]:
+        """Return the figures of the steps since the last log. All ranks call it. Subclasses add theirs."""
+        figures = {"peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30}
+        tokens_per_second = self._throughput.measure(self.state.num_input_tokens_seen)
+        return figures if tokens_per_second is None else figures | {"tokens_per_second": tokens_per_second}
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._throughput.paused():
+            return super().evaluate(*args, **kwargs)
+
+    def _record_router_load(self, load: RouterLoad) -> None:
+        """Add the counts of all ranks to the history. All ranks call it."""
+        if load.counts is not None:
+            counts = self.accelerator.reduce(load.counts, "sum")
+            self.history.add("router_load", self.state.global_step, load=to_shares(counts))
 
     # Saving and loading
 
@@ -373,6 +393,7 @@ class RunTrainer(Trainer):
         run = self.description.after(self.state)
         with (
             activity.during(f"saving {target.name}"),
+            self._throughput.paused(),
             self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source,
         ):
             super()._save_checkpoint(model, trial)

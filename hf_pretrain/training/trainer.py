@@ -17,7 +17,6 @@ validation loss is one ratio of sums over the whole set.
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from transformers.utils import logging
 
 from ..data.collators import DataCollatorForPackedRows
 from ..data.padding_rows import PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN, PaddingRowCollator
-from ..model.loss import find_documents, prediction_weights
+from ..model.loss import IGNORE_INDEX, find_documents, prediction_weights
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..tokenizer.loading import token_byte_lengths
 from ..weights.adapters import base_model_of, is_adapted
@@ -36,7 +35,7 @@ from .data_position import DataPosition, PositionTracker
 from .deepspeed_support import float32_weights
 from .efficiency import PeakRate, flops_per_token
 from .meter import Meter
-from .router_load import RouterLoad, to_shares
+from .router_load import RouterLoad
 from .row_source import RowSource, fit_batch_size, pad_rows
 from .run_trainer import RunTrainer
 
@@ -48,9 +47,9 @@ class MaskedLossTrainer(RunTrainer):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above.
 
-    It logs `ce_loss`, `aux_loss`, `tokens_per_second`, `model_flops_per_second`, `mfu` (the share of the peak of all
-    devices) and `peak_memory_gib`. Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a
-    byte-level tokenizer, `eval_bits_per_byte`.
+    It also logs `ce_loss`, `aux_loss`, `model_flops_per_second` and `mfu` (the share of the peak of all devices).
+    Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a byte-level tokenizer,
+    `eval_bits_per_byte`.
 
     Args:
         data_collator (`Callable`, *optional*): [`~data.collators.DataCollatorForPackedRows`] by default, which takes
@@ -345,7 +344,6 @@ class MaskedLossTrainer(RunTrainer):
         self._meter = Meter(
             flops_per_token(base_model_of(self.model)) + self._extra_flops_per_token(),
             PeakRate(self.args.device, dtype),
-            num_tokens=self.state.num_input_tokens_seen,
             world_size=self.args.world_size,
         )
         return progress
@@ -358,30 +356,33 @@ class MaskedLossTrainer(RunTrainer):
         """Do nothing: the meter counts tokens once per step on the device, and logs and checkpoints read them back."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        if self._meter is not None:
-            self.state.num_input_tokens_seen += self._meter.read_tokens()
-        if "loss" in logs and self._meter is not None and self._meter.losses is not None:
-            losses = self._meter.losses
-            if self.accelerator.num_processes > 1:
-                losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
-            logs |= self._meter.measure(losses, self.state.num_input_tokens_seen)
+        self._read_tokens()
         # Do not pass `start_time`: Trainer would log its own throughput, which includes evaluation and saving.
         super().log(logs)
 
-    def _clock_stopped(self) -> AbstractContextManager:
-        """Exclude evaluation and saving from `tokens_per_second`."""
-        return nullcontext() if self._meter is None else self._meter.paused()
-
-    def _save_checkpoint(self, *args, **kwargs):
+    def _read_tokens(self) -> None:
         if self._meter is not None:
             self.state.num_input_tokens_seen += self._meter.read_tokens()
-        with self._clock_stopped():
-            super()._save_checkpoint(*args, **kwargs)
+
+    def _measure(self) -> dict[str, float]:
+        logs = super()._measure()
+        if self._meter is None or self._meter.losses is None:
+            return logs
+        losses = self._meter.losses
+        if self.accelerator.num_processes > 1:
+            losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
+        # On a CPU, this measures the peak. The run's speed must not include that time.
+        with self._throughput.paused():
+            return logs | self._meter.measure(losses, logs.get("tokens_per_second"))
+
+    def _save_checkpoint(self, *args, **kwargs):
+        self._read_tokens()
+        super()._save_checkpoint(*args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
         # Restore the random state afterwards: training must not depend on how often it is evaluated.
         devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with self._clock_stopped(), torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices):
             return super().evaluate(*args, **kwargs)
 
     # Saving
@@ -420,7 +421,7 @@ class MaskedLossTrainer(RunTrainer):
         self._eval_sums.append(torch.stack([outputs.ce_loss.detach(), self._eval_weight, num_bytes]))
         if outputs.router_logits is not None:
             top_k = base_model_of(self.model).config.num_experts_per_tok
-            self._router_load.add(outputs.router_logits, labels, top_k=top_k)
+            self._router_load.add(outputs.router_logits, (labels != IGNORE_INDEX).flatten(), top_k=top_k)
 
     def _add_up(self, sums: list[torch.Tensor]) -> list[float]:
         """Return the sums over all batches of all ranks. `math.fsum` adds them on the host without rounding."""
@@ -454,9 +455,7 @@ class MaskedLossTrainer(RunTrainer):
             # The batches have no labels, or the caller passed its own `compute_loss_func`.
             return output
         ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
-        if self._router_load.counts is not None:
-            counts = self.accelerator.reduce(self._router_load.counts, "sum")
-            self.history.add("router_load", self.state.global_step, load=to_shares(counts))
+        self._record_router_load(self._router_load)
         if weight == 0:
             raise ValueError(
                 f"{description}: no token of the set is to be predicted, because all labels are -100. Check the "

@@ -220,6 +220,46 @@ def test_layers_are_compiled_with_the_flag(build_trainer):
         assert all((layer._compiled_call_impl is not None) == compiles for layer in trainer.model.model.layers)
 
 
+def rows_of(pairs: Dataset) -> list[list[int]]:
+    return [pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
+
+
+def expert_load(model, rows: list[list[int]]) -> list[list[float]]:
+    """Return the share of each expert in the choices of each layer."""
+    loads = torch.zeros(2, 4)
+    for ids in rows:
+        logits = model(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
+        for layer, row in enumerate(logits):
+            loads[layer] += torch.nn.functional.one_hot(row.topk(2, dim=-1).indices, 4).sum((0, 1))
+    return (loads / loads.sum(1, keepdim=True)).tolist()
+
+
+@pytest.mark.parametrize("coef", [0.5, 0.0])
+def test_an_evaluation_records_the_expert_load_of_the_steps_before_it(build_trainer, coef, tmp_path):
+    # At a learning rate of 0, the model stays as it is.
+    experts = EXPERTS | {"router_aux_loss_coef": coef}
+    trainer = build_trainer(experts=experts, max_steps=2, learning_rate=0.0)
+    expected = expert_load(trainer.model, rows_of(trainer.train_dataset))
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate()  # no step since the first one
+    (tmp_path / "run/run.json").write_text("[]")
+    (entry,) = read_run(tmp_path / "run").of_kind("router_load")
+    assert entry["step"] == 2
+    assert entry["load"] == [pytest.approx(row, abs=1e-6) for row in expected]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_tokens_and_their_speed_are_logged(build_trainer, algorithm):
+    trainer = build_trainer(algorithm=algorithm, max_steps=2, logging_steps=1)
+    trainer.train()
+    num_tokens = sum(map(len, rows_of(build_trainer().train_dataset)))
+    # KTO's rows are single answers: two steps are one epoch. The other algorithms train on all pairs in each step.
+    assert trainer.state.num_input_tokens_seen == num_tokens * (1 if algorithm == "kto" else 2)
+    speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(speeds) == 2 and min(speeds) > 0
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_float64_is_needed(build_trainer, algorithm):
     trainer = build_trainer(algorithm=algorithm, experts=EXPERTS, max_steps=2)

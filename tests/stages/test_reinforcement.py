@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import time
 
 import pytest
 import torch
@@ -121,6 +122,25 @@ def toy_batch(trainer) -> dict[str, torch.Tensor]:
         "advantages": torch.tensor([1.0, -1.0]),
         "num_items_in_batch": completion_mask.sum(),
     }
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_the_speed_counts_the_time_of_steps_without_a_generation(tokenizer, tmp_path, algorithm):
+    """Two steps use the completions of one generation, and each step logs."""
+    model = make_model(num_experts=4)
+    flags = {"max_steps": 4, "num_iterations": 2, "eval_strategy": "steps", "eval_steps": 4}
+    data = {"eval_dataset": toy_tasks(4)}
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, algorithm=algorithm, trainer=data, **flags)
+    begin = time.perf_counter()
+    trainer.train()
+    took = time.perf_counter() - begin
+    (tmp_path / "run/run.json").write_text("[]")
+    run = read_run(tmp_path / "run")
+    speeds = {entry["step"]: entry.get("tokens_per_second") for entry in run.logs if "loss" in entry}
+    assert [speeds[step] is not None for step in (1, 2, 3, 4)] == [True, False, True, False]
+    assert 0 < run.training_seconds()[3] < took
+    (entry,) = run.of_kind("router_load")
+    assert torch.tensor(entry["load"]).sum(-1).tolist() == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])

@@ -27,7 +27,7 @@ from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.data_position import DATA_POSITION_NAME, DataPosition, PositionTracker
 from hf_pretrain.training.deepspeed_support import check_deepspeed_config
 from hf_pretrain.training.launch import complete_fsdp_args
-from hf_pretrain.training.meter import Meter
+from hf_pretrain.training.meter import Meter, Throughput
 from hf_pretrain.training.nonfinite import MAX_SKIPPED_STEPS, NonfiniteGuard, find_suspects
 from hf_pretrain.training.row_source import fit_batch_size, pad_rows, read_batches
 from hf_pretrain.training.run_description import RunDescription
@@ -189,26 +189,36 @@ def test_the_guard_counts_the_steps_that_it_skips(tmp_path):
     assert content == {"step": 5, "what": "The loss is not finite", "rows": rows}
 
 
-def test_the_meter_returns_means_and_excludes_pauses(monkeypatch):
+def test_the_throughput_excludes_pauses_and_waits_for_tokens(monkeypatch):
+    now = [50.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    throughput = Throughput(100)
+    now[0] += 2.0
+    with throughput.paused():
+        now[0] += 40.0
+    assert throughput.measure(190) == 45.0
+    now[0] += 3.0
+    assert throughput.measure(190) is None
+    now[0] += 1.0
+    # The interval without tokens counts, too.
+    assert throughput.measure(210) == 5.0
+
+
+def test_the_meter_returns_means():
     class Peak:
         def update(self, reached):
             return 1000.0
 
-    now = [50.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    meter = Meter(6.0, Peak(), num_tokens=100, world_size=2)
+    meter = Meter(6.0, Peak(), world_size=2)
     for loss in (2.0, 4.0, 100.0):
         meter.begin_step()
         meter.count_step(torch.tensor(30))
         meter.add_losses({"ce_loss": torch.tensor(loss), "aux_loss": torch.tensor(1.0)})
     meter.skip_step()
-    now[0] += 2.0
-    with meter.paused():
-        now[0] += 40.0
+    # The third step counts for the tokens, but not for the loss.
     assert meter.read_tokens() == 90 and meter.read_tokens() == 0
-    logs = meter.measure(meter.losses, 190)
-    # 90 tokens in two seconds. The third step counts for the tokens, but not for the loss.
-    assert (logs["ce_loss"], logs["aux_loss"], logs["tokens_per_second"]) == (3.0, 1.0, 45.0)
+    logs = meter.measure(meter.losses, 45.0)
+    assert (logs["ce_loss"], logs["aux_loss"]) == (3.0, 1.0)
     assert (logs["model_flops_per_second"], logs["mfu"]) == (270.0, 0.135)
     assert meter.losses is None and meter.num_steps == 0
 
