@@ -222,11 +222,15 @@ def test_make_is_a_front_of_the_command(no_gpus, variables, expected):
     assert re.sub(r"^python\S* ", "", command) == expected
 
 
-def test_the_deepspeed_launcher_reports_only_on_request(no_gpus):
+def test_the_deepspeed_launcher_reports_only_on_request(no_gpus, tmp_path):
     words = ["pretrain", "--launcher", "deepspeed", "--master_port", "29555"]
     environment, command = command_of(*words, "--use_cpu")
     assert environment["DS_ACCELERATOR"] == "cpu" and "deepspeed --quiet --include" in command
     assert "--quiet" not in command_of(*words, "--log_level", "info")[1]
+    (tmp_path / "info.yaml").write_text("log_level: info\n")
+    config = ["--config", str(tmp_path / "info.yaml")]
+    assert "--quiet" not in command_of(*words, *config)[1]
+    assert "--quiet" in command_of(*words, *config, "--log_level", "warning")[1]
 
 
 def test_make_uses_the_gpus(four_gpus, monkeypatch):

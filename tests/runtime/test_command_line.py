@@ -300,6 +300,38 @@ def test_a_missing_extra_is_one_line(recipe, package, extra):
     assert result.stdout.rstrip().endswith(f'pip install "hf_pretrain[{extra}]"')
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], True),
+        (["--log_level", "info"], False),
+        (["--log-level=debug"], False),
+        (["--log_level", "warning"], True),
+        (["--run_name", "info"], True),
+        (["--config", "info.yaml"], False),
+        (["--config=child.yaml"], False),
+        (["--config", "info.yaml", "--log_level", "error"], True),
+        # `convert` takes fields of a config, and the recipes report a file that does not exist.
+        (["--config", "hidden_size=64"], True),
+    ],
+)
+def test_a_log_level_on_the_command_line_or_in_a_config_shows_messages(monkeypatch, tmp_path, words, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "info.yaml").write_text("log_level: info\n")
+    (tmp_path / "child.yaml").write_text("extends: info.yaml\nseed: 1\n")
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
+    assert command_line.is_quiet() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--log_level", "info"], ["--config", "info.yaml"]])
+def test_messages_of_libraries_appear_on_request(tmp_path, words):
+    (tmp_path / "info.yaml").write_text("log_level: info\n")
+    code = "from hf_pretrain.runtime.command_line import quiet_libraries; quiet_libraries(); import deepspeed"
+    output = start([sys.executable, "-c", code, *words], fresh=True, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout
+    assert ("Setting accelerator to CPU" in output) == bool(words), output
+
+
 @pytest.mark.distributed
 def test_two_ranks_print_one_line(tmp_path):
     recipe = [str(ROOT / "recipes/pretrain.py"), "--max_steps", "0", "--output_dir", str(tmp_path)]
