@@ -92,7 +92,7 @@ class RecipeParser(HfArgumentParser):
         return namespace
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None:
+        if action.choices is not None and value not in action.choices:
             check_word((action.option_strings or [action.dest])[0], str(value), map(str, action.choices))
 
     def error(self, message: str) -> NoReturn:

@@ -63,6 +63,17 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type cosin is unknown; the nearest one is cos"),
         ("pretrain", ["--eval_strategy", "step"], "--eval_strategy step is unknown; the nearest one is steps."),
         ("pretrain", ["--on_nonfinite", "stp", *RUN], "--on_nonfinite stp is unknown; the nearest one is stop."),
+        ("pretrain", ["--optim_preset", "moun"], "--optim_preset moun is unknown; the nearest one is muon."),
+        ("pretrain", ["--model_preset", "tny"], "--model_preset tny is unknown; the nearest one is tiny."),
+        ("pretrain", ["--packing", "wraped", *RUN], "--packing_strategy wraped is unknown; the nearest one is wra"),
+        ("pretrain", ["--attn_implementation", "spda", *RUN], "--attn_implementation spda is unknown; the nearest"),
+        ("pretrain", ["--optim", "adamw_tourch", *RUN], "--optim adamw_tourch is unknown; the nearest one is adamw"),
+        (
+            "pretrain",
+            ["--config_overrides", "hiden_size=8", *RUN],
+            "--config_overrides: 'hiden_size' is not a field of MiniMindConfig; the nearest one is hidden_size.",
+        ),
+        ("grpo", ["--algorithm", "rlo", *RUN], "--algorithm rlo is unknown; the nearest one is rloo. All: grpo"),
         ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         # transformers refuses these.
         ("pretrain", ["--save_steps", "1.5", *RUN], "--save_steps must be an integer if bigger than 1: 1.5"),
