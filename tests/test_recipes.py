@@ -202,6 +202,28 @@ def test_the_recipe_refuses_a_used_directory(workspace):
     assert "is not empty" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
+        (["--validation_fraction", "2"], "validation_fraction=2.0 must be"),
+        (["--text_column", "nope"], "no column 'nope'"),
+        # The first step finds it. TensorBoard has begun by then.
+        (["--max_length", "1000", "--packing_strategy", "wrapped", "--report_to", "tensorboard"], "lies past the"),
+    ],
+)
+def test_a_mistake_does_not_disturb_the_next_start_in_the_same_directory(workspace, mistake, message):
+    arguments = toy_arguments(workspace, f"again{mistake[0]}")
+    command = [*launcher_command("python"), RECIPE, *arguments, "--report_to", "none"]
+    failed = start([*command, *mistake])
+    assert failed.returncode == 2 and message in failed.stdout, failed.stdout
+    result = start(command)
+    assert result.returncode == 0, result.stdout
+    run = Path(arguments[-1])
+    assert json.loads((run / "run.json").read_text())[-1]["steps"] == 2
+    assert "bad lines" not in (run / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("packing", ["wrapped", "none"])
 def test_streaming_and_other_packings_run(workspace, packing):
     arguments = [*toy_arguments(workspace, f"stream-{packing}"), "--packing_strategy", packing, "--streaming", "true"]
