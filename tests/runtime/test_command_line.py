@@ -115,6 +115,12 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     assert "Traceback" not in output and "usage:" not in output
 
 
+@pytest.mark.slow
+def test_an_unknown_task_of_the_held_out_ones_is_named_with_its_flag(run):
+    status, output = run("data", "clean", "embedded:chatterbot", "--held_out_tasks", "arc_esy")
+    assert status == 2 and "error: --held_out_tasks: lm-eval has no task 'arc_esy'; the nearest one is 'a" in output
+
+
 def test_a_launcher_flag_can_be_the_nearest_one(run, monkeypatch):
     monkeypatch.setenv("HF_PRETRAIN_PROGRAM", "hf-pretrain pretrain")
     assert "the nearest known one is --nproc." in run("pretrain", "--nprocs", "2")[1]
