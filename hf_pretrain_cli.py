@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -174,8 +174,8 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
     if args.launcher == "deepspeed" and flags.use_cpu:
         # DeepSpeed warns if it has to find out that there is no GPU.
         environment["DS_ACCELERATOR"] = "cpu"
-    is_quiet = flags.log_level not in ("info", "debug")
-    if args.launcher == "deepspeed" and flags.deepspeed is None and not _names_deepspeed(flags.config):
+    is_quiet = (flags.log_level or config_value(flags.config, "log_level")) not in ("info", "debug")
+    if args.launcher == "deepspeed" and (flags.deepspeed or config_value(flags.config, "deepspeed")) is None:
         # transformers evaluates only under ZeRO-3.
         config = args.ds or ("zero3" if stage == "evaluate" else "zero2")
         rest += ["--deepspeed", _shorten(FILES / f"ds_configs/{config}.json")]
@@ -195,21 +195,21 @@ def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
     return flags
 
 
-def _names_deepspeed(config: str | None) -> bool:
-    """Return whether a YAML file of a recipe, or a file that it extends, names a DeepSpeed config."""
+def config_value(config: str | None, name: str) -> Any:
+    """Return the value of a flag in a YAML file of a recipe, or in a file that it extends; `None` without a value."""
     if config is None:
-        return False
+        return None
     path = Path(config)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         # The recipe reads the file, too, and prints what is wrong with it.
-        return False
+        return None
     if not isinstance(content, dict):
-        return False
-    if "deepspeed" in content:
-        return content["deepspeed"] is not None
-    return "extends" in content and _names_deepspeed(str(path.parent / str(content["extends"])))
+        return None
+    if name in content:
+        return content[name]
+    return config_value(str(path.parent / str(content["extends"])), name) if "extends" in content else None
 
 
 def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str:

@@ -275,6 +275,12 @@ def fastest_precision() -> str:
     return "bf16" if has_bfloat16_units("cuda" if torch.cuda.is_available() else "cpu") else "float32"
 
 
+def file_name(machine: str, precision: str) -> str:
+    """Return the name of the file of results. It names the precision if this machine has a faster one."""
+    name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return f"{name}.json" if precision == fastest_precision() else f"{name}-{precision}.json"
+
+
 def print_table(results: dict[str, Any]) -> None:
     for name, result in results["sizes"].items():
         print(f"\n{name} in {results['settings']['precision']} on {results['machine']}: useful tokens per second")
@@ -367,11 +373,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         results["seconds_to_first_step"] = seconds_to_first_step()
     print_table(results)
-    name = re.sub(r"[^a-z0-9]+", "-", results["machine"].lower()).strip("-")
-    if args.precision != fastest_precision():
-        name += f"-{args.precision}"
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    path = args.output_dir / file_name(results["machine"], args.precision)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

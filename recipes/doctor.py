@@ -19,7 +19,6 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.health import print_findings
-from hf_pretrain.runtime.names import check_word
 from hf_pretrain.training.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
 from hf_pretrain.training.optimizers import OPTIM_PRESETS
 from hf_pretrain.training.parsing import parse_args, read_config
@@ -38,15 +37,23 @@ class DoctorArguments:
     json: bool = field(default=False, metadata={"help": "Print the findings about the machine as JSON."})
     estimate: bool = field(default=False, metadata={"help": "Estimate the memory of the default preset."})
     model_preset: str | None = field(
-        default=None, metadata={"help": f"One of auto, {', '.join(PRESETS)}.", "aliases": ["--preset"]}
+        default=None,
+        metadata={
+            "help": f"One of auto, {', '.join(PRESETS)}.",
+            "aliases": ["--preset"],
+            "choices": ("auto", *PRESETS),
+        },
     )
     max_length: int = field(default=512, metadata={"help": "Tokens per packed sequence."})
-    strategy: str = field(default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}."})
+    strategy: str = field(
+        default="ddp", metadata={"help": f"One of {', '.join(STRATEGIES)}.", "choices": tuple(STRATEGIES)}
+    )
     world_size: int = field(default=1, metadata={"help": "Number of processes."})
     optim_preset: str | None = field(
         default=None,
         metadata={
-            "help": "adamw or muon. By default muon, as in pretraining; adamw with zero3 and for minimind-large."
+            "help": "adamw or muon. By default muon, as in pretraining; adamw with zero3 and for minimind-large.",
+            "choices": OPTIM_PRESETS,
         },
     )
     bf16: bool = field(default=True, metadata={"help": "Compute in bfloat16 (autocast)."})
@@ -54,19 +61,12 @@ class DoctorArguments:
         default=None, metadata={"help": "Memory of a device in GiB; by default this machine's."}
     )
     device: str | None = field(
-        default=None, metadata={"help": "cuda or cpu; by default this machine's, or cuda with --memory_gib."}
+        default=None,
+        metadata={
+            "help": "cuda or cpu; by default this machine's, or cuda with --memory_gib.",
+            "choices": ("cuda", "cpu"),
+        },
     )
-
-    def __post_init__(self):
-        words = {
-            "device": ("cuda", "cpu"),
-            "model_preset": ("auto", *PRESETS),
-            "strategy": STRATEGIES,
-            "optim_preset": OPTIM_PRESETS,
-        }
-        for name, known in words.items():
-            if (word := getattr(self, name)) is not None:
-                check_word(f"--{name}", word, known)
 
 
 def main(args: DoctorArguments):

@@ -35,6 +35,11 @@ from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 
 
+# isort: split
+# The package must come first: it answers `--help` before transformers is imported.
+from transformers.trainer_callback import PrinterCallback
+
+
 def main(model_args: ModelArguments, data_args: ValidationArguments, training_args: EvaluationArguments):
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
@@ -59,6 +64,8 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
         processing_class=tokenizer,
     )
+    # The report below holds the figures that this callback would print.
+    trainer.remove_callback(PrinterCallback)
     metrics = trainer.evaluate(rows.eval) if rows.eval is not None else {}
     report = rows.report[-1].removeprefix("Validation: ")
     facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)

@@ -31,6 +31,13 @@ def test_the_precision_is_the_fastest_of_the_device(monkeypatch, features, expec
     assert bench.fastest_precision() == expected
 
 
+def test_a_slower_precision_has_a_file_of_its_own():
+    fastest = bench.fastest_precision()
+    other = {"bf16": "float32", "float32": "bf16"}[fastest]
+    assert bench.file_name("2 cores of AMD EPYC", fastest) == "2-cores-of-amd-epyc.json"
+    assert bench.file_name("2 cores of AMD EPYC", other) == f"2-cores-of-amd-epyc-{other}.json"
+
+
 def make_setting(tmp_path, *, bf16: bool = False, **fields) -> programs.Setting:
     documents = Dataset.from_dict({"text": [f"{number} is a number, {number + 1} the next." for number in range(100)]})
     config = MiniMindConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, **fields)

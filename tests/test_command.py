@@ -17,6 +17,8 @@ import hf_pretrain_cli
 from hf_pretrain.data.corpora import EMBEDDED_CORPORA
 from hf_pretrain.runtime.help_cache import STARTED_AS
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
+from hf_pretrain.stages.preferences import ALGORITHMS
+from hf_pretrain.stages.rewards import REWARDS
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
@@ -222,11 +224,15 @@ def test_make_is_a_front_of_the_command(no_gpus, variables, expected):
     assert re.sub(r"^python\S* ", "", command) == expected
 
 
-def test_the_deepspeed_launcher_reports_only_on_request(no_gpus):
+def test_the_deepspeed_launcher_reports_only_on_request(no_gpus, tmp_path):
     words = ["pretrain", "--launcher", "deepspeed", "--master_port", "29555"]
     environment, command = command_of(*words, "--use_cpu")
     assert environment["DS_ACCELERATOR"] == "cpu" and "deepspeed --quiet --include" in command
     assert "--quiet" not in command_of(*words, "--log_level", "info")[1]
+    (tmp_path / "info.yaml").write_text("log_level: info\n")
+    config = ["--config", str(tmp_path / "info.yaml")]
+    assert "--quiet" not in command_of(*words, *config)[1]
+    assert "--quiet" in command_of(*words, *config, "--log_level", "warning")[1]
 
 
 def test_make_uses_the_gpus(four_gpus, monkeypatch):
@@ -337,6 +343,15 @@ def test_bash_completes_commands_flags_and_their_words(tmp_path):
         (["hf-pretrain", "pretrain", "--launcher", "deep"], {"deepspeed"}),
         (["hf-pretrain", "sft", "--learning_ra"], {"--learning_rate"}),
         (["hf-pretrain", "convert", "--format", "qwen"], {"qwen3", "qwen3_moe"}),
+        (["hf-pretrain", "pretrain", "--optim_preset", "mu"], {"muon"}),
+        (["hf-pretrain", "pretrain", "--model_preset", "minimind3"], {"minimind3", "minimind3-moe"}),
+        (["hf-pretrain", "sft", "--attn_implementation", "flex"], {"flex_attention"}),
+        (["hf-pretrain", "sft", "--dataset_kind", "share"], {"sharegpt"}),
+        (["hf-pretrain", "dpo", "--algorithm", ""], ALGORITHMS.keys()),
+        (["hf-pretrain", "distill", "--kl", ""], {"forward", "reverse"}),
+        (["hf-pretrain", "grpo", "--algorithm", ""], {"grpo", "rloo"}),
+        (["hf-pretrain", "grpo", "--rewards", ""], REWARDS.keys()),
+        (["hf-pretrain", "doctor", "--strategy", "zero"], {"zero2", "zero3"}),
     ):
         result = run(["bash", "-c", bash, str(script), *words])
         assert expected <= set(result.stdout.split()), (words, result)

@@ -25,6 +25,7 @@ from hf_pretrain.stages.distillation import DistillationArguments
 from hf_pretrain.stages.preferences import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions
+from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrainingArguments, SFTTrainingArguments
 from hf_pretrain.training.optimizer_choice import keep_optimizer
@@ -161,6 +162,44 @@ def test_the_recipe_trains_saves_and_reports(workspace):
     assert page.count("<svg") >= 6 and f"{final['eval_loss']:.4f} nats per token" in page
 
 
+# The flags of each stage beside those of `toy_arguments`, and the lines that only this stage prints.
+FLAGS_AND_LINES = {
+    "sft": ("--dataset_name chats.jsonl", [r"(Training|Validation): .* tokens are trained on.*"]),
+    "distill": ("--teacher_name_or_path toy --dataset_kind text", []),
+    "dpo": ("--dataset_name pairs.jsonl", [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}"]),
+    "grpo": (
+        "--dataset_name embedded:answer-format --model_name_or_path toy-long --num_generations 2 "
+        "--max_completion_length 8 --per_device_train_batch_size 4 --eval_steps 2",
+        [r"step \d/2: loss -?\d\.\d{4}, reward \d\.\d{4}", r"step \d/2: mean reward \d\.\d{4}"],
+    ),
+    "evaluate": ("", []),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", FLAGS_AND_LINES)
+def test_a_redirected_stage_prints_only_its_own_lines(workspace, stage):
+    toy_model(vocab_size=320, max_position_embeddings=512).save_pretrained(workspace / "toy-long")
+    load_tokenizer(str(workspace / "toy")).save_pretrained(workspace / "toy-long")
+    turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}] for n in range(99)]
+    pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(99)]
+    for name, lines in (("chats", [{"messages": chat} for chat in turns]), ("pairs", pairs)):
+        (workspace / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words, own = FLAGS_AND_LINES[stage]
+    flags = toy_arguments(workspace, f"lines-{stage}")
+    if stage == "grpo":
+        # Its answers have a length, and its prompts have none.
+        position = flags.index("--max_length")
+        del flags[position : position + 2]
+    command = [*launcher_command("python"), str(ROOT / f"recipes/{stage}.py"), *flags, *words.split()]
+    result = start([*command, "--report_to", "none"], cwd=workspace)
+    assert result.returncode == 0 and not set("\r\x1b") & set(result.stdout), result.stdout
+    progress = re.split("^(?:Checkpoint|Model) ", result.stdout, flags=re.MULTILINE)[0].splitlines()
+    shared = [r"step \d/2: validation loss \d.*", r"step \d/2: .* -> .*"]
+    for line in progress:
+        assert any(re.fullmatch(pattern, line) for pattern in (*PROGRESS, *shared, *own, SILENT)), line
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
@@ -200,6 +239,28 @@ def test_the_recipe_refuses_a_used_directory(workspace):
     result = start([*launcher_command("python"), RECIPE, *toy_arguments(workspace, "used")])
     assert result.returncode != 0
     assert "is not empty" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
+        (["--validation_fraction", "2"], "validation_fraction=2.0 must be"),
+        (["--text_column", "nope"], "no column 'nope'"),
+        # The first step finds it. TensorBoard has begun by then.
+        (["--max_length", "1000", "--packing_strategy", "wrapped", "--report_to", "tensorboard"], "lies past the"),
+    ],
+)
+def test_a_mistake_does_not_disturb_the_next_start_in_the_same_directory(workspace, mistake, message):
+    arguments = toy_arguments(workspace, f"again{mistake[0]}")
+    command = [*launcher_command("python"), RECIPE, *arguments, "--report_to", "none"]
+    failed = start([*command, *mistake])
+    assert failed.returncode == 2 and message in failed.stdout, failed.stdout
+    result = start(command)
+    assert result.returncode == 0, result.stdout
+    run = Path(arguments[-1])
+    assert json.loads((run / "run.json").read_text())[-1]["steps"] == 2
+    assert "bad lines" not in (run / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("packing", ["wrapped", "none"])

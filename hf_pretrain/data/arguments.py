@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from ..runtime.names import check_word
+from ..runtime.names import check_choices
 from .conversations import CONVERSATION_KEYS
 from .encoding import ConversationEncoder, RenderingError, parse_span_weights
 from .loading import find_line, load_documents
@@ -103,12 +103,13 @@ class DataArguments(SourceArguments):
         metadata={
             "help": "How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
             "aliases": ["--packing"],
+            "choices": PACKING_STRATEGIES,
         },
     )
 
     def __post_init__(self):
         # Packing raises this error, too, but only after the tokenizer is trained.
-        check_word("--packing_strategy", self.packing_strategy, PACKING_STRATEGIES)
+        check_choices(self)
 
     @property
     def row_length(self) -> int | None:
@@ -169,7 +170,11 @@ class ChatArguments(DataArguments):
     """
 
     dataset_kind: str = field(
-        default="auto", metadata={"help": f"Kind of the records: auto, {', '.join(CONVERSATION_KEYS)} or text."}
+        default="auto",
+        metadata={
+            "help": f"Kind of the records: auto, {', '.join(CONVERSATION_KEYS)} or text.",
+            "choices": ("auto", *CONVERSATION_KEYS, "text"),
+        },
     )
     chat_template: str | None = field(
         default=None,
@@ -192,10 +197,6 @@ class ChatArguments(DataArguments):
     preview: int = field(
         default=0, metadata={"help": "Print this many packed sequences, with trained tokens in colour, and stop."}
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_word("--dataset_kind", self.dataset_kind, ("auto", *CONVERSATION_KEYS, "text"))
 
     @property
     def schema(self) -> str:

@@ -95,10 +95,14 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     for metric in HEADLINES:
         if (value := run.last(metric.key)) is not None:
             rows.append((metric.label, f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()))
-    logs = run.logs
-    if logs:
-        rows.append(("steps", f"{logs[-1]['step']:,}"))
-        rows.append(("tokens seen", f"{logs[-1].get('num_input_tokens_seen', 0):,}"))
+    if run.steps:
+        rows.append(("steps", f"{run.steps:,}"))
+        # After a resume, entries of later steps remain until the run repeats these steps.
+        done = [entry for entry in run.entries if entry["step"] <= run.steps]
+        if tokens := [entry["num_input_tokens_seen"] for entry in done if "num_input_tokens_seen" in entry]:
+            rows.append(("tokens seen", f"{tokens[-1]:,}"))
+        if checkpoints := [entry["message"] for entry in done if entry["kind"] == "checkpoint"]:
+            rows.append(("newest checkpoint", checkpoints[-1]))
     if seconds := max(run.training_seconds().values()):
         rows.append(("time of training", f"{seconds / 60:,.1f} min"))
     return rows
@@ -158,10 +162,11 @@ def _expected_lines(run: Run, measure: str) -> list[Line]:
 
 def _marks(run: Run) -> list[tuple[float, str]]:
     """Return the marked events of a run: their position in millions of tokens, and their name."""
-    tokens = {entry["step"]: entry["num_input_tokens_seen"] for entry in run.logs if "num_input_tokens_seen" in entry}
+    counted = [entry for entry in run.entries if "num_input_tokens_seen" in entry]
+    tokens = {entry["step"]: entry["num_input_tokens_seen"] for entry in counted}
     marks = []
     for entry in run.of_kind(*_MARKED):
-        # Between two logs, the number of tokens is unknown: take the number of the last log before the event.
+        # Logs and checkpoints count the tokens. Take the last count before the event.
         before = [step for step in tokens if step <= entry["step"]]
         marks.append((tokens[max(before)] / 1e6 if before else 0.0, _MARKED[entry["kind"]]))
     return marks

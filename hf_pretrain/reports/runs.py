@@ -48,6 +48,11 @@ class Run:
         """The unit of the loss, such as `nats per token`, or the algorithm whose loss it is."""
         return self.launches[-1].get("loss_unit", NATS) if self.launches else NATS
 
+    @property
+    def steps(self) -> int:
+        """Number of trained steps. A checkpoint or a stop may come after the last log."""
+        return self.entries[-1]["step"] if self.entries else 0
+
     def training_seconds(self) -> dict[int, float]:
         """
         Return the seconds of training before each logged step, without evaluation and saving. They follow from the

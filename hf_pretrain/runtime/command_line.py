@@ -26,6 +26,9 @@ from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
 from transformers import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
+# The command imports nothing of this package, and lies beside it.
+import hf_pretrain_cli
+
 from .activity import shows_bars
 from .help_cache import STARTED_AS, keep_help
 from .help_text import HELP_TEXTS, FlagFormatter, format_groups
@@ -38,6 +41,8 @@ EXIT_NOT_SAVED = 74
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # After the first rank has stopped, every supported launcher ends the others within this many seconds.
 _LAUNCHER_SECONDS = 20.0
+# Flags that are read before the command line is parsed.
+_EARLY_FLAGS = re.compile(r"^--(log[_-]level|config)[=\n](.*)$", re.MULTILINE)
 # This package raises these for mistakes of the user: a wrong value, a missing extra, a missing or broken file.
 _MISTAKES = (ValueError, ImportError, OSError)
 
@@ -87,7 +92,7 @@ class RecipeParser(HfArgumentParser):
         return namespace
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None:
+        if action.choices is not None and value not in action.choices:
             check_word((action.option_strings or [action.dest])[0], str(value), map(str, action.choices))
 
     def error(self, message: str) -> NoReturn:
@@ -99,9 +104,6 @@ def _launcher_flags() -> list[argparse.Action]:
     started_as = os.environ.get(STARTED_AS)
     if started_as is None:
         return []
-    # The command imports nothing of this package, and lies beside it.
-    import hf_pretrain_cli
-
     return hf_pretrain_cli.launcher_flags(started_as.split()[-1])
 
 
@@ -111,9 +113,14 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether to hide messages of libraries: unless `--log_level info` or `debug` is on the command line."""
+    """
+    Return whether to hide messages of libraries: unless the command line, or else the file of `--config`, sets
+    `log_level` to `info` or `debug`.
+    """
     # Search the command line, because libraries write messages before it is parsed.
-    return not re.search(r"--log[_-]level[ =](info|debug)", " ".join(sys.argv))
+    given = {name.replace("-", "_"): value for name, value in re.findall(_EARLY_FLAGS, "\n".join(sys.argv))}
+    level = given.get("log_level") or hf_pretrain_cli.config_value(given.get("config"), "log_level")
+    return level not in ("info", "debug")
 
 
 def quiet_libraries() -> None:

@@ -1,10 +1,12 @@
 """Parse the names that users give to models and datasets: local paths, and ids on the Hugging Face Hub."""
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 # Datasets on ModelScope: modelscope://owner/name:file.jsonl@revision.
@@ -24,6 +26,24 @@ def check_word(flag: str, word: str, known: Iterable[str]) -> None:
     if word not in known:
         nearest = nearest_word(word, known)
         raise ValueError(f"{flag} {word} is unknown; the nearest one is {nearest}. All: {', '.join(known)}.")
+
+
+class OpenChoices(tuple):
+    """Choices of a flag that accepts other words, too. A shell completes them."""
+
+    def __contains__(self, word: object) -> bool:
+        return True
+
+
+def check_choices(arguments: Any) -> None:
+    """
+    Raise `ValueError` if a field of a dataclass has a value that is not one of the `choices` in its metadata. The
+    parser of the command line and the shell completion read the same choices.
+    """
+    for field in dataclasses.fields(arguments):
+        choices, value = field.metadata.get("choices"), getattr(arguments, field.name)
+        if choices is not None and value is not None and value not in choices:
+            check_word(f"--{field.name}", value, choices)
 
 
 def is_path(name: str | Path) -> bool:
@@ -103,6 +123,8 @@ def may_be_checkpoint(name: str | Path) -> bool:
 __all__ = [
     "MODELSCOPE",
     "DatasetName",
+    "OpenChoices",
+    "check_choices",
     "check_word",
     "is_path",
     "may_be_checkpoint",

@@ -30,7 +30,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..model.loss import prediction_weights
-from ..runtime.names import check_word
+from ..runtime.names import check_choices
 from ..tokenizer.loading import load_tokenizer
 from ..training.efficiency import num_active_parameters
 from ..training.trainer import MaskedLossTrainer
@@ -50,7 +50,10 @@ class DistillationArguments:
     )
     kl: str = field(
         default="forward",
-        metadata={"help": "forward: KL(teacher || student); reverse: KL(student || teacher)."},
+        metadata={
+            "help": "forward: KL(teacher || student); reverse: KL(student || teacher).",
+            "choices": ("forward", "reverse"),
+        },
     )
     temperature: float = field(
         default=1.5, metadata={"help": "Divisor of the logits of teacher and student in the KL term."}
@@ -74,7 +77,7 @@ class DistillationArguments:
     def __post_init__(self):
         if not self.teacher_name_or_path:
             raise ValueError("Distillation needs a teacher: pass --teacher_name_or_path with a directory or Hub id.")
-        check_word("--kl", self.kl, ("forward", "reverse"))
+        check_choices(self)
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature:g} must be above 0.")
         if not 0 <= self.ce_weight <= 1:

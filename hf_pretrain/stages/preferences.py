@@ -48,7 +48,9 @@ class PreferenceTrainingArguments(LMTrainingArguments):
     help_title: ClassVar[str] = "Preference algorithm"
     default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
-    algorithm: str = field(default="dpo", metadata={"help": "dpo, kto, orpo or simpo."})
+    algorithm: str = field(
+        default="dpo", metadata={"help": "dpo, kto, orpo or simpo.", "choices": ("dpo", "kto", "orpo", "simpo")}
+    )
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer ones are truncated."})
     gradient_checkpointing: bool = field(

@@ -25,7 +25,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..hub.model_card import RunFacts
-from ..runtime.names import check_word
+from ..runtime.names import OpenChoices
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from .rewards import REWARDS, answer_of, check_rewards, check_task, load_object
@@ -64,7 +64,10 @@ class TaskArguments:
     )
     rewards: list[str] = field(
         default_factory=lambda: ["format"],
-        metadata={"help": f"One or more of {', '.join(REWARDS)}, module.path:function, or a reward model's Hub id."},
+        metadata={
+            "help": f"One or more of {', '.join(REWARDS)}, module.path:function, or a reward model's Hub id.",
+            "choices": OpenChoices(REWARDS),
+        },
     )
     tools: list[str] | None = field(
         default=None,
@@ -88,7 +91,9 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     help_title: ClassVar[str] = "Reinforcement learning"
     default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
-    algorithm: str = field(default="grpo", metadata={"help": "grpo (see --loss_type) or rloo."})
+    algorithm: str = field(
+        default="grpo", metadata={"help": "grpo (see --loss_type) or rloo.", "choices": ("grpo", "rloo")}
+    )
     learning_rate: float = field(default=3e-7, metadata={"help": "Peak learning rate."})
     per_device_train_batch_size: int = field(
         default=8, metadata={"help": "Completions per device and micro-batch; a step must hold whole groups."}
@@ -108,7 +113,6 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     )
 
     def __post_init__(self):
-        check_word("--algorithm", self.algorithm, ALGORITHMS)
         default_loss = GRPOConfig.loss_type
         if self.algorithm == "rloo" and self.loss_type != default_loss:
             raise ValueError(

@@ -22,7 +22,7 @@ from ..runtime.activity import activity, shows_bars
 from ..runtime.build_locks import remove_stale_build_locks
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.metrics import LOWER_IS_BETTER
-from ..runtime.names import check_word
+from ..runtime.names import check_choices, check_word
 from ..runtime.waiting import first_process_first
 from .deepspeed_support import turns_on_deepspeed
 from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
@@ -81,7 +81,10 @@ class LMTrainingArguments(TrainingArguments):
     )
     on_nonfinite: str = field(
         default="stop",
-        metadata={"help": "At a non-finite loss or gradient: stop the run, or skip the step."},
+        metadata={
+            "help": "At a non-finite loss or gradient: stop the run, or skip the step.",
+            "choices": ("stop", "skip"),
+        },
     )
     trust_checkpoint: bool = field(
         default=False,
@@ -95,7 +98,8 @@ class LMTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "adamw (or the optimizer of --optim), or muon for the matrices of the layers. By default muon in "
-            "pretraining, unless --optim is given or Muon is not possible (ZeRO-3, offloading, adapters)."
+            "pretraining, unless --optim is given or Muon is not possible (ZeRO-3, offloading, adapters).",
+            "choices": OPTIM_PRESETS,
         },
     )
     optim: str = field(
@@ -230,9 +234,7 @@ class LMTrainingArguments(TrainingArguments):
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         if self.optim is not None:
             check_word("--optim", self.optim, [name.value for name in OptimizerNames])
-        check_word("--on_nonfinite", self.on_nonfinite, ("stop", "skip"))
-        if self.optim_preset is not None:
-            check_word("--optim_preset", self.optim_preset, OPTIM_PRESETS)
+        check_choices(self)
         if self.profile and self.profile_interval < 2:
             raise ValueError(
                 f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."

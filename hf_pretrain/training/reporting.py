@@ -364,6 +364,8 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
     not_sharded = "DDP" if args.world_size > 1 else "one process"
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    # The ranks of a group share their rows.
+    groups = f"groups of {args.tp_size} tensor-parallel processes" if args.tp_size > 1 else "processes"
     clipping = f"gradients clipped at {args.max_grad_norm:g}" if args.max_grad_norm else "gradients not clipped"
     rows = [
         ("tokens seen", f"{state.num_input_tokens_seen:,}"),
@@ -371,7 +373,7 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
         (
             "sequences per step",
             f"{args.rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
-            f"accumulated x {args.world_size} processes)",
+            f"accumulated x {args.world_size // args.tp_size} {groups})",
         ),
         ("learning rate", f"{args.learning_rate:g}, {schedule} {args.lr_scheduler_kwargs or ''}".strip()),
         ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),

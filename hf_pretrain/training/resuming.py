@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
+from ..checkpoints.directory import SAVING, abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..checkpoints.machines import require_same_files, share_checkpoint
 from ..reports.history import HISTORY_NAME
 from ..reports.runs import RECORD_NAME, REPORT_NAME
@@ -29,8 +29,10 @@ _PATIENCE_SECONDS = 30.0
 # A file that one machine wrote may become visible to another one this much later. NFS remembers for up to 60 seconds
 # (`acdirmax`) that a file was not there.
 _VISIBLE_SECONDS = 90.0
-# Files of a run that ended before its first checkpoint. Their directory counts as empty.
+# Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`. A
+# distillation reuses `teacher_logits` if they belong to its data and its teacher, and otherwise replaces them.
 _NO_RUN = {"rejected.jsonl", RECORD_NAME, REPORT_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
+_NO_RUN |= {SAVING, "runs", "teacher_logits"}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:

@@ -400,7 +400,8 @@ class RunTrainer(Trainer):
             # Trainer recorded the path in `.saving/` as the best checkpoint.
             if self.state.best_model_checkpoint == str(source):
                 self.state.best_model_checkpoint = str(target)
-        self.history.add("checkpoint", self.state.global_step, message=target.name)
+        tokens = self.state.num_input_tokens_seen
+        self.history.add("checkpoint", self.state.global_step, message=target.name, num_input_tokens_seen=tokens)
         if self.args.push_to_hub and self.is_world_process_zero() and self.pusher.takes(target):
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.pusher.push_checkpoint(target)

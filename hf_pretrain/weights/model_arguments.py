@@ -13,7 +13,7 @@ import yaml
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
-from ..runtime.names import check_word, nearest_word
+from ..runtime.names import OpenChoices, check_choices, check_word, nearest_word
 
 
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
@@ -70,7 +70,10 @@ class ModelArguments:
 
     model_preset: str | None = field(
         default=None,
-        metadata={"help": f"One of {', '.join(PRESETS)}. By default minimind2-small on a GPU, tiny on a CPU."},
+        metadata={
+            "help": f"One of {', '.join(PRESETS)}. By default minimind2-small on a GPU, tiny on a CPU.",
+            "choices": tuple(PRESETS),
+        },
     )
     model_name_or_path: str | None = field(
         default=None,
@@ -85,12 +88,15 @@ class ModelArguments:
     )
     vocab_size: int = field(default=6400, metadata={"help": "Number of entries of the tokenizer that the run trains."})
     attn_implementation: str = field(
-        default="auto", metadata={"help": "auto (the same as packed), packed, eager, sdpa or flex_attention."}
+        default="auto",
+        metadata={
+            "help": "auto (the same as packed), packed, eager, sdpa or flex_attention.",
+            "choices": OpenChoices(_ATTENTION),
+        },
     )
 
     def __post_init__(self):
-        if self.model_preset is not None:
-            check_word("--model_preset", self.model_preset, PRESETS)
+        check_choices(self)
         # A name with a slash is a kernel on the Hub. Without a name, transformers chooses.
         if self.attn_implementation and "/" not in self.attn_implementation:
             check_word("--attn_implementation", self.attn_implementation, _ATTENTION)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
             history.add("log", step, eval_loss=7 / step**0.5, num_input_tokens_seen=1000 * step)
             history.add("samples", step, samples=[["从前", f"有一座山 <script>alert({step})</script>"]])
             history.add("router_load", step, load=[[0.1, 0.2, 0.3, 0.4], [0.25] * 4])
-            history.add("checkpoint", step, message=f"checkpoint-{step}")
+            history.add("checkpoint", step, message=f"checkpoint-{step}", num_input_tokens_seen=1000 * step)
     history.add("end", 40)
     return read_run(directory)
 
@@ -167,6 +168,15 @@ def test_the_default_run_of_the_preset_stands_behind_the_curve(page, tmp_path):
     # Another file of this name is the user's own.
     (tmp_path / "expected.json").write_text('{"pretrain": ["mine"]}')
     write_page([run], tmp_path / "report.html")
+
+
+def test_a_run_that_resumed_shows_the_step_that_it_resumed_from(tmp_path):
+    write_run(tmp_path / "mine")
+    History(tmp_path / "mine", is_writer=True).begin(20, checkpoint="checkpoint-20")
+    write_page([read_run(tmp_path / "mine")], tmp_path / "report.html")
+    rows = re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", (tmp_path / "report.html").read_text(encoding="utf-8"))
+    expected = {("steps", "20"), ("tokens seen", "20,000"), ("newest checkpoint", "checkpoint-20")}
+    assert expected <= set(rows)
 
 
 def test_a_run_without_a_logged_speed_has_charts_over_the_time_on_the_clock(page, tmp_path):

@@ -2,15 +2,19 @@
 
 import os
 import re
+import runpy
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from hf_pretrain.runtime.activity import Activity
+from hf_pretrain.runtime.activity import SILENT_SECONDS, Activity
 from tests.faults.conftest import workspace  # noqa: F401
 from tests.faults.driving import command
+from tests.invariants.launching import ROOT
+from tests.toys import write_jsonl
+from tests.weights.test_conversion import GOLDEN
 
 
 @pytest.fixture
@@ -107,6 +111,35 @@ def test_bars_of_libraries_are_taken_out(activity):
     with activity.above("x\n"):
         pass
     assert screen.line.startswith("reading, 00:00")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "phases", "result"),
+    [
+        ("convert", ["--from", str(GOLDEN / "C_dense")], ["reading the weights", "writing the model"], "out: "),
+        (
+            "tokenizer",
+            ["--dataset_name", "a.jsonl"],
+            ["reading a.jsonl", "training a tokenizer"],
+            "The tokenizer has ",
+        ),
+    ],
+)
+def test_a_tool_names_its_phases_on_standard_error(recipe, words, phases, result, tmp_path, monkeypatch, capfd):
+    # The phases take less than nine seconds here.
+    assert SILENT_SECONDS == 9 and Activity.start.__kwdefaults__["seconds"] == SILENT_SECONDS
+    monkeypatch.setitem(Activity.start.__kwdefaults__, "seconds", 0.002)
+    monkeypatch.chdir(tmp_path)
+    # The path makes the text new, so the tokenizer of an earlier test does not fit.
+    write_jsonl(tmp_path / "a.jsonl", [f"{tmp_path} {number:x} {number**5}" for number in range(20_000)])
+    target = {"convert": "--to", "tokenizer": "--output_dir"}[recipe]
+    monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *words, target, "out"])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    printed = capfd.readouterr()
+    lines = printed.err.splitlines()
+    for phase in phases:
+        assert any(re.fullmatch(rf"{phase}, \d\d:\d\d", line) for line in lines), (phase, lines[:20])
+    assert printed.out.startswith(result) and not any(phase in printed.out for phase in phases)
 
 
 def watch(words: list[str], directory: Path) -> tuple[int, str]:

@@ -63,6 +63,17 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type cosin is unknown; the nearest one is cos"),
         ("pretrain", ["--eval_strategy", "step"], "--eval_strategy step is unknown; the nearest one is steps."),
         ("pretrain", ["--on_nonfinite", "stp", *RUN], "--on_nonfinite stp is unknown; the nearest one is stop."),
+        ("pretrain", ["--optim_preset", "moun"], "--optim_preset moun is unknown; the nearest one is muon."),
+        ("pretrain", ["--model_preset", "tny"], "--model_preset tny is unknown; the nearest one is tiny."),
+        ("pretrain", ["--packing", "wraped", *RUN], "--packing_strategy wraped is unknown; the nearest one is wra"),
+        ("pretrain", ["--attn_implementation", "spda", *RUN], "--attn_implementation spda is unknown; the nearest"),
+        ("pretrain", ["--optim", "adamw_tourch", *RUN], "--optim adamw_tourch is unknown; the nearest one is adamw"),
+        (
+            "pretrain",
+            ["--config_overrides", "hiden_size=8", *RUN],
+            "--config_overrides: 'hiden_size' is not a field of MiniMindConfig; the nearest one is hidden_size.",
+        ),
+        ("grpo", ["--algorithm", "rlo", *RUN], "--algorithm rlo is unknown; the nearest one is rloo. All: grpo"),
         ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         # transformers refuses these.
         ("pretrain", ["--save_steps", "1.5", *RUN], "--save_steps must be an integer if bigger than 1: 1.5"),
@@ -102,6 +113,12 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 2 and len(errors) == 1 and message in errors[0], output
     assert "Traceback" not in output and "usage:" not in output
+
+
+@pytest.mark.slow
+def test_an_unknown_task_of_the_held_out_ones_is_named_with_its_flag(run):
+    status, output = run("data", "clean", "embedded:chatterbot", "--held_out_tasks", "arc_esy")
+    assert status == 2 and "error: --held_out_tasks: lm-eval has no task 'arc_esy'; the nearest one is 'a" in output
 
 
 def test_a_launcher_flag_can_be_the_nearest_one(run, monkeypatch):
@@ -298,6 +315,38 @@ def test_a_missing_extra_is_one_line(recipe, package, extra):
     assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout[-3000:]
     assert result.stdout.splitlines()[-1].startswith("error: ")
     assert result.stdout.rstrip().endswith(f'pip install "hf_pretrain[{extra}]"')
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], True),
+        (["--log_level", "info"], False),
+        (["--log-level=debug"], False),
+        (["--log_level", "warning"], True),
+        (["--run_name", "info"], True),
+        (["--config", "info.yaml"], False),
+        (["--config=child.yaml"], False),
+        (["--config", "info.yaml", "--log_level", "error"], True),
+        # `convert` takes fields of a config, and the recipes report a file that does not exist.
+        (["--config", "hidden_size=64"], True),
+    ],
+)
+def test_a_log_level_on_the_command_line_or_in_a_config_shows_messages(monkeypatch, tmp_path, words, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "info.yaml").write_text("log_level: info\n")
+    (tmp_path / "child.yaml").write_text("extends: info.yaml\nseed: 1\n")
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
+    assert command_line.is_quiet() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--log_level", "info"], ["--config", "info.yaml"]])
+def test_messages_of_libraries_appear_on_request(tmp_path, words):
+    (tmp_path / "info.yaml").write_text("log_level: info\n")
+    code = "from hf_pretrain.runtime.command_line import quiet_libraries; quiet_libraries(); import deepspeed"
+    output = start([sys.executable, "-c", code, *words], fresh=True, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout
+    assert ("Setting accelerator to CPU" in output) == bool(words), output
 
 
 @pytest.mark.distributed

@@ -8,13 +8,22 @@ from unittest.mock import Mock
 
 import pytest
 from datasets import Dataset
+from transformers import TrainerState
 
 import hf_pretrain_cli
-from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.hub.model_card import CARD_NAME, RunFacts
 from hf_pretrain.training import reporting
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.reporting import format_report, next_commands, plot_loss_curve, unigram_loss, write_run_page
+from hf_pretrain.training.reporting import (
+    format_report,
+    next_commands,
+    plot_loss_curve,
+    unigram_loss,
+    write_run_card,
+    write_run_page,
+)
 from tests.invariants.launching import ROOT, free_port
+from tests.toys import toy_model
 
 
 KINDS = ("text", "conversations")
@@ -49,6 +58,23 @@ def test_report_names_everything(monkeypatch):
     args.optim_preset, args.why_adamw = "adamw", "ZeRO-3 shards the matrices"
     report = format_report(args, metrics=metrics, unigram=7.0, samples=[])
     assert f"learning rate {args.learning_rate:g} (not Muon, because ZeRO-3 shards the matrices)\n" in report
+
+
+def test_the_card_multiplies_the_rows_of_a_step_by_the_processes_that_have_rows_of_their_own(tmp_path):
+    class FourProcesses(LMTrainingArguments):
+        world_size = 4
+
+    args = FourProcesses(
+        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=3, gradient_accumulation_steps=5
+    )
+    for size, rows, product in (
+        (1, 60, "3 x 5 accumulated x 4 processes"),
+        (2, 30, "3 x 5 accumulated x 2 groups of 2 tensor-parallel processes"),
+    ):
+        args.tp_size = size
+        write_run_card(args, toy_model(), TrainerState(), RunFacts(), "me/mine", "one file")
+        card = (tmp_path / CARD_NAME).read_text(encoding="utf-8")
+        assert f"| sequences per step | {rows} ({product}) |" in card
 
 
 def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
