@@ -4,14 +4,14 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -19,34 +19,18 @@ import torch
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 from packaging.requirements import Requirement
 
 from .devices import describe_search, has_bfloat16_units
+from .findings import BAD, NOTE, OK, Finding
+from .rank_checks import check_ranks, program_path
 
 
-OK, NOTE, BAD = "ok", "note", "bad"
 _COLOURS = {OK: "32", NOTE: "33", BAD: "31"}
 _MIN_DISK_GB, _MIN_SHARED_MB, _MIN_MEMORY_GB = 5, 64, 2
-_PROBE_SECONDS = 50
+_HUB_SECONDS = 10
 _PORT = 29500
-
-
-@dataclass
-class Finding:
-    """
-    The result of a check.
-
-    Args:
-        name (`str`): what was checked.
-        status (`str`): `ok`; `note` for something that limits what this machine can do; `bad` for a defect.
-        message (`str`): what was found.
-        advice (`str`): what to do about it; empty if nothing.
-    """
-
-    name: str
-    status: str
-    message: str
-    advice: str = ""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -55,6 +39,8 @@ def check_versions() -> Iterator[Finding]:
     for line in importlib.metadata.requires("hf_pretrain") or []:
         requirement = Requirement(line)
         is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        # pip gets the requirement without its condition, but with the extras of the package.
+        requirement.marker = None
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
@@ -63,7 +49,7 @@ def check_versions() -> Iterator[Finding]:
             continue
         fits = requirement.specifier.contains(version, prereleases=True)
         if not is_extra or not fits:
-            advice = "" if fits else f"pip install '{requirement.name}{requirement.specifier}'"
+            advice = "" if fits else f"pip install '{requirement}'"
             tested = f", tested with {requirement.specifier}" if requirement.specifier else ""
             yield Finding(requirement.name, OK if fits else BAD, f"{version}{tested}", advice)
 
@@ -109,89 +95,47 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_compiler() -> Iterator[Finding]:
-    """Look for a C++ compiler and ninja, with which torch compiles DeepSpeed's kernels."""
-    compiler, ninja = (shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja", path=_path()))
-    advice = "DeepSpeed cannot compile its kernels: apt-get install g++" if compiler is None else ""
+    """Look for a C++ compiler and ninja, with which torch compiles, and on machines with GPUs for the CUDA toolkit."""
+    compiler, ninja = (shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja", path=program_path()))
+    advice = "DeepSpeed and --torch_compile cannot compile: apt-get install g++" if compiler is None else ""
     yield Finding("C++ compiler", NOTE if advice else OK, compiler or "none", advice)
     advice = "DeepSpeed cannot compile its kernels: pip install ninja" if ninja is None else ""
     yield Finding("ninja", NOTE if advice else OK, ninja or "none", advice)
+    # ROCm builds of torch have no CUDA version.
+    if torch.version.cuda is not None and (torch.cuda.is_available() or shutil.which("nvidia-smi") is not None):
+        # The import takes half a second.
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        yield _check_toolkit(CUDA_HOME, torch.version.cuda)
 
 
-def check_ranks() -> Iterator[Finding]:
-    """Run the ranks of [`~runtime.probe`] on each kind of device of this machine."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    probes = [("cpu", 2, [])] + [("cuda", min(2, num_gpus), [])] * bool(num_gpus)
-    zero = ("cuda", min(2, num_gpus), ["zero"]) if num_gpus else ("cpu", 2, ["zero"])
-    for probe in (*probes, zero):
-        yield from _probe(*probe)
+def _check_toolkit(home: str | None, torch_cuda: str) -> Finding:
+    """
+    Compare the version of the CUDA toolkit with that of torch.
 
+    NOTE: DeepSpeed compiles CUDA code for an `optimizer` block (FusedAdam) and for ZeRO++. No config in `ds_configs/`
+    has either: the optimizer is torch's, and offloading compiles DeepSpeed's CPU optimizer with the C++ compiler.
 
-def _probe(kind: str, num_ranks: int, words: list[str]) -> Iterator[Finding]:
-    """Run the ranks of [`~runtime.probe`] under torchrun, and yield a finding for each line that they print."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    # DeepSpeed takes the number of CPU devices from LOCAL_SIZE.
-    own = {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(num_ranks), "PATH": _path()}
-    what = f"{num_ranks} rank(s) on {kind}"
-    rerun = f"run {' '.join([*launch, '-m', 'hf_pretrain.runtime.probe', kind, *words])}"
-    ranks = subprocess.Popen(
-        [*launch, "-m", "hf_pretrain.runtime.probe", kind, *words],
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    torchrun = psutil.Process(ranks.pid)
-    deadline, is_late = time.monotonic() + _PROBE_SECONDS, False
-    while not is_late:
-        try:
-            output, errors = ranks.communicate(timeout=1)
-            break
-        except subprocess.TimeoutExpired:
-            if _is_compiling(torchrun):
-                # DeepSpeed compiles a kernel when it runs for the first time. That can take minutes on a slow machine.
-                deadline = time.monotonic() + _PROBE_SECONDS
-            is_late = time.monotonic() > deadline
-    if is_late:
-        # Killing torchrun alone would leave its ranks behind. A suspended torchrun starts no new ranks.
-        torchrun.suspend()
-        for process in [*torchrun.children(recursive=True), torchrun]:
-            process.kill()
-        output, errors = ranks.communicate()
-    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
-    for result in found:
-        status = OK if result["is_ok"] else BAD
-        advice = "" if result["is_ok"] else f"For the traceback, {rerun}"
-        yield Finding(f"{result['check']}, {what}", status, result["message"], advice)
-    if is_late:
-        yield _no_answer(f"ZeRO step, {what}" if words else what, f"To see where it waits, {rerun}")
-    elif ranks.returncode or not found:
-        last = [line for line in errors.splitlines() if "Error" in line][-1:] or ["no output"]
-        yield Finding(what, BAD, last[0].strip(), f"For the traceback, {rerun}")
-
-
-def _is_compiling(launcher: psutil.Process) -> bool:
-    """Return whether a descendant of a process is `ninja`, with which torch compiles kernels."""
+    Args:
+        home (`str`, *optional*): the directory of the toolkit, as torch finds it.
+        torch_cuda (`str`): the CUDA version of torch.
+    """
+    use = "Only DeepSpeed configs with an `optimizer` block or ZeRO++ need it, none of ds_configs/. For these, install"
+    advice = f"{use} the CUDA toolkit {torch_cuda}, and set CUDA_HOME to its directory."
+    if home is None:
+        return Finding("CUDA toolkit", NOTE, "none", advice)
+    nvcc = Path(home, "bin/nvcc")
     try:
-        return any(process.name() == "ninja" for process in launcher.children(recursive=True))
-    except psutil.NoSuchProcess:
-        # A process ended in the meantime.
-        return False
-
-
-def _no_answer(what: str, rerun: str) -> Finding:
-    """Return the finding about ranks that did not answer in time."""
-    message = f"no answer in {_PROBE_SECONDS} s"
-    load, num_cores = psutil.getloadavg()[0], os.cpu_count() or 1
-    # The doctor's own ranks are up to four processes.
-    if load > 2 * num_cores:
-        return Finding(
-            what,
-            NOTE,
-            f"{message}, with a load of {load:.0f} on {num_cores} cores",
-            "Stop other programs, and run the doctor again.",
-        )
-    advice = "A firewall or a wrong host name may be the cause: try GLOO_SOCKET_IFNAME=lo or NCCL_DEBUG=INFO."
-    return Finding(what, BAD, message, f"{advice} {rerun}")
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("CUDA toolkit", NOTE, f"{nvcc} does not run ({type(error).__name__})", advice)
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    version = f"{found[1]}.{found[2]}" if found else "unknown"
+    # DeepSpeed accepts another minor version with CUDA 11 and 12 only.
+    major = version.partition(".")[0]
+    fits = version == torch_cuda or (major in ("11", "12") and major == torch_cuda.partition(".")[0])
+    message = f"{home}, CUDA {version}; torch was built with {torch_cuda}"
+    return Finding("CUDA toolkit", OK if fits else NOTE, message, "" if fits else advice)
 
 
 def check_port() -> Iterator[Finding]:
@@ -225,7 +169,11 @@ def check_hub() -> Iterator[Finding]:
         yield Finding("Hub", NOTE, f"not logged in at {endpoint}", "To push models, log in: hf auth login")
         return
     try:
-        name = HfApi().whoami()["name"]
+        # `HfApi().whoami()` would wait for ever if the Hub accepted the connection and did not answer.
+        url, headers = f"{endpoint}/api/whoami-v2", build_hf_headers(token=token)
+        response = get_session().get(url, headers=headers, timeout=_HUB_SECONDS)
+        hf_raise_for_status(response)
+        name = response.json()["name"]
     except HfHubHTTPError as error:
         message = f"{endpoint} refuses the token ({error.response.status_code})"
         yield Finding("Hub", BAD, message, "Log in again: hf auth login")
@@ -235,11 +183,6 @@ def check_hub() -> Iterator[Finding]:
         yield Finding("Hub", NOTE, f"{endpoint} cannot be reached ({type(error).__name__})", advice)
     else:
         yield Finding("Hub", OK, f"logged in as {name} at {endpoint}")
-
-
-def _path() -> str:
-    """Return PATH with the directory of this environment's programs in front."""
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -295,4 +238,4 @@ def _collect(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     return list(check())
 
 
-__all__ = ["BAD", "NOTE", "OK", "Finding", "examine", "print_findings"]
+__all__ = ["examine", "print_findings"]

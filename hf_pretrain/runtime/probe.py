@@ -2,7 +2,6 @@
 One rank of the test run of `hf-pretrain doctor`. It prints one line of JSON per check.
 
     torchrun --standalone --nproc_per_node 2 -m hf_pretrain.runtime.probe cpu
-    torchrun --standalone --nproc_per_node 2 -m hf_pretrain.runtime.probe cpu zero
 """
 
 import json
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .build_locks import remove_stale_build_locks
 from .cpu_ranks import leave_process_group, remove_allreduce_buffers
 
 
@@ -88,18 +86,19 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
 }
 
 
+def checks_on(kind: str) -> dict[str, Callable[[torch.device], str]]:
+    """Return the checks of a kind of device, in order. DeepSpeed runs on GPUs only, if there are any."""
+    has_deepspeed = kind == ("cuda" if torch.cuda.is_available() else "cpu")
+    return {name: check for name, check in CHECKS.items() if check is not check_zero or has_deepspeed}
+
+
 def main() -> None:
-    kind, *rest = sys.argv[1:]
+    (kind,) = sys.argv[1:]
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    if "zero" in rest:
-        # The other ranks wait in the next line until the first rank joins them.
-        remove_stale_build_locks()
     dist.init_process_group(BACKENDS[kind])
-    for name, check in CHECKS.items():
-        if (name == "ZeRO step") != ("zero" in rest):
-            continue
+    for name, check in checks_on(kind).items():
         try:
             result = {"check": name, "is_ok": True, "message": check(device)}
         except Exception as error:

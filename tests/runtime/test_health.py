@@ -1,35 +1,55 @@
 """`hf-pretrain doctor`: good parts are ok, each defect comes with advice, and the ranks really run."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.ops.op_builder import builder
 from huggingface_hub import constants
-from torch.utils.cpp_extension import _get_build_directory
+from torch.utils import cpp_extension
 
-from hf_pretrain.runtime import health, probe
-from hf_pretrain.runtime.health import BAD, NOTE, OK
+from hf_pretrain.runtime import health
+from hf_pretrain.runtime.findings import BAD, NOTE, OK, Finding
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
-def findings(check) -> dict[str, health.Finding]:
+def findings(check) -> dict[str, Finding]:
     return {finding.name: finding for finding in check()}
 
 
 def test_versions_are_compared_with_the_tested_ranges(monkeypatch):
     assert findings(health.check_versions)["transformers"].status == OK
-    requires = ["transformers>=1,<2", "no-such-package>=1", 'another-one; extra == "serve"']
+    requires = [
+        "transformers>=1,<2",
+        "no-such-package>=1",
+        'one-more>=1; python_version >= "3"',
+        'another-one; extra == "serve"',
+        "torch[opt-einsum]<1; extra == 'serve'",
+        'numpy>=0; extra == "data"',
+    ]
     monkeypatch.setattr(health.importlib.metadata, "requires", lambda name: requires)
     found = findings(health.check_versions)
-    assert found["transformers"].status == BAD and "pip install 'transformers<2,>=1'" in found["transformers"].advice
-    assert found["no-such-package"].status == BAD and "another-one" not in found
+    # A package of an extra may be missing, but not have another version.
+    assert set(found) == {"Python", "transformers", "no-such-package", "one-more", "torch"}
+    for name, advice in (
+        ("transformers", "transformers<2,>=1"),
+        ("no-such-package", "no-such-package>=1"),
+        ("one-more", "one-more>=1"),
+        ("torch", "torch[opt-einsum]<1"),
+    ):
+        assert (found[name].status, found[name].advice) == (BAD, f"pip install '{advice}'")
+    assert found["torch"].message == f"{torch.__version__}, tested with <1"
+    assert found["no-such-package"].message == "is not installed"
 
 
 def test_a_driver_without_a_gpu_in_torch_is_a_defect(monkeypatch, tmp_path):
@@ -64,6 +84,73 @@ def test_a_missing_compiler_is_reported_with_advice(monkeypatch):
     found = findings(health.check_compiler)
     assert found["C++ compiler"].status == NOTE and "apt-get install g++" in found["C++ compiler"].advice
     assert found["ninja"].status == NOTE and "pip install ninja" in found["ninja"].advice
+
+
+# The text of `nvcc --version` of CUDA 12.8.
+NVCC = """nvcc: NVIDIA (R) Cuda compiler driver
+Copyright (c) 2005-2025 NVIDIA Corporation
+Built on Fri_Feb_21_20:23:50_PST_2025
+Cuda compilation tools, release 12.8, V12.8.93
+Build cuda_12.8.r12.8/compiler.35583870_0
+"""
+
+
+def make_toolkit(home: Path, version: str) -> str:
+    (home / "bin").mkdir(parents=True)
+    nvcc = home / "bin/nvcc"
+    nvcc.write_text("#!/bin/sh\ncat <<'END'\n" + NVCC.replace("12.8", version) + "END\n")
+    nvcc.chmod(0o755)
+    return str(home)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the toolkit is a shell script")
+@pytest.mark.parametrize("toolkit", ["11.8", "12.8", "12.4", "13.0", "13.1"])
+@pytest.mark.parametrize("torch_cuda", ["11.8", "12.8", "13.0"])
+def test_the_cuda_toolkit_is_accepted_where_deepspeed_accepts_it(monkeypatch, tmp_path, toolkit, torch_cuda):
+    home = make_toolkit(tmp_path, toolkit)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    try:
+        builder.assert_no_cuda_mismatch()
+        expected = OK
+    except builder.CUDAMismatchException:
+        expected = NOTE
+    found = health._check_toolkit(home, torch_cuda)
+    assert (found.name, found.status) == ("CUDA toolkit", expected)
+    assert found.message == f"{home}, CUDA {toolkit}; torch was built with {torch_cuda}"
+    assert (f"install the CUDA toolkit {torch_cuda}, and set CUDA_HOME" in found.advice) == (expected == NOTE)
+
+
+def test_a_missing_cuda_toolkit_is_a_note(tmp_path):
+    found = health._check_toolkit(None, "13.0")
+    assert (found.status, found.message) == (NOTE, "none") and "install the CUDA toolkit 13.0" in found.advice
+    # The directory of a toolkit without a compiler.
+    found = health._check_toolkit(str(tmp_path), "13.0")
+    assert (found.status, found.message) == (NOTE, f"{tmp_path / 'bin/nvcc'} does not run (FileNotFoundError)")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the toolkit is a shell script")
+def test_the_cuda_toolkit_is_looked_for_with_a_cuda_build_of_torch_and_a_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", make_toolkit(tmp_path / "cuda", "12.8"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "CUDA toolkit" not in findings(health.check_compiler)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert findings(health.check_compiler)["CUDA toolkit"].status == OK
+
+
+def test_no_config_of_this_repository_compiles_cuda_code():
+    # DeepSpeed compiles FusedAdam for an optimizer of the config, and CUDA code for the quantization of ZeRO++.
+    for path in (ROOT / "ds_configs").glob("*.json"):
+        config = json.loads(path.read_text())
+        assert "optimizer" not in config and not [name for name in config["zero_optimization"] if "quantized" in name]
+    # Offloading compiles these, also on machines with GPUs.
+    for name in ("CPUAdamBuilder", "CPUAdagradBuilder"):
+        assert not issubclass(CUDA_Accelerator().get_op_builder(name), builder.CUDAOpBuilder)
+    assert issubclass(CUDA_Accelerator().get_op_builder("FusedAdamBuilder"), builder.CUDAOpBuilder)
 
 
 def test_visible_devices_come_with_a_note_on_the_deepspeed_launcher(monkeypatch):
@@ -103,18 +190,23 @@ def test_the_hub_login_is_checked_and_the_token_never_shown(monkeypatch):
     assert found.status == NOTE and "cannot be reached" in found.message
 
 
-def test_a_wrong_result_of_a_rank_is_a_defect(monkeypatch):
-    monkeypatch.setattr(probe.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(probe.dist, "get_world_size", lambda: 2)
-    # This all-reduce leaves the value unchanged.
-    monkeypatch.setattr(probe.dist, "all_reduce", lambda tensor: None)
-    with pytest.raises(ValueError, match="the sum over the ranks is 1.0 instead of 3.0"):
-        probe.check_collective(torch.device("cpu"))
+def test_a_hub_that_does_not_answer_costs_no_more_than_its_limit(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(health, "get_token", lambda: "hf_token")
+    monkeypatch.setattr(health, "_HUB_SECONDS", 0.5)
+    # It accepts connections, and sends nothing.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        start = time.monotonic()
+        found = findings(health.check_hub)["Hub"]
+        assert time.monotonic() - start < 5
+    assert found.status == NOTE and "cannot be reached (ReadTimeout)" in found.message
 
 
 def test_the_doctor_says_that_the_ranks_are_at_work(monkeypatch, capsys):
     def check_ranks():
-        yield health.Finding("ranks", OK, "a sum")
+        yield Finding("ranks", OK, "a sum")
 
     monkeypatch.setattr(health, "check_ranks", check_ranks)
     monkeypatch.setattr(health, "CHECKS", (health.check_port, check_ranks))
@@ -123,52 +215,6 @@ def test_the_doctor_says_that_the_ranks_are_at_work(monkeypatch, capsys):
     assert health.print_findings(as_json=True)
     printed = capsys.readouterr()
     assert printed.err == "" and json.loads(printed.out)[-1]["name"] == "ranks"
-
-
-@pytest.mark.distributed
-def test_ranks_without_an_answer_are_ended(monkeypatch):
-    monkeypatch.setattr(health, "_PROBE_SECONDS", 1)
-    for load, status, advice in ((0.1, BAD, "A firewall"), (100.0, NOTE, "Stop other programs")):
-        monkeypatch.setattr(health.psutil, "getloadavg", lambda load=load: (load, 0, 0))
-        (found,) = health._probe("cpu", 2, [])
-        assert found.status == status and advice in found.advice and found.message.startswith("no answer in 1 s")
-    assert next(health._probe("cpu", 2, ["zero"])).name == "ZeRO step, 2 rank(s) on cpu"
-    # Ranks that outlived torchrun would be children of another process.
-    assert not [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "hf_pretrain.runtime.probe" in (process.info["cmdline"] or [])
-    ]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the name of a process is that of its file")
-def test_the_time_of_a_compiler_does_not_count(monkeypatch, tmp_path):
-    shutil.copy("/bin/sleep", tmp_path / "ninja")
-    answer = json.dumps({"check": "ZeRO step", "is_ok": True, "message": "a step"})
-    ranks = tmp_path / "python"
-    ranks.write_text(f"#!/bin/sh\n{tmp_path / 'ninja'} 4\necho '{answer}'\n")
-    ranks.chmod(0o755)
-    monkeypatch.setattr(health, "_PROBE_SECONDS", 2)
-    monkeypatch.setattr(health.sys, "executable", str(ranks))
-    (found,) = health._probe("cpu", 2, ["zero"])
-    assert (found.name, found.status) == ("ZeRO step, 2 rank(s) on cpu", OK)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed's CPU kernel needs Linux")
-def test_the_zero_step_leaves_no_shared_memory_and_ignores_the_lock_of_a_killed_build(tmp_path):
-    # A copy, because other tests use the kernel. Without a kernel to copy, the ranks build one.
-    kernel, built = tmp_path / "deepspeed_shm_comm", Path(_get_build_directory("deepspeed_shm_comm", verbose=False))
-    shutil.copytree(built, kernel, ignore=shutil.ignore_patterns("lock"))
-    (kernel / "lock").touch()
-    port = str(free_port())
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    words += ["-m", "hf_pretrain.runtime.probe", "cpu", "zero"]
-    env = cpu_environment(LOCAL_SIZE="2", TORCH_EXTENSIONS_DIR=str(tmp_path))
-    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, cwd=ROOT, timeout=300)
-    assert result.returncode == 0 and '"is_ok": true' in result.stdout, result.stderr[-3000:]
-    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
 
 
 @pytest.mark.slow
