@@ -74,6 +74,14 @@ def test_the_peak_of_a_larger_batch_is_the_one_of_its_record(num_rows, once, twi
         assert growth.total(growth.largest_batch(peak)) <= peak < growth.total(growth.largest_batch(peak) + 1)
 
 
+@pytest.mark.parametrize("lengths", [(50, 80), (80, 50), (200, 203), (300, 300)])
+def test_no_peak_is_lost_even_if_the_steps_have_nothing_in_common(lengths):
+    generator = torch.Generator().manual_seed(0)
+    once, twice = (torch.rand(length, generator=generator, dtype=torch.float64) for length in lengths)
+    growth = MemoryGrowth(4, 10.0, once, twice)
+    assert growth.total(4) >= 10 + once.max() and growth.total(8) >= 10 + max(once.max(), twice.max())
+
+
 def test_nothing_fits_into_too_little_and_everything_grows_without_a_second_record():
     record = make_record(4, num_chunks=1)
     assert MemoryGrowth(4, 1000.0, record, make_record(8, num_chunks=1)).largest_batch(900) == 0
