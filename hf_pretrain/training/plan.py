@@ -37,8 +37,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
 # The forward pass alone takes about a third of a step.
 _FORWARD_SHARE = 1 / 3
-# What a row of `--per_device_train_batch_size` is.
-_ROW_NAMES = {"preferences": "pairs", "tasks": "completions"}
+# What `--per_device_train_batch_size` counts if the lengths differ. KTO's rows are single answers, all others pairs.
+_ROWS_OF_ANY_LENGTH = {"preferences": "rows", "tasks": "completions"}
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
 _TURNED_OFF: dict[str, Any] = {
     "save_strategy": "no",
@@ -201,8 +201,11 @@ def _describe_memory(trainer: Any, probe: MemoryProbe) -> str:
     largest = probe.largest_batch()
     if largest is None:
         return f"{text}; an estimate of the largest batch takes a run of {NUM_STEPS + 1} steps on a CPU or a CUDA GPU"
-    rows = _ROW_NAMES.get(trainer.run_facts.data_kind, "sequences")
-    return f"{text}; an estimated {largest:,} {rows} of {probe.length} tokens fit (--per_device_train_batch_size)"
+    kind = trainer.run_facts.data_kind
+    rows = _ROWS_OF_ANY_LENGTH.get(kind, "sequences")
+    text += f"; an estimated {largest:,} {rows} of {probe.length} tokens fit (--per_device_train_batch_size)"
+    # The measured rows are the first ones of the data.
+    return f"{text}, fewer if longer ones come" if kind in _ROWS_OF_ANY_LENGTH else text
 
 
 def _in_steps(interval: float, num_steps: int) -> int:
