@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.utils import other as accelerate_other
 from torch.distributed import distributed_c10d
 from transformers import Trainer
@@ -88,14 +87,6 @@ def test_trl_and_torch_have_the_names_that_we_use():
         source = inspect.getsource(trainer._prepare_inputs)
         assert "or self._buffered_inputs is None" in source, row("_buffered_inputs")
     assert hasattr(distributed_c10d, "_get_default_store"), row("_get_default_store")
-
-
-def test_the_profiler_of_torch_records_memory_without_operators():
-    # `tests/training/test_memory_growth.py` checks what it records.
-    for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
-        assert hasattr(torch._C._autograd, name), row(name)
-    for name in ("ProfilerConfig", "RecordScope"):
-        assert hasattr(torch._C._profiler, name), row(name)
 
 
 def test_the_server_builds_its_settings_from_the_request():

@@ -301,7 +301,7 @@ class _OnlineTrainer(RouterLossMixin):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Do nothing: TRL counts tokens where it generates them."""
 
-    def _show_longest_step(self) -> None:
+    def show_longest_step(self) -> None:
         """Generate anew, and as many tokens as `--max_completion_length` allows."""
         # NOTE: otherwise TRL would train on the completions of an earlier step (--steps_per_generation).
         self._buffered_inputs = None

@@ -2,7 +2,7 @@
 The plan of a run (`--dry_run`): model, data, steps, learning rate, memory, time, disk space and files.
 
 A dry run prepares the data and the model like the run itself, and trains four steps. It times the last three. A few
-further steps measure the memory (`memory_growth.py`). A dry run writes nothing into `output_dir`.
+further steps measure the memory (`memory_probe.py`). A dry run writes nothing into `output_dir`.
 """
 
 import atexit
@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..runtime.processes import on_main_process
 from ..weights.adapters import adapter_base, base_model_of, is_adapted
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .efficiency import flops_per_token, num_active_parameters
-from .memory_growth import MemoryProbe
+from .memory_probe import MemoryProbe
 from .optimizers import optimizer_name
 from .row_source import is_stream
 
@@ -77,9 +76,6 @@ def format_plan(trainer: Any) -> str:
         trainer.pop_callback(printer)
     trainer.add_callback(clock)
     trainer.add_callback(probe)
-    with suppress(OSError):
-        # From here on, Linux counts the peak memory anew, without the preparation of the data.
-        Path("/proc/self/clear_refs").write_text("5")
     trainer.train()
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     num_steps = trainer.state.max_steps
@@ -199,11 +195,9 @@ def _describe_memory(trainer: Any, probe: MemoryProbe) -> str:
         # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
         text += " (a longer run may hold twice as much, because the allocator keeps freed memory)"
     largest = probe.largest_batch()
-    if largest is None:
-        return f"{text}; an estimate of the largest batch takes a run of {NUM_STEPS + 1} steps on a CPU or a CUDA GPU"
     kind = trainer.run_facts.data_kind
     rows = _ROWS_OF_ANY_LENGTH.get(kind, "sequences")
-    text += f"; an estimated {largest:,} {rows} of {probe.length} tokens fit (--per_device_train_batch_size)"
+    text += f"; at least {largest:,} {rows} of {probe.length} tokens fit (--per_device_train_batch_size)"
     # The measured rows are the first ones of the data.
     return f"{text}, fewer if longer ones come" if kind in _ROWS_OF_ANY_LENGTH else text
 

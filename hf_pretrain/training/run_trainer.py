@@ -305,7 +305,7 @@ class RunTrainer(Trainer):
         """Return further lines of a dry run's plan, each with its label. Subclasses override it."""
         return []
 
-    def _show_longest_step(self) -> None:
+    def show_longest_step(self) -> None:
         """Let the next step of a dry run take as much memory as any of the run. Subclasses override it."""
 
     # Non-finite steps

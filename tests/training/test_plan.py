@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from hf_pretrain.training import plan
-from hf_pretrain.training.memory_growth import MemoryProbe
+from hf_pretrain.training.memory_probe import MemoryProbe
 from hf_pretrain.training.plan import begin_dry_run, format_plan
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
@@ -94,21 +94,11 @@ def test_only_the_weights_of_a_new_adapter_are_random(tmp_path, monkeypatch):
         assert ("weights of a new adapter" in plan._describe_randomness(trainer)) == is_new
 
 
-def test_the_estimate_needs_steps_after_the_timed_ones(tmp_path):
-    def memory(max_steps: int) -> str:
-        trainer = make_run_trainer(tmp_path / "run", max_steps=max_steps)
-        begin_dry_run(trainer.args)
-        return field(format_plan(trainer), "Memory")
-
-    assert memory(4).endswith("an estimate of the largest batch takes a run of 5 steps on a CPU or a CUDA GPU")
-    assert re.search(r"an estimated [\d,]+ sequences of \d+ tokens fit \(--per_device_train_batch_size\)$", memory(5))
-
-
 def test_the_peak_is_the_one_of_the_largest_process(tmp_path):
     trainer = make_run_trainer(tmp_path / "run", max_steps=1)
     probe = MemoryProbe(trainer, after_step=4)
-    probe.peak, probe.free = 2.0 * 2**30, 8.0 * 2**30
-    trainer.ranks.gather = lambda value: [value, value and 3 * value]
+    probe.peak, probe.free, probe.num_rows, probe.added = 2.0 * 2**30, 8.0 * 2**30, 4, 1e6
+    trainer.ranks.gather = lambda value: [value, 3 * value]
     assert "peak of 6.00 GiB per process in the measured steps, of 8.0 GiB" in plan._describe_memory(trainer, probe)
 
 
