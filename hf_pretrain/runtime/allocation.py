@@ -36,4 +36,10 @@ def keep_freed_blocks() -> None:
     libc.mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)
 
 
-__all__ = ["keep_freed_blocks"]
+def return_freed_blocks() -> None:
+    """Let glibc return the memory to the system that is free at this moment. Do nothing without glibc."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+__all__ = ["keep_freed_blocks", "return_freed_blocks"]

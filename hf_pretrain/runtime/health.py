@@ -175,8 +175,11 @@ def check_hub() -> Iterator[Finding]:
         hf_raise_for_status(response)
         name = response.json()["name"]
     except HfHubHTTPError as error:
-        message = f"{endpoint} refuses the token ({error.response.status_code})"
-        yield Finding("Hub", BAD, message, "Log in again: hf auth login")
+        status = error.response.status_code
+        if status in (401, 403):
+            yield Finding("Hub", BAD, f"{endpoint} refuses the token ({status})", "Log in again: hf auth login")
+        else:
+            yield Finding("Hub", NOTE, f"{endpoint} answers with an error ({status})", "Try again later.")
     except Exception as error:
         # HTTP libraries raise many kinds of errors.
         advice = "Training works without the Hub. To use a mirror, set HF_ENDPOINT."

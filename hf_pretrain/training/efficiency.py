@@ -11,6 +11,7 @@ import copy
 import re
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,6 +173,11 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def held_memory_bytes(device: torch.device) -> int:
+    """Return the memory of this process in bytes: allocated GPU memory on CUDA, otherwise resident memory."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: allocated GPU memory on CUDA, otherwise resident memory."""
     if device.type == "cuda":
@@ -183,6 +189,15 @@ def peak_memory_bytes(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # NOTE: on Linux, ru_maxrss of a new process starts at the peak of the process that started it. VmHWM does not.
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let [`peak_memory_bytes`] count anew. On a CPU, only Linux can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 # Bucket size in ds_configs/zero1.json and zero2.json. DeepSpeed fills one bucket while it sends another.
@@ -379,8 +394,10 @@ __all__ = [
     "available_memory_bytes",
     "estimate_memory",
     "flops_per_token",
+    "held_memory_bytes",
     "known_peak",
     "measure_gemm_rate",
     "num_active_parameters",
     "peak_memory_bytes",
+    "reset_peak_memory",
 ]

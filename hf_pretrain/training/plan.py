@@ -1,8 +1,8 @@
 """
 The plan of a run (`--dry_run`): model, data, steps, learning rate, memory, time, disk space and files.
 
-A dry run prepares the data and the model like the run itself, and trains four steps. It times the last three. It
-writes nothing into `output_dir`.
+A dry run prepares the data and the model like the run itself, and trains four steps. It times the last three. A few
+further steps measure the memory (`memory_probe.py`). A dry run writes nothing into `output_dir`.
 """
 
 import atexit
@@ -11,33 +11,24 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
-import psutil
 import torch
 from datasets.config import HF_DATASETS_CACHE
 from torch import nn
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.processes import num_local_processes, on_main_process
+from ..runtime.processes import on_main_process
 from ..weights.adapters import adapter_base, base_model_of, is_adapted
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
-from .efficiency import (
-    available_memory_bytes,
-    estimate_memory,
-    flops_per_token,
-    num_active_parameters,
-    peak_memory_bytes,
-)
+from .efficiency import flops_per_token, num_active_parameters
+from .memory_probe import MemoryProbe
 from .optimizers import optimizer_name
 from .row_source import is_stream
-from .trainer import MaskedLossTrainer
 
 
 NUM_STEPS = 4
@@ -45,7 +36,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
 # The forward pass alone takes about a third of a step.
 _FORWARD_SHARE = 1 / 3
-_STRATEGIES = {"one file": "ddp", "FSDP": "fsdp"}
+# What `--per_device_train_batch_size` counts if the lengths differ. KTO's rows are single answers, all others pairs.
+_ROWS_OF_ANY_LENGTH = {"preferences": "rows", "tasks": "completions"}
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
 _TURNED_OFF: dict[str, Any] = {
     "save_strategy": "no",
@@ -78,19 +70,16 @@ def format_plan(trainer: Any) -> str:
     Args:
         trainer ([`~training.run_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
     """
-    clock = _Clock()
-    # The losses of four steps tell the user nothing.
+    clock, probe = _Clock(), MemoryProbe(trainer, after_step=NUM_STEPS)
+    # The losses of these steps tell the user nothing.
     for printer in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printer)
     trainer.add_callback(clock)
-    with suppress(OSError):
-        # From here on, Linux counts the peak memory anew, without the preparation of the data.
-        Path("/proc/self/clear_refs").write_text("5")
+    trainer.add_callback(probe)
     trainer.train()
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     num_steps = trainer.state.max_steps
-    tokens_per_step = trainer.state.num_input_tokens_seen / trainer.state.global_step
-    tokens = tokens_per_step * num_steps
+    tokens = clock.tokens_per_step * num_steps
     whole = _on_meta(model)
     number = sum(parameter.numel() for parameter in whole.parameters())
     lines = [
@@ -111,7 +100,7 @@ def format_plan(trainer: Any) -> str:
         lines.append(("Learning rate", curve))
     lines += [
         *trainer._plan_lines(),
-        ("Memory", _describe_memory(trainer, whole)),
+        ("Memory", _describe_memory(trainer, probe)),
         ("Time", _describe_time(trainer, clock, num_steps)),
         ("Disk", _describe_disk(trainer, num_steps)),
         (
@@ -127,11 +116,14 @@ def format_plan(trainer: Any) -> str:
 
 
 class _Clock(TrainerCallback):
-    """Time the steps, and end the training. The first step counts only if it is the only one: it also compiles."""
+    """
+    Time the first steps, and count their tokens. The first step counts only if it is the only one: it also compiles.
+    """
 
     def __init__(self) -> None:
-        # The beginning of the training, and the end of each step.
+        # The beginning of the training, and the end of each timed step.
         self.times: list[float] = []
+        self.tokens_per_step = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -146,12 +138,17 @@ class _Clock(TrainerCallback):
         self.times = [time.perf_counter()]
 
     def on_step_end(self, args, state, control, **kwargs):
-        if args.device.type != "cpu":
-            torch.accelerator.synchronize()
-        self.times.append(time.perf_counter())
-        if state.global_step >= min(NUM_STEPS, state.max_steps):
+        if state.global_step <= NUM_STEPS:
+            if args.device.type != "cpu":
+                torch.accelerator.synchronize()
+            self.times.append(time.perf_counter())
+        if state.global_step == min(NUM_STEPS, state.max_steps):
             # Trainer counts the tokens when it logs.
-            control.should_log = control.should_training_stop = True
+            control.should_log = True
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == min(NUM_STEPS, state.max_steps):
+            self.tokens_per_step = state.num_input_tokens_seen / state.global_step
 
 
 def _on_meta(model: Any) -> MiniMindForCausalLM:
@@ -189,41 +186,20 @@ def _draw_schedule(trainer: Any, num_steps: int) -> str:
     return f"{bars} ends at {factors[-1] * trainer.args.learning_rate:.3g}"
 
 
-def _describe_memory(trainer: Any, whole: MiniMindForCausalLM) -> str:
-    """Return the measured peak of a process, and the estimated largest batch or what to do without an estimate."""
+def _describe_memory(trainer: Any, probe: MemoryProbe) -> str:
+    """Return the measured peak of the largest process, and the estimated largest batch."""
     args = trainer.args
-    peak = peak_memory_bytes(args.device)
-    free: float = available_memory_bytes(args.device)
-    if args.device.type == "cpu":
-        # All processes share the free memory of the machine. Each one also keeps what it uses already.
-        free = free / num_local_processes() + psutil.Process().memory_info().rss
-    text = f"peak of {peak / 2**30:.2f} GiB per process in the measured steps, of {free / 2**30:.1f} GiB"
+    peak, free = (trainer.ranks.gather(value) for value in (probe.peak, probe.free))
+    text = f"peak of {max(peak) / 2**30:.2f} GiB per process in the measured steps, of {min(free) / 2**30:.1f} GiB"
     if args.device.type == "cpu":
         # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
         text += " (a longer run may hold twice as much, because the allocator keeps freed memory)"
-        free /= 2
-    row_length = getattr(trainer.data_collator, "max_length", None)
-    # The estimate holds if the run trains all weights of one model on rows of equal length.
-    is_plain = type(trainer) is MaskedLossTrainer and not is_adapted(trainer.model)
-    if row_length is None or not is_plain or args.fp16 or args.gradient_checkpointing or args.activation_checkpointing:
-        return (
-            f"{text}; there is no estimate of the largest batch for such a run, so raise "
-            "--per_device_train_batch_size and plan again until the peak comes close"
-        )
-    # NOTE: under ZeRO-3, transformers would shard the model of the estimate, too.
-    unset_hf_deepspeed_config()
-    layout = trainer._layout
-    estimate = estimate_memory(
-        whole,
-        max_length=row_length,
-        strategy=_STRATEGIES.get(layout) or layout.lower().replace("-", "").replace("zero0", "ddp"),
-        world_size=args.world_size,
-        optimizer="muon" if optimizer_name(args) == "muon" else "adamw",
-        dtype=torch.bfloat16 if args.bf16 else torch.float32,
-        device_type=args.device.type,
-    )
-    largest = estimate.largest_batch(free)
-    return f"{text}; an estimated {largest:,} sequences of {row_length} tokens fit (--per_device_train_batch_size)"
+    largest = probe.largest_batch()
+    kind = trainer.run_facts.data_kind
+    rows = _ROWS_OF_ANY_LENGTH.get(kind, "sequences")
+    text += f"; at least {largest:,} {rows} of {probe.length} tokens fit (--per_device_train_batch_size)"
+    # The measured rows are the first ones of the data.
+    return f"{text}, fewer if longer ones come" if kind in _ROWS_OF_ANY_LENGTH else text
 
 
 def _in_steps(interval: float, num_steps: int) -> int:

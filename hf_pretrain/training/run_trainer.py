@@ -66,6 +66,8 @@ class RunTrainer(Trainer):
         self._evaluation_is_due = self._resumed_before_evaluation = False
         self._weight_decays: list[float | None] = []
         self._throughput = Throughput()
+        # Batches that a dry run trains on instead (`memory_probe.py`).
+        self.planned_batches: Iterator | None = None
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
         is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
         # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `checkpoints.sharded` saves
@@ -286,6 +288,7 @@ class RunTrainer(Trainer):
         end_all_ranks(status, self.signals)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        epoch_iterator = self.planned_batches or epoch_iterator
         # A copy, because Trainer adds to this tensor.
         self._loss_before_step = self._tr_loss.clone()
         if self.args.world_size > 1 and not is_stream(self.train_dataset):
@@ -305,6 +308,9 @@ class RunTrainer(Trainer):
     def _plan_lines(self) -> list[tuple[str, str]]:
         """Return further lines of a dry run's plan, each with its label. Subclasses override it."""
         return []
+
+    def show_longest_step(self) -> None:
+        """Let the next step of a dry run take as much memory as any of the run. Subclasses override it."""
 
     # Non-finite steps
 

@@ -5,6 +5,7 @@ import math
 import re
 import runpy
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, 
 from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
 from hf_pretrain.stages.tools import calculator, load_tools
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training import plan
+from hf_pretrain.training.plan import begin_dry_run, format_plan
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.hub_server import HubServer
@@ -541,6 +544,34 @@ def test_a_dry_run_plans_the_rollouts(workspace, beta, reference):
     randomness = "--seed 42 determines order of the data, sampled completions; the weights come from "
     assert re.search(f"^Random +{randomness}", result.stdout, re.MULTILINE)
     assert not (workspace / "planned").exists()
+
+
+def test_the_memory_of_a_plan_is_that_of_the_longest_completions(tokenizer, tmp_path):
+    # Every second token ends the completion, and TRL generates in one of four steps.
+    others = [token for token in range(360) if token not in (5, tokenizer.eos_token_id)]
+    settings = {"max_completion_length": 20, "max_steps": 10, "steps_per_generation": 4}
+    facts = {"run_facts": RunFacts(data_kind="tasks")}
+    settings["generation_kwargs"] = {"suppress_tokens": others}
+    trainer = toy_trainer(tokenizer, tmp_path, trainer=facts, **settings)
+    generate, calls = trainer._generate_and_score_completions, []
+    trainer._generate_and_score_completions = lambda inputs: calls.append(len(inputs)) or generate(inputs)
+    begin_dry_run(trainer.args)
+    text = format_plan(trainer)
+    prompts = tokenizer.apply_chat_template(
+        list(trainer.train_dataset["prompt"]), add_generation_prompt=True, return_dict=False
+    )
+    length = int(re.search(r"at least [\d,]+ completions of (\d+) tokens fit", text)[1])
+    assert min(map(len, prompts)) <= length - 20 <= max(map(len, prompts))
+    # One generation in the four timed steps, and one in each step with 2, 4 and 8 times as many rows.
+    assert calls == [16, 32, 64, 128]
+
+
+def test_the_time_of_an_evaluation_counts_its_generation(tokenizer, tmp_path):
+    trainer = toy_trainer(tokenizer, tmp_path, trainer={"eval_dataset": toy_tasks(12)}, num_generations_eval=2)
+    begin_dry_run(trainer.args)
+    # 12 tasks with 2 completions each, in steps of 4 completions, of which each takes 50 seconds.
+    clock = SimpleNamespace(step_seconds=50.0, num_steps=3)
+    assert "; 1 evaluation of about 5 min each" in plan._describe_time(trainer, clock, num_steps=2)
 
 
 def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):

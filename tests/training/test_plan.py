@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 
 from hf_pretrain.training import plan
+from hf_pretrain.training.memory_probe import MemoryProbe
 from hf_pretrain.training.plan import begin_dry_run, format_plan
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
@@ -93,11 +94,12 @@ def test_only_the_weights_of_a_new_adapter_are_random(tmp_path, monkeypatch):
         assert ("weights of a new adapter" in plan._describe_randomness(trainer)) == is_new
 
 
-def test_a_plan_without_an_estimate_says_how_to_find_the_largest_batch(tmp_path):
-    # The trainer of the preference stages has no estimate.
+def test_the_peak_is_the_one_of_the_largest_process(tmp_path):
     trainer = make_run_trainer(tmp_path / "run", max_steps=1)
-    begin_dry_run(trainer.args)
-    assert "raise --per_device_train_batch_size and plan again" in field(format_plan(trainer), "Memory")
+    probe = MemoryProbe(trainer, after_step=4)
+    probe.peak, probe.free, probe.num_rows, probe.added = 2.0 * 2**30, 8.0 * 2**30, 4, 1e6
+    trainer.ranks.gather = lambda value: [value, 3 * value]
+    assert "peak of 6.00 GiB per process in the measured steps, of 8.0 GiB" in plan._describe_memory(trainer, probe)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
@@ -107,11 +109,32 @@ def test_two_ranks_plan_together(tmp_path, launcher):
     words = ["--dataset_name", data, "--output_dir", str(tmp_path / "out"), "--max_length", "32", "--use_cpu"]
     words += ["--bf16", "false", "--vocab_size", "300", "--max_steps", "200", "--dry_run", "--report_to", "none"]
     words += ["--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4"]
+    words += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
     if launcher == "deepspeed":
         words += ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
     result = start([*launcher_command(launcher), str(ROOT / "recipes/pretrain.py"), *words])
     assert result.returncode == 0, result.stdout
-    assert "200 of 16 sequences each" in result.stdout and "sequences of 32 tokens fit" in result.stdout
+    # Two processes, each with three batches of two rows.
+    assert "200 of 12 sequences each" in result.stdout and "sequences of 32 tokens fit" in result.stdout
+
+
+def test_a_stream_is_planned_without_its_length(tmp_path):
+    texts = [" ".join(f"{number} is a number." for number in range(start, start + 300)) for start in range(20)]
+    data = write_jsonl(tmp_path / "a.jsonl", texts)
+    words = ["--dataset_name", data, "--output_dir", str(tmp_path / "out"), "--max_length", "32", "--use_cpu"]
+    words += ["--bf16", "false", "--vocab_size", "300", "--max_steps", "40", "--dry_run", "--report_to", "none"]
+    words += ["--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4", "--streaming"]
+    words += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
+    result = start([*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *words])
+    assert result.returncode == 0, result.stdout
+    assert field(result.stdout, "Steps") == "40 of 6 sequences each, streamed"
+    # Almost all rows are full.
+    tokens = int(re.match(r"about ([\d,]+)", field(result.stdout, "Tokens"))[1].replace(",", ""))
+    assert tokens == pytest.approx(40 * 6 * 32, rel=0.03)
+    assert "sequences of 32 tokens fit" in field(result.stdout, "Memory")
+    # --seed orders a stream when it is loaded.
+    assert field(result.stdout, "Random") == "--seed 42 determines initial weights, order of the data"
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_plan_has_the_figures_of_the_run(tmp_path):
@@ -124,7 +147,7 @@ def test_the_plan_has_the_figures_of_the_run(tmp_path):
     assert field(plan, "Model").startswith(f"{number / 1e6:,.1f} M parameters")
     assert field(plan, "Data") == "Training: 13 documents"
     assert field(plan, "Steps").startswith("50 of 8 sequences each")
-    assert trainer.state.global_step == 4 and re.match(r"\d+\.\d\d s per step \(mean of 3\)", field(plan, "Time"))
+    assert re.match(r"\d+\.\d\d s per step \(mean of 3\)", field(plan, "Time"))
     assert field(plan, "Disk").startswith(f"5 checkpoints of {12 * number / 1e6:,.0f} MB, 2 kept")
     assert field(plan, "Files").startswith(f"{before['output_dir']}: ")
     # The curve begins low, is at its peak after the warm-up, and ends at a tenth of the peak.
