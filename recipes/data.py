@@ -43,6 +43,7 @@ from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import describe_splits, list_sources, plain_text, read_records
 from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.stages.task_groups import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -116,7 +117,7 @@ def task_texts(names: str | None) -> Iterable[str]:
     try:
         from hf_pretrain.stages.harness import read_questions
     except ImportError as error:
-        raise ImportError('--held_out_tasks needs lm-eval: pip install "hf_pretrain[eval]"') from error
+        raise ImportError(f"--held_out_tasks needs lm-eval: {install_command('eval')}") from error
     return read_questions(expand_tasks(names))
 
 

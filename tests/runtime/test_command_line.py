@@ -19,6 +19,7 @@ from hf_pretrain.data.parts import map_parts
 from hf_pretrain.data.rejected import RejectedLines
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import is_mistake, one_line_errors
+from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.tools import load_tools
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -308,7 +309,7 @@ def test_a_missing_extra_is_one_line(recipe, package, extra):
     result = start(words, fresh=True)
     assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout[-3000:]
     assert result.stdout.splitlines()[-1].startswith("error: ")
-    assert result.stdout.rstrip().endswith(f'pip install "hf_pretrain[{extra}]"')
+    assert result.stdout.rstrip().endswith(install_command(extra))
 
 
 @pytest.mark.distributed
