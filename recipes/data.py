@@ -3,17 +3,21 @@ Inspect data before training, or clean them.
 
     hf-pretrain data inspect my/*.jsonl
     hf-pretrain data inspect jingyaogong/minimind_dataset:sft_mini_512.jsonl --tokenizer out/pretrain-tiny
+    hf-pretrain data inspect roneneldan/TinyStories
     hf-pretrain data clean my/*.jsonl --output clean.jsonl
     hf-pretrain data clean my/*.jsonl --output clean.jsonl --held_out validation.jsonl --min_chars 100
     hf-pretrain data clean my/*.jsonl --output clean.jsonl --held_out_tasks minimind
+
+Names are those of `--dataset_name`: embedded[:part], files, globs, directories, files on the Hub, and whole datasets
+owner/name[:config][@revision] on the Hub, of which the command reads the split `train`, as training does.
 
 `inspect` prints the number of records and bad lines, the lengths in tokens, the shares of duplicates and languages,
 some records as the model sees them, and the tokens per parameter for each model preset.
 
 `clean` drops bad lines, short and repetitive records, exact and near duplicates, and records that share 60 characters
 in a row with `--held_out` data or with the examples of `--held_out_tasks`. It writes the other records as JSONL.
-`<output>.dropped` lists each dropped record with its line and the reason. `<output>.report.json` holds the number of
-records per reason.
+`<output>.dropped` lists each dropped record with its line or row and the reason. `<output>.report.json` holds the
+number of records per reason.
 """
 
 import argparse
@@ -36,9 +40,10 @@ from hf_pretrain.data.cleaning import (
     write_cleaned,
 )
 from hf_pretrain.data.inspection import describe, render, survey_records
-from hf_pretrain.data.records import list_sources, plain_text, read_records
+from hf_pretrain.data.records import describe_splits, list_sources, plain_text, read_records
 from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.stages.task_groups import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -49,7 +54,9 @@ def inspect(args: argparse.Namespace) -> None:
     for name, least in (("max_length", 2), ("show", 0), ("chars", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least {least}.")
-    sources = list_sources(args.names)
+    with activity.on_stderr(bars=False):
+        activity.begin("downloading")
+        sources = list_sources(args.names)
     with activity.on_stderr():
         survey = survey_records(read_records(sources, text_column=args.text_column))
         if not survey.sample:
@@ -63,7 +70,7 @@ def inspect(args: argparse.Namespace) -> None:
                 mark_template(tokenizer)
         activity.begin("counting tokens and languages")
         findings = describe(survey, tokenizer, max_length=args.max_length)
-    lines = [f"{label:20} {text}" for label, text in findings]
+    lines = [*filter(None, [describe_splits(sources)]), *(f"{label:20} {text}" for label, text in findings)]
     lines.append(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
     for record in random.Random(args.seed).sample(survey.sample, min(args.show, len(survey.sample))):
         shown = tokenizer.decode(render(record, tokenizer))
@@ -79,9 +86,13 @@ def clean(args: argparse.Namespace) -> None:
     if existing is not None and not args.overwrite:
         raise ValueError(f"{existing} exists. Choose another --output, or replace it with --overwrite.")
     rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
-    sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
+    with activity.on_stderr(bars=False):
+        activity.begin("downloading")
+        sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
     check_sources(sources + held_out_sources, output)
     check_kinds(sources, args.text_column)
+    if splits := describe_splits(sources + held_out_sources):
+        print(splits)
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
     with activity.on_stderr(bars=False):
         activity.begin("reading the held-out texts")
@@ -106,14 +117,16 @@ def task_texts(names: str | None) -> Iterable[str]:
     try:
         from hf_pretrain.stages.harness import read_questions
     except ImportError as error:
-        raise ImportError('--held_out_tasks needs lm-eval: pip install "hf_pretrain[eval]"') from error
+        raise ImportError(f"--held_out_tasks needs lm-eval: {install_command('eval')}") from error
     return read_questions(expand_tasks(names))
 
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("action", choices=("inspect", "clean"), help="what to do")
-    parser.add_argument("names", nargs="+", help="embedded[:part], files, globs, directories, or files on the Hub")
+    parser.add_argument(
+        "names", nargs="+", help="embedded[:part], files, globs, directories, or files and datasets on the Hub"
+    )
     parser.add_argument("--text_column", default="text", help="column that holds the text")
     look = parser.add_argument_group("inspect")
     look.add_argument(

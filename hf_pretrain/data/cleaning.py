@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.activity import activity
+from ..runtime.installation import install_command
 from .corpora import COPY
 from .formats import BadRecord, check_values, write_json
 from .records import Record, find_schema, plain_text
@@ -145,7 +146,7 @@ class DuplicateFinder:
         try:
             from datasketch import MinHash, MinHashLSH
         except ImportError as error:
-            raise ImportError('Near duplicates need datasketch: pip install "hf_pretrain[data]"') from error
+            raise ImportError(f"Near duplicates need datasketch: {install_command('data')}") from error
         self._new_hash = MinHash
         self._index = MinHashLSH(num_perm=_NUM_HASHES, params=_BANDS)
         self._similarity = similarity

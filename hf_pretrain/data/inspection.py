@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
 from ..runtime.activity import activity
+from ..runtime.installation import install_command
 from ..tokenizer.encoding import encode_documents
 from .cleaning import CleaningRules, DuplicateFinder, digest
 from .encoding import encode_conversation
@@ -165,7 +166,7 @@ def find_language(text: str) -> str:
     try:
         from py3langid import classify
     except ImportError as error:
-        raise ImportError('Languages need py3langid: pip install "hf_pretrain[data]"') from error
+        raise ImportError(f"Languages need py3langid: {install_command('data')}") from error
     return str(classify(text[:2000])[0]) if len(text) >= _MIN_LANGUAGE_CHARS else "?"
 
 

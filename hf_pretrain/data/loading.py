@@ -16,10 +16,10 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
-from ..runtime.names import DatasetName
 from .conversations import SCHEMAS, first_question
 from .corpora import load_embedded
 from .formats import BadRecord, read_file, read_json_lines, read_text
+from .hub_datasets import SPLIT, load_hub_dataset
 from .parts import cache_key, map_parts
 from .rejected import RATIO_INTERVAL, RejectedLines
 from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file_state, find_sources
@@ -235,25 +235,11 @@ def _load_hub_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
     """Load the rows of a Hub dataset `name[:config][@revision]`."""
-    dataset = DatasetName.parse(name)
-    try:
-        records = datasets.load_dataset(
-            dataset.repo_id,
-            dataset.config,
-            revision=dataset.revision,
-            split="train",
-            streaming=streaming,
-            # NOTE: `load_dataset` refuses `num_proc` together with streaming.
-            num_proc=None if streaming else num_proc,
-        )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
-        ) from error
+    records = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
     # Some streams learn their columns only from the first record.
     columns = records.column_names or list(next(iter(records), ()))
     if not columns:
-        raise ValueError(f"{name} holds no record. Check the name, its configuration and its split `train`.")
+        raise ValueError(f"{name} holds no record. Check the name, its configuration and its split `{SPLIT}`.")
     if text_column is not None and text_column not in columns:
         raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..runtime.installation import install_command
 from ..runtime.names import MODELSCOPE, DatasetName
 from .formats import file_format
 
@@ -36,7 +37,7 @@ def download_modelscope_files(name: str) -> list[str]:
     try:
         import modelscope_hub as modelscope
     except ImportError:
-        raise ValueError(f"{name} needs modelscope-hub: pip install 'hf_pretrain[modelscope]'.") from None
+        raise ValueError(f"{name} needs modelscope-hub: {install_command('modelscope')}") from None
     file = DatasetName.parse(name.removeprefix(MODELSCOPE))
     pattern = file.config or "*"
     api = modelscope.HubApi()

@@ -1,7 +1,7 @@
 """Read the records of data sources with their line numbers, to inspect and clean data."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 from .conversations import SCHEMAS
 from .corpora import load_embedded
 from .formats import BadRecord, file_format, read_file, read_text
-from .sources import EMBEDDED_SOURCES, find_sources
+from .hub_datasets import SPLIT, load_hub_dataset
+from .sources import EMBEDDED_SOURCES, find_sources, is_hub_dataset
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Record:
     A record, a bad line, or a copy in an embedded part.
 
     Args:
-        source (`str`): the file, or the name of the embedded part.
-        line (`int`): the line number, counted from 1; 0 if the reason concerns the whole file.
+        source (`str`): the file, or the name of the embedded part or Hub dataset.
+        line (`int`): the number of the line or row, counted from 1; 0 if the reason concerns the whole file.
         content: the parsed record; `None` for a bad line or a copy.
         text (`str`): the document: the text, or the conversation or preference in the internal form.
         reason (`str`): why the record is left out; empty for a good one.
@@ -41,10 +42,10 @@ class Record:
 
 def list_sources(names: list[str]) -> list[str]:
     """
-    Return all files and embedded parts that names stand for.
+    Return all files, embedded parts and Hub datasets that names stand for. Download those on the Hub.
 
     Args:
-        names (`list[str]`): names in the form of `--dataset_name`, but no whole datasets of the Hub.
+        names (`list[str]`): names in the form of `--dataset_name`.
 
     Raises:
         `ValueError`: if a name leads to no data.
@@ -53,16 +54,22 @@ def list_sources(names: list[str]) -> list[str]:
     for name in names:
         found = find_sources(name)
         if found is None:
-            raise ValueError(
-                f"{name} is no file here. To read a dataset on the Hub, name one of its files: owner/name:file.jsonl."
-            )
-        sources += found
+            # Load it once here: a wrong name or a long download belongs before the work.
+            load_hub_dataset(name)
+        sources += [name] if found is None else found
     return sources
+
+
+def describe_splits(sources: list[str]) -> str:
+    """Return a sentence about the split that is read of the Hub datasets among `sources`; "" if there are none."""
+    names = [source for source in sources if is_hub_dataset(source)]
+    return f"Read from the Hub, as in training: the split `{SPLIT}` of {', '.join(names)}." if names else ""
 
 
 def read_records(sources: list[str], *, schema: str | None = None, text_column: str = "text") -> Iterator[Record]:
     """
-    Yield all records of files and embedded parts. Bad lines and the copies in embedded parts have a reason.
+    Yield all records of files, embedded parts and Hub datasets. Bad lines and the copies in embedded parts have a
+    reason.
 
     Args:
         sources (`list[str]`): the result of [`list_sources`].
@@ -77,10 +84,9 @@ def find_schema(source: str, text_column: str = "text") -> str | None:
     """Return the schema of the first record of a source that has one; `None` if none does."""
     if source in EMBEDDED_SOURCES:
         return "text"
-    path = Path(source)
     # Read all columns of a parquet file: it may not have the text column.
-    column = None if file_format(path) == ".parquet" else text_column
-    for _, _, content in read_file(path, text_column=column):
+    column = None if file_format(Path(source)) == ".parquet" else text_column
+    for _, content in _read_contents(source, column):
         # Try `preference` first: a preference may also pass as a conversation.
         for schema in ("text", "preference", "conversation"):
             try:
@@ -111,20 +117,28 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
 
 
 def _read_source(source: str, schema: str, text_column: str) -> Iterator[Record]:
-    numbered: Iterable[tuple[int, Any]]
+    numbered: Iterator[tuple[int, Any]]
     if source in EMBEDDED_SOURCES:
         text_column = "text"
         numbered = enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1)
     else:
-        path = Path(source)
         # Read all columns of a parquet file: a cleaning copies them.
-        column = text_column if schema == "text" and file_format(path) != ".parquet" else None
-        numbered = ((line, content) for line, _, content in read_file(path, text_column=column))
+        is_parquet = file_format(Path(source)) == ".parquet"
+        numbered = _read_contents(source, text_column if schema == "text" and not is_parquet else None)
     for line, content in numbered:
         try:
             yield Record(source, line, content, _read_content(content, schema, text_column), schema=schema)
         except BadRecord as error:
             yield Record(source, line, None, "", error.reason)
+
+
+def _read_contents(source: str, text_column: str | None) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the content of each record of a file or Hub dataset."""
+    if is_hub_dataset(source):
+        # The rows come one by one from a table that is mapped into memory.
+        yield from enumerate(load_hub_dataset(source), start=1)
+    else:
+        yield from ((line, content) for line, _, content in read_file(Path(source), text_column=text_column))
 
 
 def _read_content(content: Any, schema: str, text_column: str) -> str:
@@ -134,4 +148,4 @@ def _read_content(content: Any, schema: str, text_column: str) -> str:
     return read_text(content, text_column=text_column) if schema == "text" else SCHEMAS[schema](content)
 
 
-__all__ = ["Record", "find_schema", "list_sources", "plain_text", "read_records"]
+__all__ = ["Record", "describe_splits", "find_schema", "list_sources", "plain_text", "read_records"]

@@ -97,6 +97,12 @@ def find_sources(name: str) -> list[str] | None:
     return [str(file) for file in paths]
 
 
+def is_hub_dataset(source: str) -> bool:
+    """Return whether a source is the name of a whole Hub dataset, for which [`find_sources`] returns `None`."""
+    # All files that are read have a known ending, and a name with such an ending is always a file.
+    return source not in EMBEDDED_SOURCES and file_format(Path(source)) is None
+
+
 @dataclass(frozen=True)
 class Piece:
     """
@@ -175,4 +181,5 @@ __all__ = [
     "cut_sources",
     "file_state",
     "find_sources",
+    "is_hub_dataset",
 ]

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 from datasets import Dataset
 
-from ..runtime.names import DatasetName, check_word
+from ..runtime.names import check_word
 from .conversations import read_messages
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, file_format, read_file, write_json
+from .hub_datasets import load_hub_dataset
 from .rejected import RejectedLines
 from .sources import find_sources
 from .splitting import hashes_are_between
@@ -284,14 +284,7 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
     """Yield source, line, offset and content of every record under a name that is not embedded."""
     sources = find_sources(name)
     if sources is None:
-        dataset = DatasetName.parse(name)
-        try:
-            records = datasets.load_dataset(dataset.repo_id, dataset.config, revision=dataset.revision, split="train")
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(
-                f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
-            ) from error
-        yield from ((name, line, None, record) for line, record in enumerate(records, start=1))
+        yield from ((name, line, None, record) for line, record in enumerate(load_hub_dataset(name), start=1))
         return
     for source in sources:
         if file_format(Path(source)) not in (".jsonl", ".json"):

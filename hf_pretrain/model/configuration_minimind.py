@@ -269,8 +269,8 @@ class MiniMindConfig(PreTrainedConfig):
             )
         if version > FORMAT_VERSION:
             raise ValueError(
-                f"This checkpoint has format_version={version}, and this code reads up to {FORMAT_VERSION}: "
-                "upgrade hf_pretrain (`pip install -U hf_pretrain`)."
+                f"This checkpoint has format_version={version}, and this code reads up to {FORMAT_VERSION}. "
+                "Install a newer version of hf_pretrain."
             )
         return super().from_dict(config_dict, **kwargs)
 

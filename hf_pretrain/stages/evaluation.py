@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard
 from ..checkpoints.directory import find_newest_run
 from ..data.arguments import ChatArguments
 from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
+from ..runtime.installation import install_command
 from ..runtime.metrics import METRICS
 from ..training.arguments import LMTrainingArguments
 from ..training.deepspeed_support import find_deepspeed_config
@@ -74,7 +75,7 @@ class EvaluationArguments(LMTrainingArguments):
         # results.
         self.run_dir = self.output_dir
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
-            raise ValueError(f"--tasks {self.tasks} needs lm-eval: pip install 'hf_pretrain[eval]'.")
+            raise ValueError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.
         if self.tasks and self.world_size > 1:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset
+from ..runtime.installation import install_command
 from ..runtime.names import check_word
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
@@ -36,7 +37,7 @@ try:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 except ImportError as error:
-    raise ImportError('Preference training needs TRL: pip install "hf_pretrain[trl]"') from error
+    raise ImportError(f"Preference training needs TRL: {install_command('trl')}") from error
 
 logger = logging.get_logger(__name__)
 

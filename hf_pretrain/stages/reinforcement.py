@@ -25,6 +25,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..hub.model_card import RunFacts
+from ..runtime.installation import install_command
 from ..runtime.names import OpenChoices
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
@@ -39,7 +40,7 @@ try:
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
-    raise ImportError('Reinforcement learning needs TRL: pip install "hf_pretrain[trl]"') from error
+    raise ImportError(f"Reinforcement learning needs TRL: {install_command('trl')}") from error
 
 # Maximum number of nested brackets in a tool call. Real arguments have one or two levels.
 MAX_NESTING = 64

@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
+from ..runtime.installation import install_command
 from ..tokenizer.encoding import thinking_variables
 from .generating import MIN_TEMPERATURE
 
@@ -45,7 +46,7 @@ try:
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 except ImportError as error:
-    raise ImportError('Serving needs FastAPI: pip install "hf_pretrain[serve]"') from error
+    raise ImportError(f"Serving needs FastAPI: {install_command('serve')}") from error
 
 logger = logging.get_logger(__name__)
 

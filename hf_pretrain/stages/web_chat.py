@@ -18,6 +18,8 @@ from contextlib import ExitStack, aclosing, suppress
 from http.client import HTTPException
 from typing import Any
 
+from ..runtime.installation import install_command
+
 
 try:
     import gradio as gr
@@ -33,7 +35,7 @@ try:
         waiting_calls,
     )
 except ImportError as error:
-    raise ImportError('The chat page needs gradio: pip install "hf_pretrain[web]"') from error
+    raise ImportError(f"The chat page needs gradio: {install_command('web')}") from error
 
 _PLACEHOLDER = "Type a message"
 # Seconds that the servers get to end.

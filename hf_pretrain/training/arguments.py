@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ..runtime.activity import activity, shows_bars
 from ..runtime.build_locks import remove_stale_build_locks
 from ..runtime.devices import has_bfloat16_units
+from ..runtime.installation import install_command
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices, check_word
 from ..runtime.waiting import first_process_first
@@ -355,10 +356,10 @@ def _check_trackers(names: list[str]) -> None:
     for name in names:
         check_word("--report_to", name, ("none", *INTEGRATION_TO_CALLBACK))
         if name not in available:
-            package = '"hf_pretrain[trackers]"' if name in _TESTED_TRACKERS else name
+            command = install_command("trackers") if name in _TESTED_TRACKERS else f"pip install {name}"
             raise ValueError(
-                f"--report_to {name}: its package is not installed: pip install {package}. Installed here: "
-                f"{', '.join(available) or 'none'}."
+                f"--report_to {name}: its package is not installed. Installed here: {', '.join(available) or 'none'}. "
+                f"To add it: {command}"
             )
 
 

@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
 from ..reports.runs import RECORD_NAME, REPORT_NAME, read_run
+from ..runtime.installation import install_command
 from ..runtime.metrics import HEADLINES
 from ..runtime.processes import num_local_processes
 from ..tokenizer.encoding import encode_prompt
@@ -295,7 +296,7 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
         if "--use_cpu" in sys.argv:
             words.append("--use_cpu")
         if stage in TRL_STAGES and not find_spec("trl"):
-            commands.append(("Next, install TRL", ["pip", "install", "hf_pretrain[trl]"]))
+            commands.append(("Next, install TRL", shlex.split(install_command("trl"))))
         commands.append(("Next stage", words))
     return [(label, shlex.join(words)) for label, words in commands]
 

@@ -23,6 +23,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.experts import MiniMindExperts
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.installation import install_command
 from ..runtime.names import may_be_checkpoint
 from .loading import load_upstream
 
@@ -175,7 +176,7 @@ def _finish(adapted: Any) -> Any:
 def _check_peft(flag: str):
     """Raise `ValueError` if peft is not installed."""
     if not is_peft_available():
-        raise ValueError(f"{flag} needs peft: pip install 'hf_pretrain[peft]'.")
+        raise ValueError(f"{flag} needs peft: {install_command('peft')}")
 
 
 def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str] | None]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_gguf_pytorch_utils
+from transformers.utils import logging
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from .configs import write_stock_fields
@@ -15,6 +16,9 @@ from .gguf import check_gguf_fields, gguf_layout, read_ernie_weights
 from .perplexity import perplexity
 
 
+# NOTE: the GGUF reader draws its bar with tqdm itself, so the switch of transformers (`disable_progress_bar`) does not
+# reach it. With the wrapper of transformers, it does.
+modeling_gguf_pytorch_utils.tqdm = logging.tqdm
 # The random input on which logits are compared.
 ROWS, ROW_TOKENS = 8, 64
 

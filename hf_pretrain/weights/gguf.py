@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.installation import install_command
 from .layouts import to_half_split
 
 
@@ -47,7 +48,7 @@ def _gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ValueError("GGUF needs the gguf package: pip install 'hf_pretrain[gguf]'.") from None
+        raise ValueError(f"GGUF needs the gguf package: {install_command('gguf')}") from None
     return gguf
 
 

@@ -31,7 +31,7 @@ def damage(data: bytes, place: int) -> bytes:
 def test_a_missing_package_is_named(tmp_path, monkeypatch, streaming):
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(LINES))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ImportError, match=r'pip install "hf_pretrain\[zstd\]"'):
+    with pytest.raises(ImportError, match=r"pip install .*\[zstd\]"):
         load_documents([str(tmp_path / "a.jsonl.zst")], streaming=streaming)
 
 

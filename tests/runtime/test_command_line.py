@@ -3,6 +3,7 @@
 import json
 import runpy
 import shutil
+import subprocess
 import sys
 import time
 
@@ -18,6 +19,7 @@ from hf_pretrain.data.parts import map_parts
 from hf_pretrain.data.rejected import RejectedLines
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import is_mistake, one_line_errors
+from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.tools import load_tools
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -27,7 +29,7 @@ from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.model_arguments import ModelArguments
-from tests.invariants.launching import ROOT, launcher_command, start
+from tests.invariants.launching import ROOT, launcher_command, process_options, start
 from tests.weights.test_conversion import GOLDEN
 
 
@@ -290,6 +292,16 @@ def test_convert_replaces_a_model_only_with_overwrite(monkeypatch, tmp_path, cap
     assert (tmp_path / "out/config.json").is_file() and not list((tmp_path / "out").glob("*.gguf"))
 
 
+def test_a_redirected_conversion_to_gguf_holds_no_bar(tmp_path):
+    words = [sys.executable, str(ROOT / "recipes/convert.py"), "--from", str(GOLDEN / "C_dense")]
+    words += ["--to", str(tmp_path / "out"), "--format", "gguf", "--dtype", "q8_0"]
+    # Read bytes: text mode would turn a return into a line break.
+    options = process_options(PYTHONPATH=str(ROOT)) | {"text": False}
+    result = subprocess.run(words, **options)
+    assert result.returncode == 0 and b"GGUF (" in result.stdout, result.stdout
+    assert b"\r" not in result.stdout and b"de-quantizing" not in result.stdout, result.stdout
+
+
 # Run a recipe as if these packages were not installed.
 WITHOUT = """
 import runpy, sys
@@ -314,7 +326,7 @@ def test_a_missing_extra_is_one_line(recipe, package, extra):
     result = start(words, fresh=True)
     assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout[-3000:]
     assert result.stdout.splitlines()[-1].startswith("error: ")
-    assert result.stdout.rstrip().endswith(f'pip install "hf_pretrain[{extra}]"')
+    assert result.stdout.rstrip().endswith(install_command(extra))
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,9 @@ def test_the_hub_login_is_checked_and_the_token_never_shown(monkeypatch):
             found = findings(health.check_hub)["Hub"]
             assert found.status == status and token not in found.message + found.advice
         assert "401" in found.message
+        server.fail = lambda method, path: 429
+        found = findings(health.check_hub)["Hub"]
+        assert found.status == NOTE and "(429)" in found.message
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     found = findings(health.check_hub)["Hub"]
     assert found.status == NOTE and "cannot be reached" in found.message

@@ -12,6 +12,7 @@ from transformers import TrainerState
 
 import hf_pretrain_cli
 from hf_pretrain.hub.model_card import CARD_NAME, RunFacts
+from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.training import reporting
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.reporting import (
@@ -101,7 +102,7 @@ def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     assert "--nproc 2" in dpo and "hf-pretrain dpo" in dpo
     with monkeypatch.context() as patch:
         patch.setattr(reporting, "find_spec", lambda name: None)
-        install = ("Next, install TRL", "pip install 'hf_pretrain[trl]'")
+        install = ("Next, install TRL", install_command("trl"))
         assert next_commands(args, after_sft)[1:] == [install, ("Next stage", dpo)]
     # Outside of its environment, the shell does not find the command by name.
     monkeypatch.setenv("VIRTUAL_ENV", "elsewhere")

@@ -1,0 +1,38 @@
+"""The command that installs an extra of this package into this installation."""
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+_NAME = "hf_pretrain"
+
+
+def install_command(extra: str) -> str:
+    """
+    Return the command that adds an extra (a key of `optional-dependencies` in pyproject.toml) to this installation.
+
+    pip records where it took a package from, unless it was an index:
+    https://packaging.python.org/en/latest/specifications/direct-url/
+    """
+    try:
+        origin = json.loads(distribution(_NAME).read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        # Nobody has installed the checkout that runs.
+        origin = {"url": Path(__file__).parents[2].as_uri(), "dir_info": {"editable": True}}
+    package = f"{_NAME}[{extra}]"
+    if not origin:
+        return shlex.join(["pip", "install", package])
+    if "dir_info" in origin:
+        is_editable = origin["dir_info"].get("editable", False)
+        directory = unquote(urlsplit(origin["url"]).path)
+        return shlex.join(["pip", "install", *(["-e"] if is_editable else []), f"{directory}[{extra}]"])
+    source = origin["url"]
+    if "vcs_info" in origin:
+        source = f"{origin['vcs_info']['vcs']}+{source}@{origin['vcs_info']['commit_id']}"
+    return shlex.join(["pip", "install", f"{package} @ {source}"])
+
+
+__all__ = ["install_command"]

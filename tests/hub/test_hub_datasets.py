@@ -1,0 +1,162 @@
+"""Whole datasets on the Hub, over HTTP from the loopback Hub: `hf-pretrain data` reads what training reads."""
+
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.hub_server import HubServer, Repo
+from tests.invariants.launching import ROOT, start
+
+
+TEXTS = ["one horse walks over the long bridge", "two dogs sleep under the old tree", "three crows sit on a stone"]
+OLD = "an old text of this table"
+CHAT = [{"role": "user", "content": "who walks there?"}, {"role": "assistant", "content": "A horse walks there."}]
+# Two configurations, and a split that no run reads.
+CARD = b"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: text.parquet
+  - split: test
+    path: test.parquet
+- config_name: chats
+  data_files: chats.parquet
+---
+"""
+
+
+def parquet(*records: dict) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(records)), file)
+    return file.getvalue()
+
+
+def numbered(*texts: str | None) -> bytes:
+    return parquet(*({"number": number, "text": text} for number, text in enumerate(texts)))
+
+
+def lines(*records: dict) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        chats = parquet({"conversations": CHAT}, {"conversations": CHAT[:1]})
+        repo = server.repos["user/table"] = Repo(private=False)
+        repo.commit(
+            "first",
+            {
+                "README.md": CARD,
+                "text.parquet": numbered(OLD),
+                "test.parquet": numbered("never read"),
+                "chats.parquet": chats,
+            },
+        )
+        files = {
+            "text.parquet": numbered(TEXTS[0], None, *TEXTS[1:], TEXTS[0]),
+            "test.parquet": numbered("never read"),
+        }
+        repo.commit("second", {"README.md": CARD, "chats.parquet": chats, **files})
+        other = server.repos["user/lines"] = Repo(private=False)
+        other.commit("only", {"data.jsonl": lines(*({"body": text} for text in TEXTS))})
+        yield server
+
+
+@pytest.fixture
+def data(hub, tmp_path):
+    """Return a function that runs `hf-pretrain data` and returns its exit status and output."""
+
+    def run(*words: str) -> tuple[int, str]:
+        command = [sys.executable, str(ROOT / "recipes/data.py"), *words]
+        result = start(command, cwd=tmp_path, PYTHONPATH=str(ROOT), **hub.client_environment())
+        return result.returncode, result.stdout
+
+    return run
+
+
+# What training reads: its documents, and the rows that it rejects.
+TRAINING = """
+import sys
+from hf_pretrain.data.loading import load_documents
+name, schema = sys.argv[1:]
+documents, _ = load_documents(
+    [name], schema=schema, validation_fraction=0, max_rejected_ratio=1, rejected_path="rejected.jsonl"
+)
+documents.to_json("training.jsonl", force_ascii=False)
+"""
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(("name", "schema"), [("user/table", "text"), ("user/table:chats", "conversation")])
+def test_cleaning_reads_the_rows_that_training_reads(hub, data, tmp_path, name, schema):
+    code, output = data("clean", name, "--min_chars", "0", "--output", "clean.jsonl")
+    assert code == 0, output
+    assert f"the split `train` of {name}." in output
+    command = [sys.executable, "-c", TRAINING, name, schema]
+    result = start(command, cwd=tmp_path, PYTHONPATH=str(ROOT), **hub.client_environment())
+    assert result.returncode == 0, result.stdout
+    dropped = read_lines(tmp_path / "clean.jsonl.dropped")
+    bad = [(row["source"], row["line"], row["reason"]) for row in dropped if row["reason"] != "exact duplicate"]
+    rejected = read_lines(tmp_path / "rejected.jsonl")
+    assert bad == [(row["source"], row["line"], row["reason"]) for row in rejected] and bad[0][:2] == (name, 2)
+    texts = list(dict.fromkeys(row["text"] for row in read_lines(tmp_path / "training.jsonl")))
+    kept = read_lines(tmp_path / "clean.jsonl")
+    if schema == "text":
+        assert kept == [{"number": row, "text": text} for row, text in zip((0, 2, 3), TEXTS, strict=True)]
+        assert [row["text"] for row in kept] == texts
+    else:
+        assert kept == [{"conversations": CHAT}] and [json.loads(text) for text in texts] == [{"messages": CHAT}]
+    report = json.loads((tmp_path / "clean.jsonl.report.json").read_text())
+    assert (report["num_records"], report["num_kept"]) == (len(dropped) + len(kept), len(kept))
+
+
+def test_a_table_of_lines_is_inspected(hub, data):
+    code, output = data("inspect", "user/lines", "--text_column", "body", "--show", "9")
+    assert code == 0, output
+    assert "the split `train` of user/lines." in output
+    assert re.search(r"^Records +3 texts, ", output, re.MULTILINE)
+    for row, text in enumerate(TEXTS, start=1):
+        assert f"--- user/lines:{row}\n<|im_start|>{text}<|im_end|>\n" in output
+
+
+def test_a_revision_has_its_own_rows_and_holds_out_text(hub, data, tmp_path):
+    first = hub.repos["user/table"].commits[0][0]
+    code, output = data(
+        "clean", "user/table", f"user/table@{first}", "--held_out", "user/lines", "--held_out_column", "body"
+    )
+    assert code == 0, output
+    assert f"the split `train` of user/table, user/table@{first}, user/lines." in output
+    assert [row["text"] for row in read_lines(tmp_path / "clean.jsonl")] == [OLD]
+    dropped = read_lines(tmp_path / "clean.jsonl.dropped")
+    assert [row["line"] for row in dropped if row["reason"] == "in the held-out data"] == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("action", ["inspect", "clean"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("user/none", "Dataset 'user/none' doesn't exist on the Hub"),
+        ("user/table:chat", r"BuilderConfig 'chat' not found. Available: ['default', 'chats']"),
+        ("user/table@v9", "Revision 'v9' doesn't exist"),
+    ],
+)
+def test_a_wrong_name_gives_one_line(data, action, name, message):
+    code, output = data(action, name)
+    assert code == 2
+    assert (
+        output.startswith(f"error: {name!r} is no file here, and could not be loaded from the Hub")
+        and message in output
+    )
+    assert output.count("\n") == 1
