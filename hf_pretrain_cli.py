@@ -195,9 +195,9 @@ def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
     return flags
 
 
-def config_value(config: str | None, name: str) -> Any:
+def config_value(config: str | None, name: str, *, extended_by: tuple[Path, ...] = ()) -> Any:
     """Return the value of a flag in a YAML file of a recipe, or in a file that it extends; `None` without a value."""
-    if config is None:
+    if config is None or Path(config).resolve() in extended_by:
         return None
     path = Path(config)
     try:
@@ -209,7 +209,10 @@ def config_value(config: str | None, name: str) -> Any:
         return None
     if name in content:
         return content[name]
-    return config_value(str(path.parent / str(content["extends"])), name) if "extends" in content else None
+    if "extends" not in content:
+        return None
+    parent = str(path.parent / str(content["extends"]))
+    return config_value(parent, name, extended_by=(*extended_by, path.resolve()))
 
 
 def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str:

@@ -9,7 +9,7 @@ Inspect data before training, or clean them.
     hf-pretrain data clean my/*.jsonl --output clean.jsonl --held_out_tasks minimind
 
 Names are those of `--dataset_name`: embedded[:part], files, globs, directories, files on the Hub, and whole datasets
-owner/name[:config][@revision] on the Hub, of which the command reads the split `train`, as training does.
+owner/name[:config][@revision] on the Hub. The command reads the split `train` of a Hub dataset, as training does.
 
 `inspect` prints the number of records and bad lines, the lengths in tokens, the shares of duplicates and languages,
 some records as the model sees them, and the tokens per parameter for each model preset.

@@ -180,6 +180,7 @@ def test_a_shell_can_run_the_printed_command(monkeypatch, capsys, tmp_path):
         ("extends: parent.yaml\ndeepspeed:", True),
         ("deepspeed: other.json", False),
         ("seed: 1", True),
+        ("extends: child.yaml", True),
         ("a: [broken", True),
     ],
 )

@@ -54,14 +54,14 @@ def list_sources(names: list[str]) -> list[str]:
     for name in names:
         found = find_sources(name)
         if found is None:
-            # Load it once here: a wrong name or a long download belongs before the work.
+            # Download now, so that a wrong name fails before the work starts.
             load_hub_dataset(name)
         sources += [name] if found is None else found
     return sources
 
 
 def describe_splits(sources: list[str]) -> str:
-    """Return a sentence about the split that is read of the Hub datasets among `sources`; "" if there are none."""
+    """Return a sentence that names the split read from each Hub dataset; "" if there are none."""
     names = [source for source in sources if is_hub_dataset(source)]
     return f"Read from the Hub, as in training: the split `{SPLIT}` of {', '.join(names)}." if names else ""
 

@@ -95,10 +95,10 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     for metric in HEADLINES:
         if (value := run.last(metric.key)) is not None:
             rows.append((metric.label, f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()))
-    if run.steps:
-        rows.append(("steps", f"{run.steps:,}"))
+    if run.num_steps:
+        rows.append(("steps", f"{run.num_steps:,}"))
         # After a resume, entries of later steps remain until the run repeats these steps.
-        done = [entry for entry in run.entries if entry["step"] <= run.steps]
+        done = [entry for entry in run.entries if entry["step"] <= run.num_steps]
         if tokens := [entry["num_input_tokens_seen"] for entry in done if "num_input_tokens_seen" in entry]:
             rows.append(("tokens seen", f"{tokens[-1]:,}"))
         if checkpoints := [entry["message"] for entry in done if entry["kind"] == "checkpoint"]:
@@ -113,8 +113,7 @@ def _draw_charts(runs: list[Run]):
     of = partial(_lines, runs)
     units = {run.loss_unit for run in runs}
     y_labels = {"reward": "mean reward", "loss": f"loss ({units.pop()})" if len(units) == 1 else "loss"}
-    # A run that counts no tokens logs no speed.
-    are_timed = all(run.last("tokens_per_second") is not None for run in runs)
+    are_timed = all(run.is_timed for run in runs)
     x_labels = {"tokens": "tokens (millions)"}
     x_labels["minutes"] = "minutes of training" if are_timed else "minutes of training and evaluation"
     for (measure, y_label), (over, x_label) in itertools.product(y_labels.items(), x_labels.items()):

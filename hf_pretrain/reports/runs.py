@@ -49,25 +49,27 @@ class Run:
         return self.launches[-1].get("loss_unit", NATS) if self.launches else NATS
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """Number of trained steps. A checkpoint or a stop may come after the last log."""
         return self.entries[-1]["step"] if self.entries else 0
 
     def training_seconds(self) -> dict[int, float]:
         """
-        Return the seconds of training before each logged step, without evaluation and saving. They follow from the
-        logged speed, which is the speed of the training alone. A run that logs no speed gets the time on the clock
-        since its start instead, without the pauses before it resumed.
+        Return the seconds of training before each logged step, without evaluation and saving. A run that logged no
+        `training_seconds` gets the time on the clock since its start instead, without the pauses before it resumed.
         """
-        if self.last("tokens_per_second") is None:
+        if not self.is_timed:
             return self._clock_seconds()
-        seconds, tokens, found = 0.0, 0, {0: 0.0}
+        seconds, found = 0.0, {0: 0.0}
         for entry in self.logs:
-            if entry.get("tokens_per_second") and "num_input_tokens_seen" in entry:
-                seconds += (entry["num_input_tokens_seen"] - tokens) / entry["tokens_per_second"]
-                tokens = entry["num_input_tokens_seen"]
+            seconds += entry.get("training_seconds", 0.0)
             found[entry["step"]] = seconds
         return found
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the run logged the time of its training."""
+        return self.last("training_seconds") is not None
 
     def _clock_seconds(self) -> dict[int, float]:
         """Return the seconds on the clock before the first log entry of each step."""

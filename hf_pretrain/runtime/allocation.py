@@ -37,7 +37,7 @@ def keep_freed_blocks() -> None:
 
 
 def return_freed_blocks() -> None:
-    """Let glibc return the memory to the system that is free at this moment. Do nothing without glibc."""
+    """Return freed heap memory to the operating system. Do nothing without glibc."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""What a check of `hf-pretrain doctor` found."""
+"""The result of a check of `hf-pretrain doctor`."""
 
 from dataclasses import dataclass
 

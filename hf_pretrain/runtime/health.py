@@ -95,7 +95,7 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_compiler() -> Iterator[Finding]:
-    """Look for a C++ compiler and ninja, with which torch compiles, and on machines with GPUs for the CUDA toolkit."""
+    """Look for the C++ compiler and ninja, and for the CUDA toolkit if there is an NVIDIA GPU."""
     compiler, ninja = (shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja", path=program_path()))
     advice = "DeepSpeed and --torch_compile cannot compile: apt-get install g++" if compiler is None else ""
     yield Finding("C++ compiler", NOTE if advice else OK, compiler or "none", advice)
@@ -120,7 +120,7 @@ def _check_toolkit(home: str | None, torch_cuda: str) -> Finding:
         home (`str`, *optional*): the directory of the toolkit, as torch finds it.
         torch_cuda (`str`): the CUDA version of torch.
     """
-    use = "Only DeepSpeed configs with an `optimizer` block or ZeRO++ need it, none of ds_configs/. For these, install"
+    use = "No config in ds_configs/ needs it. For a DeepSpeed config with an `optimizer` block or ZeRO++, install"
     advice = f"{use} the CUDA toolkit {torch_cuda}, and set CUDA_HOME to its directory."
     if home is None:
         return Finding("CUDA toolkit", NOTE, "none", advice)

@@ -20,7 +20,7 @@ def install_command(extra: str) -> str:
     try:
         origin = json.loads(distribution(_NAME).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
-        # Nobody has installed the checkout that runs.
+        # This checkout is not installed.
         origin = {"url": Path(__file__).parents[2].as_uri(), "dir_info": {"editable": True}}
     package = f"{_NAME}[{extra}]"
     if not origin:

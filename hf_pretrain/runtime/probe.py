@@ -87,7 +87,7 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
 
 
 def checks_on(kind: str) -> dict[str, Callable[[torch.device], str]]:
-    """Return the checks of a kind of device, in order. DeepSpeed runs on GPUs only, if there are any."""
+    """Return the checks of a kind of device, in order. On a machine with GPUs, DeepSpeed is checked only there."""
     has_deepspeed = kind == ("cuda" if torch.cuda.is_available() else "cpu")
     return {name: check for name, check in CHECKS.items() if check is not check_zero or has_deepspeed}
 

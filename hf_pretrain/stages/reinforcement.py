@@ -307,10 +307,11 @@ class _OnlineTrainer(RouterLossMixin):
         """Do nothing: TRL counts tokens where it generates them."""
 
     def show_longest_step(self) -> None:
-        """Generate anew, and as many tokens as `--max_completion_length` allows."""
+        """Discard buffered completions, and generate the longest ones."""
         # NOTE: otherwise TRL would train on the completions of an earlier step (--steps_per_generation).
         self._buffered_inputs = None
-        if not self.use_vllm:
+        # NOTE: continuous batching has no minimum length, and vLLM has settings of its own.
+        if not (self.use_vllm or self.args.use_transformers_continuous_batching):
             self.generation_config.min_new_tokens = self.max_completion_length
 
     def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:

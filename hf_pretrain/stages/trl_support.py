@@ -70,10 +70,11 @@ class RouterLossMixin(RunTrainer):
         )
         config = self.model.config
         self._router_load.add(outputs.router_logits, documents.token_mask, top_k=config.num_experts_per_tok)
-        loss = router_loss(
-            outputs.router_logits, config.num_experts_per_tok, documents, level=config.router_aux_loss_level
-        )
-        self._captured.append(loss)
+        if self.router_aux_loss_coef != 0.0:
+            loss = router_loss(
+                outputs.router_logits, config.num_experts_per_tok, documents, level=config.router_aux_loss_level
+            )
+            self._captured.append(loss)
 
     @contextmanager
     def _capturing(self) -> Iterator[list[torch.Tensor]]:
@@ -89,7 +90,7 @@ class RouterLossMixin(RunTrainer):
         """Return TRL's loss plus the router loss."""
         with self._capturing() as captured:
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not captured or self.router_aux_loss_coef == 0.0:
+        if not captured:
             return result
         # A step may run the policy more than once, such as for chosen and rejected answers.
         aux_loss = torch.stack(captured).mean()

@@ -11,38 +11,57 @@ from .efficiency import PeakRate
 
 class Throughput:
     """
-    Measure tokens per second between two logs.
+    Measure the time and the speed of the training between two logs, without evaluations and saving.
 
     Args:
         num_tokens (`int`): tokens that the run has seen before this launch.
     """
 
     def __init__(self, num_tokens: int = 0):
-        self._tokens_at_last_log = num_tokens
-        self._last_log_time = time.perf_counter()
+        self._num_tokens = num_tokens
+        # The beginning of the interval, moved forward by each pause; `None` before `begin`.
+        self._start: float | None = None
+        # Time of earlier intervals without new tokens.
+        self._seconds = 0.0
+        self._is_paused = False
 
-    def measure(self, num_tokens: int) -> float | None:
+    def begin(self) -> None:
+        """Start the clock, unless it runs already. A resumed run first skips the rows that it has trained on."""
+        if self._start is None:
+            self._start = time.perf_counter()
+
+    def measure(self, num_tokens: int) -> dict[str, float]:
         """
-        Return the tokens per second since the last result. Return `None` if there are no new tokens: in reinforcement
-        learning, several steps use the completions of one generation. Their time counts for the next result.
+        Return `training_seconds` since the last call, and `tokens_per_second` if there are new tokens.
+
+        In reinforcement learning, several steps use the completions of one generation. The time of steps without new
+        tokens counts for the next speed.
 
         Args:
             num_tokens (`int`): all tokens that the run has seen.
         """
-        if num_tokens == self._tokens_at_last_log:
-            return None
+        self.begin()
         now = time.perf_counter()
-        tokens_per_second = (num_tokens - self._tokens_at_last_log) / (now - self._last_log_time)
-        self._last_log_time, self._tokens_at_last_log = now, num_tokens
-        return tokens_per_second
+        logs = {"training_seconds": now - self._start}
+        self._start = now
+        self._seconds += logs["training_seconds"]
+        if num_tokens != self._num_tokens:
+            logs["tokens_per_second"] = (num_tokens - self._num_tokens) / self._seconds
+            self._num_tokens, self._seconds = num_tokens, 0.0
+        return logs
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block, such as an evaluation, from the speed."""
-        start = time.perf_counter()
-        yield
-        # Move the start of the interval forward, so that the interval excludes the block.
-        self._last_log_time += time.perf_counter() - start
+        """Exclude the time of the block, such as an evaluation. A block within the block changes nothing."""
+        if self._start is None or self._is_paused:
+            yield
+            return
+        self._is_paused, start = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._start += time.perf_counter() - start
 
 
 class Meter:

@@ -35,14 +35,16 @@ def _known_aliases(dataclass_types: tuple[type, ...]) -> list[str]:
     return [alias.removeprefix("--") for field in fields for alias in field.metadata.get("aliases", [])]
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, *, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     Return the keys and values of a YAML file. Its key `extends` may name another file, relative to this one, whose
     values are the defaults.
 
     Raises:
-        `ValueError`: if a file does not exist, is not YAML, or holds no mapping.
+        `ValueError`: if a file does not exist, is not YAML, holds no mapping, or extends itself.
     """
+    if path.resolve() in extended_by:
+        raise ValueError(f"--config {path} extends itself, perhaps through other files. Remove one `extends`.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -52,7 +54,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
     parent = content.pop("extends", None)
-    return content if parent is None else read_config(path.parent / str(parent)) | content
+    if parent is None:
+        return content
+    return read_config(path.parent / str(parent), extended_by=(*extended_by, path.resolve())) | content
 
 
 def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: Any) -> list[str]:

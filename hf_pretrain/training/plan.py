@@ -36,8 +36,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
 # The forward pass alone takes about a third of a step.
 _FORWARD_SHARE = 1 / 3
-# What `--per_device_train_batch_size` counts if the lengths differ. KTO's rows are single answers, all others pairs.
-_ROWS_OF_ANY_LENGTH = {"preferences": "rows", "tasks": "completions"}
+# Unit of `--per_device_train_batch_size`, by kind of data. KTO's rows are single answers, all others pairs.
+_ROW_NAMES = {"preferences": "rows", "tasks": "completions"}
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
 _TURNED_OFF: dict[str, Any] = {
     "save_strategy": "no",
@@ -189,17 +189,15 @@ def _draw_schedule(trainer: Any, num_steps: int) -> str:
 def _describe_memory(trainer: Any, probe: MemoryProbe) -> str:
     """Return the measured peak of the largest process, and the estimated largest batch."""
     args = trainer.args
-    peak, free = (trainer.ranks.gather(value) for value in (probe.peak, probe.free))
+    peak, free = (trainer.ranks.gather(value) for value in (probe.peak_bytes, probe.usable_bytes))
     text = f"peak of {max(peak) / 2**30:.2f} GiB per process in the measured steps, of {min(free) / 2**30:.1f} GiB"
     if args.device.type == "cpu":
         # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
         text += " (a longer run may hold twice as much, because the allocator keeps freed memory)"
-    largest = probe.largest_batch()
-    kind = trainer.run_facts.data_kind
-    rows = _ROWS_OF_ANY_LENGTH.get(kind, "sequences")
-    text += f"; at least {largest:,} {rows} of {probe.length} tokens fit (--per_device_train_batch_size)"
-    # The measured rows are the first ones of the data.
-    return f"{text}, fewer if longer ones come" if kind in _ROWS_OF_ANY_LENGTH else text
+    rows = _ROW_NAMES.get(trainer.run_facts.data_kind, "sequences")
+    fit = f"at least {probe.largest_batch():,} {rows} of {probe.row_length} tokens fit"
+    fewer = ", fewer if longer ones come" if probe.lengths_differ else ""
+    return f"{text}; {fit} (--per_device_train_batch_size){fewer}"
 
 
 def _in_steps(interval: float, num_steps: int) -> int:

@@ -29,10 +29,8 @@ _PATIENCE_SECONDS = 30.0
 # A file that one machine wrote may become visible to another one this much later. NFS remembers for up to 60 seconds
 # (`acdirmax`) that a file was not there.
 _VISIBLE_SECONDS = 90.0
-# Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`. A
-# distillation reuses `teacher_logits` if they belong to its data and its teacher, and otherwise replaces them.
-_NO_RUN = {"rejected.jsonl", RECORD_NAME, REPORT_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME}
-_NO_RUN |= {SAVING, "runs", "teacher_logits"}
+# Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
+_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME, SAVING}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:

@@ -41,7 +41,7 @@ from .optimizers import build_muon, complete_schedule_kwargs, optimizer_name
 from .reporting import write_run_card, write_run_page
 from .resuming import holding_output_dir, newest_of_all_machines
 from .router_load import RouterLoad, to_shares
-from .row_source import RowSource, is_stream, read_batches
+from .row_source import RowSource, inner_loader, is_stream, read_batches
 from .run_description import RunDescription
 from .stopping import EvaluationStopped, StopEvaluationCallback, end_all_ranks, resume_hint
 
@@ -162,8 +162,7 @@ class RunTrainer(Trainer):
         finally:
             self.data_collator = collator
         # A launcher sends SIGTERM to the whole process group. The run still needs its workers to finish the step.
-        # accelerate's loader wraps the one that starts the workers.
-        let_workers_survive_one_sigterm(getattr(loader, "base_dataloader", loader))
+        let_workers_survive_one_sigterm(inner_loader(loader))
         return loader
 
     # A run from its beginning to its end
@@ -288,7 +287,12 @@ class RunTrainer(Trainer):
         end_all_ranks(status, self.signals)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
-        epoch_iterator = self.planned_batches or epoch_iterator
+        batches = self._read_step(self.planned_batches or epoch_iterator, num_batches, device)
+        self._throughput.begin()
+        return batches
+
+    def _read_step(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        """Return the batches of a step. If a stream cannot be read, save a checkpoint and raise its error."""
         # A copy, because Trainer adds to this tensor.
         self._loss_before_step = self._tr_loss.clone()
         if self.args.world_size > 1 and not is_stream(self.train_dataset):
@@ -369,9 +373,8 @@ class RunTrainer(Trainer):
 
     def _measure(self) -> dict[str, float]:
         """Return the figures of the steps since the last log. All ranks call it. Subclasses add theirs."""
-        figures = {"peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30}
-        tokens_per_second = self._throughput.measure(self.state.num_input_tokens_seen)
-        return figures if tokens_per_second is None else figures | {"tokens_per_second": tokens_per_second}
+        memory = {"peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30}
+        return self._throughput.measure(self.state.num_input_tokens_seen) | memory
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._throughput.paused():
@@ -393,13 +396,17 @@ class RunTrainer(Trainer):
         return DataPosition(evaluation_is_due=self._evaluation_is_due, num_skipped_steps=self.guard.num_skipped)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._throughput.paused():
+            self._write_checkpoint(model, trial)
+
+    def _write_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write, push and rotate."""
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
         # Create and lock the directory again: a user may have renamed or deleted it during the run.
         on_saving_processes(self.args, lambda: hold_output_dir(target.parent))
         run = self.description.after(self.state)
         with (
             activity.during(f"saving {target.name}"),
-            self._throughput.paused(),
             self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source,
         ):
             super()._save_checkpoint(model, trial)

@@ -2,13 +2,16 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_pretrain.reports.history import HISTORY_NAME, History
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.runs import RECORD_NAME, read_run, read_runs
+from hf_pretrain.training import run_trainer
 from tests.training.test_trainer import make_documents, make_model, make_trainer
 
 
@@ -39,11 +42,34 @@ def test_the_history_holds_what_the_trainer_logged(tmp_path):
     assert torch.allclose(load.sum(-1), torch.ones(2))
 
 
-def test_the_time_of_training_is_the_tokens_over_the_speed(tmp_path):
+def test_the_time_of_training_excludes_evaluations_and_all_of_saving(tmp_path, monkeypatch):
+    rotate = run_trainer.rotate_checkpoints
+
+    def rotate_slowly(*args, **kwargs):
+        time.sleep(0.5)
+        rotate(*args, **kwargs)
+
+    monkeypatch.setattr(run_trainer, "rotate_checkpoints", rotate_slowly)
+    arguments = FLAGS | {"max_steps": 6, "logging_steps": 1}
+    # Trainer evaluates each set of a dictionary within one evaluation.
+    trainer = make_trainer(tmp_path, make_documents(), model=make_model(), arguments=arguments)
+    trainer.eval_dataset = {"one": trainer.eval_dataset, "two": trainer.eval_dataset}
+    trainer.add_callback(SlowEvaluation())
+    trainer.train()
+    seconds = [entry["training_seconds"] for entry in read(tmp_path).logs if "loss" in entry]
+    assert len(seconds) == 6 and 0 < min(seconds) and max(seconds) < 0.4
+
+
+class SlowEvaluation(TrainerCallback):
+    def on_evaluate(self, args, state, control, **kwargs):
+        time.sleep(0.5)
+
+
+def test_the_time_of_training_is_the_sum_of_its_intervals(tmp_path):
     history = History(tmp_path, is_writer=True)
     history.begin(0, checkpoint=None)
-    history.add("log", 5, loss=3.0, num_input_tokens_seen=1000, tokens_per_second=100.0)
-    history.add("log", 10, loss=2.0, num_input_tokens_seen=3000, tokens_per_second=50.0)
+    history.add("log", 5, loss=3.0, num_input_tokens_seen=1000, training_seconds=10.0)
+    history.add("log", 10, loss=2.0, num_input_tokens_seen=3000, training_seconds=40.0)
     history.add("log", 10, eval_loss=2.5, num_input_tokens_seen=3000)
     run = read(tmp_path)
     assert run.training_seconds() == {0: 0.0, 5: 10.0, 10: 50.0}

@@ -65,7 +65,7 @@ def test_a_backend_that_hangs_is_one_finding_in_bounded_time(monkeypatch, tmp_pa
     monkeypatch.setattr(rank_checks, "_RANKS_SECONDS", 15)
     start = time.monotonic()
     (found,) = rank_checks.check_ranks()
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 29
     assert (found.name, found.status) == ("collective, 2 rank(s) on cpu", BAD)
     assert found.message == "no answer in 15 s; not tested: complex buffer, bfloat16, ZeRO step"
     assert "A firewall" in found.advice and found.advice.endswith("-m hf_pretrain.runtime.probe cpu")
@@ -88,11 +88,11 @@ def test_ranks_that_hang_in_a_later_check_keep_their_results(monkeypatch, launch
 def test_backends_that_hang_cost_their_time_once(monkeypatch, launcher, idle):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(rank_checks, "_RANKS_SECONDS", 4)
+    monkeypatch.setattr(rank_checks, "_RANKS_SECONDS", 8)
     launcher("sleep 3600")
     start = time.monotonic()
     on_cpu, on_gpu = rank_checks.check_ranks()
-    assert time.monotonic() - start < 7
+    assert time.monotonic() - start < 15
     # DeepSpeed uses the GPU.
     assert (on_cpu.name, on_gpu.name) == ("collective, 2 rank(s) on cpu", "collective, 1 rank(s) on cuda")
     assert on_cpu.message == "no answer in 4 s; not tested: complex buffer, bfloat16"

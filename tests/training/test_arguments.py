@@ -202,6 +202,9 @@ def test_a_yaml_extends_another_one(tmp_path):
     assert (training.learning_rate, training.max_steps, training.warmup_steps) == (2.0, 7, 4)
     with pytest.raises(ValueError, match="base/none.yaml: no such file"):
         parse(tmp_path, "--use_cpu", config={"extends": "base/none.yaml"})
+    (tmp_path / "base/loop.yaml").write_text("extends: ../base/loop.yaml")
+    with pytest.raises(ValueError, match="loop.yaml extends itself"):
+        parse(tmp_path, "--use_cpu", config={"extends": "base/loop.yaml"})
 
 
 def test_yaml_values_are_typed(tmp_path):

@@ -31,10 +31,10 @@ def find_largest_batch(directory: Path, kind: str, room: float) -> tuple[int, fl
     """Return the largest batch of a dry run for a process that may grow by `room` bytes, and the bytes in all."""
     probe = MemoryProbe(trainer := make_larger_trainer(directory, batch=16, **KINDS[kind]), after_step=2)
     # A plan leaves half of the memory to the allocator.
-    memory_probe._usable_bytes = lambda device: 2 * (probe.held + room)
+    memory_probe._usable_bytes = lambda device: 2 * (probe.held_bytes + room)
     trainer.add_callback(probe)
     trainer.train()
-    return probe.largest_batch(), probe.held + room
+    return probe.largest_batch(), probe.held_bytes + room
 
 
 def measure_peak(directory: Path, kind: str, batch: int) -> float:
@@ -71,9 +71,23 @@ def probe_of(tmp_path, *, batch: int = 4, **arguments) -> MemoryProbe:
     return probe
 
 
-def test_three_further_steps_repeat_the_rows(tmp_path):
+def test_four_further_steps_repeat_the_rows(tmp_path):
     probe = probe_of(tmp_path)
-    assert (probe.num_rows, probe.trainer.state.global_step, probe.length) == (32, 5, 64)
+    assert (probe.num_rows, probe.trainer.state.global_step, probe.row_length) == (32, 6, 64)
+    assert not probe.lengths_differ
+
+
+def test_the_length_is_the_one_of_the_repeated_rows(tmp_path):
+    trainer = make_larger_trainer(tmp_path, batch=2, train_sampling_strategy="sequential")
+    # The first batch is shorter than the others. The further steps repeat it.
+    rows = trainer.train_dataset
+    trainer.train_dataset = [
+        {"input_ids": row["input_ids"][: 20 if number < 2 else 64]} for number, row in enumerate(rows)
+    ]
+    probe = MemoryProbe(trainer, after_step=2)
+    trainer.add_callback(probe)
+    trainer.train()
+    assert probe.row_length == 20 and probe.lengths_differ
 
 
 def test_a_batch_has_no_more_rows_than_the_data(tmp_path):
@@ -89,7 +103,7 @@ def test_a_short_run_is_not_exceeded(tmp_path):
 def test_a_step_that_would_not_fit_is_not_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_probe, "_usable_bytes", lambda device: peak_memory_bytes(device) + 1000)
     probe = probe_of(tmp_path)
-    assert (probe.num_rows, probe.trainer.state.global_step) == (4, 2)
+    assert (probe.num_rows, probe.trainer.state.global_step) == (4, 3)
 
 
 def test_the_smallest_of_all_ranks_decides(tmp_path):

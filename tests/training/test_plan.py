@@ -97,7 +97,8 @@ def test_only_the_weights_of_a_new_adapter_are_random(tmp_path, monkeypatch):
 def test_the_peak_is_the_one_of_the_largest_process(tmp_path):
     trainer = make_run_trainer(tmp_path / "run", max_steps=1)
     probe = MemoryProbe(trainer, after_step=4)
-    probe.peak, probe.free, probe.num_rows, probe.added = 2.0 * 2**30, 8.0 * 2**30, 4, 1e6
+    probe.peak_bytes, probe.usable_bytes, probe.num_rows, probe.added_bytes = 2.0 * 2**30, 8.0 * 2**30, 4, 1e6
+    probe._shapes = {(4, 32)}
     trainer.ranks.gather = lambda value: [value, 3 * value]
     assert "peak of 6.00 GiB per process in the measured steps, of 8.0 GiB" in plan._describe_memory(trainer, probe)
 

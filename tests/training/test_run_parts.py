@@ -193,15 +193,23 @@ def test_the_throughput_excludes_pauses_and_waits_for_tokens(monkeypatch):
     now = [50.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     throughput = Throughput(100)
-    now[0] += 2.0
+    # An evaluation before the first step, and the rows that a resumed run skips.
     with throughput.paused():
+        now[0] += 10.0
+    throughput.begin()
+    now[0] += 2.0
+    throughput.begin()
+    with throughput.paused(), throughput.paused():
         now[0] += 40.0
-    assert throughput.measure(190) == 45.0
+    with pytest.raises(OSError), throughput.paused():
+        now[0] += 5.0
+        raise OSError
+    assert throughput.measure(190) == {"training_seconds": 2.0, "tokens_per_second": 45.0}
     now[0] += 3.0
-    assert throughput.measure(190) is None
+    assert throughput.measure(190) == {"training_seconds": 3.0}
     now[0] += 1.0
-    # The interval without tokens counts, too.
-    assert throughput.measure(210) == 5.0
+    # The time of the interval without tokens counts for the next speed.
+    assert throughput.measure(210) == {"training_seconds": 1.0, "tokens_per_second": 5.0}
 
 
 def test_the_meter_returns_means():
