@@ -44,10 +44,13 @@ def make_checkpoint(output_dir, step: int):
 def test_a_run_starts_in_a_new_or_empty_directory(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path / "new")) is None
     (tmp_path / "rejected.jsonl").touch()
-    # Left by a run that was killed in its first save, and by a distillation that failed in its first step.
-    for name in (".saving/checkpoint-5", "teacher_logits"):
-        (tmp_path / name).mkdir(parents=True)
+    # Left by a run that was killed in its first save.
+    (tmp_path / ".saving/checkpoint-5").mkdir(parents=True)
     assert checkpoint_to_resume(arguments(tmp_path)) is None
+    # A teacher's logits took time and space, and another run must not replace them.
+    (tmp_path / "teacher_logits").mkdir()
+    with pytest.raises(ValueError, match="is not empty"):
+        checkpoint_to_resume(arguments(tmp_path))
 
 
 def test_a_new_run_refuses_a_used_directory(tmp_path):
