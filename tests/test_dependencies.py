@@ -73,7 +73,7 @@ def imported_at_once() -> set[str]:
 
 def distributions(lines: Iterable[str]) -> set[str]:
     """Return the names of the distributions of requirements; of `transformers[serving]`, also those of its extra."""
-    found = set()
+    found: set[str] = set()
     for requirement in map(Requirement, lines):
         found.add(canonicalize_name(requirement.name))
         for extra in requirement.extras if requirement.name == "transformers" else ():

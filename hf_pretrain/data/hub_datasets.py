@@ -2,6 +2,8 @@
 
 import datasets
 from datasets import Dataset, IterableDataset
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, RevisionResolutionError
 
 from ..runtime.names import DatasetName
 
@@ -20,12 +22,12 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
         num_proc (`int`, *optional*): number of processes that download and convert the files.
 
     Raises:
-        `ValueError`: if there is no such dataset, configuration or split, or the Hub cannot be reached and the cache
-            does not hold it.
+        `ValueError`: if there is no such dataset, configuration, revision or split, or the Hub cannot be reached and
+            the cache does not hold it.
     """
     dataset = DatasetName.parse(name)
     try:
-        return datasets.load_dataset(
+        records = datasets.load_dataset(
             dataset.repo_id,
             dataset.config,
             revision=dataset.revision,
@@ -38,6 +40,28 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
         raise ValueError(
             f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
         ) from error
+    if dataset.revision is not None:
+        _check_revision(name, dataset)
+    return records
+
+
+def _check_revision(name: str, dataset: DatasetName) -> None:
+    """
+    Raise `ValueError` if another revision of a dataset was loaded.
+
+    NOTE: `datasets` falls back to the newest entry of its cache, of any revision, if the Hub cannot be reached or a
+    revision cannot be read. It only warns.
+    """
+    loaded = datasets.load_dataset_builder(dataset.repo_id, dataset.config, revision=dataset.revision).hash
+    try:
+        wanted = HfApi().resolve_revision(dataset.repo_id, repo_type="dataset", revision=dataset.revision).resolved
+    except (RevisionResolutionError, OSError, HTTPError):
+        wanted = None
+    if loaded != wanted:
+        raise ValueError(
+            f"{name!r} could not be loaded from the Hub, and the newest copy in the cache is of another revision, "
+            f"{loaded}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT, or ask for that revision."
+        )
 
 
 __all__ = ["SPLIT", "load_hub_dataset"]

@@ -16,7 +16,7 @@ import zstandard
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers import TrainingArguments
 
-from hf_pretrain.data import formats, loading, packing, parts, rejected, sources, splitting
+from hf_pretrain.data import formats, hub_datasets, loading, packing, parts, rejected, sources, splitting
 from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.loading import load_documents
@@ -451,6 +451,8 @@ def test_hub_datasets(monkeypatch, streaming):
         return dataset.to_iterable_dataset() if streaming else dataset
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    # `tests/hub/test_hub_datasets.py` reads revisions over HTTP.
+    monkeypatch.setattr(hub_datasets, "_check_revision", lambda name, dataset: None)
     arguments = {"streaming": streaming, "validation_fraction": 0, "max_rejected_ratio": 0.5}
     train, _ = load_documents(["org/name:part@v1.0"], text_column="body", **arguments)
     assert texts_of(train) == ["one", "three"]

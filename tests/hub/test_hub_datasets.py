@@ -75,9 +75,10 @@ def hub() -> Iterator[HubServer]:
 def data(hub, tmp_path):
     """Return a function that runs `hf-pretrain data` and returns its exit status and output."""
 
-    def run(*words: str) -> tuple[int, str]:
+    def run(*words: str, **environment: str) -> tuple[int, str]:
         command = [sys.executable, str(ROOT / "recipes/data.py"), *words]
-        result = start(command, cwd=tmp_path, PYTHONPATH=str(ROOT), **hub.client_environment())
+        environment = hub.client_environment() | environment
+        result = start(command, cwd=tmp_path, PYTHONPATH=str(ROOT), **environment)
         return result.returncode, result.stdout
 
     return run
@@ -160,3 +161,15 @@ def test_a_wrong_name_gives_one_line(data, action, name, message):
         and message in output
     )
     assert output.count("\n") == 1
+
+
+def test_without_a_connection_no_other_revision_is_read(hub, data, tmp_path):
+    first, second = (commit for commit, _ in hub.repos["user/table"].commits)
+    assert data("clean", "user/table")[0] == 0
+    code, output = data("clean", f"user/table@{first}", "--output", "first.jsonl", HF_HUB_OFFLINE="1")
+    last = output.splitlines()[-1]
+    assert code == 2 and last.startswith(f"error: 'user/table@{first}' could not be loaded from the Hub"), output
+    assert second in last and not (tmp_path / "first.jsonl").exists()
+    code, output = data("clean", f"user/table@{second}", "--output", "second.jsonl", HF_HUB_OFFLINE="1")
+    assert code == 0, output
+    assert (tmp_path / "second.jsonl").read_text() == (tmp_path / "clean.jsonl").read_text()
