@@ -166,11 +166,14 @@ def test_the_recipe_trains_saves_and_reports(workspace):
 FLAGS_AND_LINES = {
     "sft": ("--dataset_name chats.jsonl", [r"(Training|Validation): .* tokens are trained on.*"]),
     "distill": ("--teacher_name_or_path toy --dataset_kind text", []),
-    "dpo": ("--dataset_name pairs.jsonl", [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}"]),
+    "dpo": (
+        "--dataset_name pairs.jsonl",
+        [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}, [\d,]+ tokens/s"],
+    ),
     "grpo": (
         "--dataset_name embedded:answer-format --model_name_or_path toy-long --num_generations 2 "
         "--max_completion_length 8 --per_device_train_batch_size 4 --eval_steps 2",
-        [r"step \d/2: loss -?\d\.\d{4}, reward \d\.\d{4}", r"step \d/2: mean reward \d\.\d{4}"],
+        [r"step \d/2: loss -?\d\.\d{4}, reward \d\.\d{4}, [\d,]+ tokens/s", r"step \d/2: mean reward \d\.\d{4}"],
     ),
     "evaluate": ("", []),
 }
