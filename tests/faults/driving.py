@@ -24,7 +24,7 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 RECIPE = str(ROOT / "recipes/pretrain.py")
 STEPS = 8
 # Log entries that differ from run to run.
-CLOCKS = ("tokens_per_second", "model_flops_per_second", "mfu", "peak_memory_gib")
+CLOCKS = ("training_seconds", "tokens_per_second", "model_flops_per_second", "mfu", "peak_memory_gib")
 CLOCKS += ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
