@@ -105,7 +105,7 @@ def main() -> None:
             traceback.print_exc()
             result = {"check": name, "is_ok": False, "message": f"{type(error).__name__}: {error}"}
         if dist.get_rank() == 0:
-            # One write per line: torchrun starts Python unbuffered, so `print` would write the end of the line by itself,
+            # torchrun starts Python unbuffered, so `print` would write the end of the line by itself,
             # and the lines of two ranks could mix.
             sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
