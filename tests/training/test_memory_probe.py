@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from hf_pretrain.training import memory_probe
 from hf_pretrain.training.efficiency import peak_memory_bytes
@@ -88,6 +89,22 @@ def test_the_length_is_the_one_of_the_repeated_rows(tmp_path):
     trainer.add_callback(probe)
     trainer.train()
     assert probe.row_length == 20 and probe.lengths_differ
+
+
+def test_passes_without_gradients_do_not_count(tmp_path):
+    """Continuous batching generates all completions in one row."""
+    trainer = make_larger_trainer(tmp_path, batch=4)
+    probe = MemoryProbe(trainer, after_step=2)
+    trainer.add_callback(probe)
+    trainer.add_callback(Generation())
+    trainer.train()
+    assert probe.row_length == 64 and probe.num_rows == 32
+
+
+class Generation(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            model(torch.ones(1, 100, dtype=torch.int64))
 
 
 def test_a_batch_has_no_more_rows_than_the_data(tmp_path):
