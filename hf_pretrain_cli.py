@@ -18,6 +18,7 @@ import ast
 import contextlib
 import difflib
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -310,6 +311,54 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: boo
     return [*words, "--num_processes", str(nproc), "--main_process_port", str(port)]
 
 
+def start(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Replace this process by a command, or run its launcher in this process."""
+    if Path(command[0]).name not in ("torchrun", "accelerate"):
+        os.execve(command[0], command, environment)
+    # The launchers read their own variables, and those of torch, when they are imported.
+    os.environ.update(environment)
+    raise SystemExit(_run_launcher(command))
+
+
+def _run_launcher(command: list[str]) -> int:
+    """
+    Run torchrun or accelerate, and return an exit status. It is the status of the rank that ended first with an error.
+
+    The programs of these launchers return 1 and print a traceback of their own, which hides the message of the rank.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # The launchers log that they stop the other ranks, and repeat the exit status.
+    repeated = ("Sending process", "failed (exitcode")
+    for part in ("multiprocessing.api", "agent.server.api"):
+        logger = logging.getLogger(f"torch.distributed.elastic.{part}")
+        logger.addFilter(lambda record: not str(record.msg).startswith(repeated))
+    try:
+        if Path(command[0]).name == "torchrun":
+            torchrun.main(command[1:])
+        else:
+            from accelerate.commands.accelerate_cli import main as accelerate
+
+            sys.argv = command
+            accelerate()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        cause = failure.signal_name()
+        advice = " Linux ends a process so if the memory is full: `dmesg` shows it." if cause == "SIGKILL" else ""
+        print(f"error: process {rank} was ended by {cause}.{advice}", file=sys.stderr)
+        return 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    except subprocess.CalledProcessError as error:
+        # accelerate starts a single process itself.
+        return error.returncode
+    return 0
+
+
 def print_list() -> None:
     """Print the stages, tools, presets and configs, each with its description."""
     for title, names in (("Stages", STAGES), ("Tools", TOOLS)):
@@ -388,7 +437,7 @@ def main() -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         # The help of the recipe names this program.
         names = {"HF_PRETRAIN_PROGRAM": f"hf-pretrain {stage}", "HF_PRETRAIN_COMMAND": printed}
-        os.execve(command[0], command, os.environ | environment | {"PATH": path} | names)
+        start(command, os.environ | environment | {"PATH": path} | names)
     else:
         known = (*STAGES, *TOOLS, "list", "completion")
         fail(f"{stage} is unknown; the nearest command is {nearest(stage, known)}. `hf-pretrain list` shows all.")

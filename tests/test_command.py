@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import venv
@@ -19,6 +20,7 @@ from hf_pretrain.runtime.help_cache import STARTED_AS
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from hf_pretrain.stages.preferences import ALGORITHMS
 from hf_pretrain.stages.rewards import REWARDS
+from tests.faults.driving import ranks, start, wait_for
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
@@ -273,6 +275,45 @@ def test_a_launcher_beside_the_command_is_found(no_gpus, monkeypatch, tmp_path):
     monkeypatch.setattr(hf_pretrain_cli.sys, "argv", [str(tmp_path / "hf-pretrain")])
     _, command = hf_pretrain_cli.make_command("pretrain", ["--nproc", "2"])
     assert command[0] == str(tmp_path / "torchrun")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_message_of_a_rank_comes_last(launcher, tmp_path):
+    """The programs of the launchers return 1, and print a traceback of their own below the message."""
+    port = [] if launcher == "torchrun" else ["--master_port", str(free_port())]
+    words = ["pretrain", "--use_cpu", "--nproc", "2", "--launcher", launcher, *port, "--max_length", "3"]
+    command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--output_dir", str(tmp_path / "run")]
+    result = run(command, cwd=ROOT, env=cpu_environment())
+    printed, error = result.stderr.splitlines()
+    assert result.returncode == 2 and error == "error: max_length=3 is too short to learn from. Use at least 8."
+    assert f"{launcher} " in printed and " recipes/pretrain.py --use_cpu" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("victim", "number", "status", "last"),
+    [
+        # A launcher passes SIGTERM to its ranks, and they save.
+        ("launcher", signal.SIGTERM, 143, "Stopped by SIGTERM"),
+        ("rank", signal.SIGKILL, 137, "error: process 1 was ended by SIGKILL. Linux ends a process so if the memory"),
+    ],
+)
+def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, status, last):
+    words = ["pretrain", "--preset", "tiny", "--use_cpu", "--nproc", "2", "--dataset_name", "embedded:idiom"]
+    command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--logging_steps", "1"]
+    with start([*command, "--output_dir", str(tmp_path / "run")]) as process:
+        wait_for(lambda: "step 2/" in read_text(tmp_path / "run/train.log"), process)
+        (process if victim == "launcher" else ranks(process)[1]).send_signal(number)
+        output, _ = process.communicate(timeout=500)
+    assert process.returncode == status and "torch/distributed/run.py" not in output, output[-3000:]
+    assert last in output.splitlines()[-1], output[-3000:]
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 @pytest.mark.parametrize(

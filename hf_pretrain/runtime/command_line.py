@@ -96,6 +96,8 @@ class RecipeParser(HfArgumentParser):
             check_word((action.option_strings or [action.dest])[0], str(value), map(str, action.choices))
 
     def error(self, message: str) -> NoReturn:
+        # argparse names both spellings of a flag.
+        message = re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message)
         raise ValueError(f"{message}. `--help` lists the flags.")
 
 

@@ -1,6 +1,7 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,13 @@ logger = logging.get_logger(__name__)
 MIN_EVAL_STEPS = 50
 # Trackers whose tested versions the extra `trackers` installs.
 _TESTED_TRACKERS = ("trackio", "tensorboard", "wandb", "swanlab", "mlflow")
+
+# Numbers that must be at least 0, and below these limits. torch and numpy raise later, some of them only after the
+# data are prepared; a negative weight decay would let the weights grow without any error.
+_LIMITS = {
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), math.inf),
+    **{"adam_beta1": 1, "adam_beta2": 1, "dataloader_num_workers": math.inf, "seed": 2**32, "data_seed": 2**32},
+}
 
 
 @dataclass
@@ -330,7 +338,9 @@ class LMTrainingArguments(TrainingArguments):
         )
 
     def _check_amounts(self):
-        """Raise `ValueError` for numbers with which the run would train nothing."""
+        """
+        Raise `ValueError` for numbers with which the run would train nothing, diverge, or fail after the preparation.
+        """
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(
                 f"--max_steps {self.max_steps} must be at least 1. Leave it out to train for --num_train_epochs."
@@ -343,6 +353,18 @@ class LMTrainingArguments(TrainingArguments):
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
+        for name, limit in _LIMITS.items():
+            value = getattr(self, name)
+            # Not a number is outside, too.
+            if value is not None and not 0 <= value < limit:
+                below = "finite" if limit == math.inf else f"below {limit:,}"
+                raise ValueError(f"--{name} {value:g} must be at least 0 and {below}.")
+        for name in ("save", "eval", "logging"):
+            value, strategy = getattr(self, f"{name}_steps"), getattr(self, f"{name}_strategy")
+            if str(getattr(strategy, "value", strategy)) == "steps" and not value > 0:
+                raise ValueError(
+                    f"--{name}_steps {value:g} must be above 0. To do without, pass --{name}_strategy no."
+                )
 
 
 def _check_trackers(names: list[str]) -> None:

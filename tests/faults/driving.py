@@ -102,7 +102,8 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for child in tree:
         try:
-            if RECIPE in child.cmdline()[:4] and "torchrun" not in " ".join(child.cmdline()[:3]):
+            words = child.cmdline()[:4]
+            if any(word.endswith("recipes/pretrain.py") for word in words) and "torchrun" not in " ".join(words[:3]):
                 found.append((int(child.environ().get("RANK", 0)), child.pid, child))
         except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
             continue

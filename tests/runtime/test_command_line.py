@@ -76,7 +76,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
             "--config_overrides: 'hiden_size' is not a field of MiniMindConfig; the nearest one is hidden_size.",
         ),
         ("grpo", ["--algorithm", "rlo", *RUN], "--algorithm rlo is unknown; the nearest one is rloo. All: grpo"),
-        ("pretrain", ["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        ("pretrain", ["--max_steps", "many"], "--max_steps: invalid int value: 'many'"),
         # transformers refuses these.
         ("pretrain", ["--save_steps", "1.5", *RUN], "--save_steps must be an integer if bigger than 1: 1.5"),
         ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
@@ -88,7 +88,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("distill", ["--kl", "sideways"], "--kl sideways is unknown; the nearest one is reverse. All: forward, rev"),
         ("evaluate", ["--use_cpu"], "No model in out/"),
         ("chat", ["--model_name_or_path", "nope"], NO_MODEL),
-        ("chat", ["--top_k", "many"], "argument --top_k: invalid int value: 'many'"),
+        ("chat", ["--top_k", "many"], "--top_k: invalid int value: 'many'"),
         ("serve", [], "No model in out/"),
         ("serve", ["--model_name_or_path", "nope"], NO_MODEL),
         ("convert", ["--from", "nope"], "the following arguments are required: --to. `--help` lists the flags."),
