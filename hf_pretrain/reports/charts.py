@@ -33,10 +33,19 @@ def line_chart(
         # A single point has no line: show it as a dot.
         default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
         axes.plot(x, y, label=_escape(label), **default | style)
+    # Events at one place share a text: two would lie over each other.
+    names: dict[float, list[str]] = {}
     for position, name in marks:
+        names.setdefault(position, []).append(name)
+    for position, found in names.items():
         axes.axvline(position, color="#9ca3af", linewidth=0.8, linestyle=":")
         axes.annotate(
-            _escape(name), (position, 1), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, va="top"
+            _escape(", ".join(dict.fromkeys(found))),
+            (position, 1),
+            xycoords=("data", "axes fraction"),
+            fontsize=7,
+            rotation=90,
+            va="top",
         )
     axes.set(xlabel=x_label, ylabel=y_label)
     if from_zero:

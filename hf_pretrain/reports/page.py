@@ -63,7 +63,7 @@ def write_page(runs: list[Run], path: Path) -> None:
         charts=list(_draw_charts(runs)),
         heat_maps=[(run.name, *found) for run in runs if (found := _draw_router_load(run))],
         events=_events(runs),
-        samples=[(run.name, run.of_kind("samples")) for run in runs if run.of_kind("samples")],
+        has_samples=any(run.of_kind("samples") for run in runs),
     )
     # Renaming is atomic, so a browser never reads half a page.
     scratch = path.with_name(f".{path.name}")

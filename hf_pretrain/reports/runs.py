@@ -49,6 +49,11 @@ class Run:
         return self.launches[-1].get("loss_unit", NATS) if self.launches else NATS
 
     @property
+    def has_answers(self) -> bool:
+        """Whether the samples are answers to prompts, and not continuations of texts."""
+        return bool(self.launches) and self.launches[-1].get("data_kind", "text") != "text"
+
+    @property
     def num_steps(self) -> int:
         """Number of trained steps. A checkpoint or a stop may come after the last log."""
         return self.entries[-1]["step"] if self.entries else 0

@@ -22,6 +22,8 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
+from hf_pretrain_cli import config_value
+
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
 from ..reports.runs import RECORD_NAME, REPORT_NAME, read_run
 from ..runtime.installation import install_command
@@ -285,12 +287,19 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
     commands = [("Talk to it", [program, "chat", *model])]
     if recipe in NEXT_STAGES:
         stage = NEXT_STAGES[recipe]
-        words = [program, stage, *model, "--output_dir", f"{args.output_dir.rstrip('/')}-{stage}"]
         # The YAML file of the preset's next stage is in the same directory as the file of this run.
         config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
+        words, named = [program, stage], {}
         if config is not None and config.is_file():
             is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent
             words += ["--preset", config.parent.name] if is_preset else ["--config", str(config)]
+            named = {name: config_value(str(config), name) for name in ("model_name_or_path", "output_dir")}
+        # Name only what the file does not: a run in the preset's directory leads to the next stage's directory.
+        output_dir = args.output_dir.rstrip("/")
+        if named.get("model_name_or_path") != output_dir:
+            words += model
+        if not named.get("output_dir") or config_value(args.config, "output_dir") != output_dir:
+            words += ["--output_dir", f"{output_dir}-{stage}"]
         words += _launch_words(args)
         # Without an accelerator, `use_cpu` is on although nobody asked for it.
         if "--use_cpu" in sys.argv:

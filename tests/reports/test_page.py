@@ -86,6 +86,13 @@ def test_the_page_of_a_run(page, tmp_path):
     ]
     for number, caption in enumerate(captions):
         assert num_drawn_pixels(page, number) > 300, f"{caption} is empty"
+    # The run stopped and resumed at the same step. Two texts at one place could not be read.
+    marks = page.locator("figure svg").first.locator("text").all_text_contents()
+    assert "stopped, resumed" in marks and not {"stopped", "resumed"} & set(marks)
+    # A date stands on one line.
+    count_lines = "cells => cells.map(cell => {const r = document.createRange(); r.selectNodeContents(cell); "
+    lines = page.locator(".events td:first-child").evaluate_all(count_lines + "return r.getClientRects().length})")
+    assert lines and set(lines) == {1}
     # No part of the page is wider than the screen.
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     text = page.inner_text("body")
@@ -101,6 +108,13 @@ def test_the_page_of_a_run(page, tmp_path):
         assert expected in text
     # The newest sample is open, and the page escapes the model's text.
     assert "<script>alert(40)</script>" in text and "alert(10)" not in text
+    # The continuation of a text continues the line, and an answer begins a line.
+    assert "从前有一座山" in text
+    run = read_run(tmp_path / "mine")
+    run.launches[-1]["data_kind"] = "conversations"
+    write_page([run], path)
+    page.reload()
+    assert "从前\n→ 有一座山" in page.inner_text("body")
 
 
 def test_a_chart_without_a_line_counts_as_empty(page, tmp_path):

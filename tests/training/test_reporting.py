@@ -78,20 +78,44 @@ def test_the_card_multiplies_the_rows_of_a_step_by_the_processes_that_have_rows_
         assert f"| sequences per step | {rows} ({product}) |" in card
 
 
+@pytest.mark.parametrize(
+    ("recipe", "output_dir", "words"),
+    [
+        ("pretrain", "out/pretrain-tiny", "sft --preset tiny"),
+        ("sft", "out/sft-tiny/", "dpo --preset tiny"),
+        # The preset's reinforcement learning starts from the fine-tuned model.
+        ("dpo", "out/dpo-tiny", "grpo --preset tiny --model_name_or_path out/dpo-tiny"),
+        ("sft", "out/other", "dpo --preset tiny --model_name_or_path out/other --output_dir out/other-dpo"),
+    ],
+)
+def test_a_preset_names_the_directories_of_the_next_stage(monkeypatch, recipe, output_dir, words):
+    config = str(ROOT / f"recipes/tiny/{recipe}.yaml")
+    args = LMTrainingArguments(output_dir=output_dir, config=config, use_cpu=True)
+    monkeypatch.setattr("sys.argv", [str(ROOT / f"recipes/{recipe}.py")])
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    facts = RunFacts(recipe=recipe, data_kind="text" if recipe == "pretrain" else "conversations")
+    label, command = next_commands(args, facts)[-1]
+    assert label == "Next stage" and command == f"hf-pretrain {words}"
+    if "--model_name_or_path" not in words:
+        _, started = hf_pretrain_cli.make_command(words.split()[0], words.split()[1:])
+        config = started[started.index("--config") + 1]
+        assert hf_pretrain_cli.config_value(config, "model_name_or_path") == output_dir.rstrip("/")
+
+
 def test_the_next_commands_lead_to_the_next_stage(monkeypatch):
     args = LMTrainingArguments(output_dir="out/a/", config=str(ROOT / "recipes/tiny/pretrain.yaml"), use_cpu=True)
     monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/pretrain.py"), "--use_cpu"])
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     chat, sft = next_commands(args, RunFacts())
     assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/a/")
-    start = "hf-pretrain sft --model_name_or_path out/a/ --output_dir out/a-sft"
-    assert sft == ("Next stage", f"{start} --preset tiny --use_cpu")
+    names = "--model_name_or_path out/a/ --output_dir out/a-sft"
+    assert sft == ("Next stage", f"hf-pretrain sft --preset tiny {names} --use_cpu")
     # The command is one that `hf-pretrain` understands.
     _, command = hf_pretrain_cli.make_command("sft", shlex.split(sft[1])[2:])
     assert str(ROOT / "recipes/tiny/sft.yaml") in [str(Path(word).absolute()) for word in command]
     # A file of the user's own has no name as a preset.
     monkeypatch.setattr("sys.argv", ["elsewhere/pretrain.py"])
-    assert next_commands(args, RunFacts())[1][1] == f"{start} --config {ROOT}/recipes/tiny/sft.yaml"
+    assert next_commands(args, RunFacts())[1][1] == f"hf-pretrain sft --config {ROOT}/recipes/tiny/sft.yaml {names}"
     monkeypatch.setattr(LMTrainingArguments, "world_size", property(lambda self: 2))
     # The deepspeed launcher sets these, and accelerate adds the wrong LOCAL_WORLD_SIZE.
     for name, value in (("CROSS_SIZE", "1"), ("LOCAL_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1")):
