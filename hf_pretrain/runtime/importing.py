@@ -1,6 +1,7 @@
-"""Faster imports of large libraries."""
+"""Faster imports of large libraries, and settings that they read only when they are imported."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,20 @@ def collector_paused() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def limit_spinning() -> None:
+    """
+    Let idle threads of an operator on the CPU sleep soon, unless the user has chosen. Call this before torch is
+    imported.
+
+    NOTE: GNU OpenMP's threads wait for the others in a loop of 300,000 turns by default, which takes the cores from
+    other processes. On two cores, three runs of the preset `tiny` at once trained at 360 to 2,110 tokens per second
+    with the default, and at 1,780 to 2,250 with 10,000 turns. A run alone trains as fast with both (7,550 tokens per
+    second). Threads that sleep at once (`OMP_WAIT_POLICY=passive`) cost it 15%.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 @contextmanager

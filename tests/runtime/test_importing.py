@@ -61,3 +61,19 @@ def test_the_collector_is_left_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch uses GNU OpenMP only on Linux")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "GOMP_SPINCOUNT = '10000'"),
+        ("GOMP_SPINCOUNT=77", "GOMP_SPINCOUNT = '77'"),
+        # GNU OpenMP's own choice for this policy.
+        ("OMP_WAIT_POLICY=passive", "GOMP_SPINCOUNT = '0'"),
+    ],
+)
+def test_idle_threads_sleep_soon_unless_the_user_has_chosen(given, expected):
+    """GNU OpenMP prints its settings when torch loads it. This process has set the variable already."""
+    command = ["env", "-u", "GOMP_SPINCOUNT", *given.split(), sys.executable, "-c", "import hf_pretrain"]
+    assert expected in start(command, fresh=True, OMP_DISPLAY_ENV="verbose").stdout
