@@ -54,7 +54,8 @@ def main(
         )
     train_report += describe_repeats(repeats, len(train_pairs), training_args)
     report = [f"Training: {train_report}", f"Validation: {eval_report}"]
-    if training_args.process_index == 0:
+    # The plan of a dry run shows the same lines.
+    if training_args.process_index == 0 and not training_args.dry_run:
         print("\n".join(report))
     if len(eval_pairs) == 0:
         training_args.evaluate_never()

@@ -62,9 +62,12 @@ class PackingReport:
     note: str = ""
 
     def __str__(self) -> str:
+        lost = self.num_tokens_lost / max(1, self.num_tokens_lost + self.num_tokens)
+        share = f" ({lost:.0%})" if lost > 0.01 else ""
         text = (
             f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_rows:,} sequences, "
-            f"{self.fill_ratio:.2%} filled, {self.num_tokens_lost:,} tokens cut at --max_length {self.max_length}"
+            f"{self.fill_ratio:.2%} filled, {self.num_tokens_lost:,} tokens{share} cut at "
+            f"--max_length {self.max_length}"
         )
         if self.num_tokens_trained is not None:
             text += f"; {self.num_tokens_trained:,} tokens are trained on"

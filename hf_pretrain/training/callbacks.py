@@ -8,11 +8,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from ..reports.history import History
 from ..runtime.activity import Phase, activity
+from ..runtime.busy_cores import NOTICEABLE_SHARE, OtherProcesses
 from ..runtime.metrics import HEADLINES
 from .tracking import Trackers
+
+
+logger = logging.get_logger(__name__)
 
 
 class ProgressLinesCallback(PrinterCallback):
@@ -52,6 +57,21 @@ class ProgressLinesCallback(PrinterCallback):
         if figures:
             # Python buffers redirected output. Flush, so that `tail -f` shows each step.
             print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)
+
+
+class BusyCoresCallback(TrainerCallback):
+    """Warn once if other processes take the cores from a run on CPUs."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._others: OtherProcesses | None = OtherProcesses()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._others is None or (share := self._others.measure()) < NOTICEABLE_SHARE:
+            return
+        self._others = None
+        logger.warning(
+            f"Other processes take {share:.0%} of this machine's cores. A step takes longer than on a quiet machine."
+        )
 
 
 class SampleCallback(TrainerCallback):
@@ -139,6 +159,7 @@ class ProfilerCallback(TrainerCallback):
 
 
 __all__ = [
+    "BusyCoresCallback",
     "EvaluationIntervalCallback",
     "ProfilerCallback",
     "ProgressLinesCallback",

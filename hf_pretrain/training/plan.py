@@ -6,6 +6,7 @@ further steps measure the memory (`memory_probe.py`). A dry run writes nothing i
 """
 
 import atexit
+import itertools
 import math
 import os
 import shutil
@@ -22,6 +23,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.activity import activity
+from ..runtime.busy_cores import NOTICEABLE_SHARE, OtherProcesses
 from ..runtime.processes import on_main_process
 from ..weights.adapters import adapter_base, base_model_of, is_adapted
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
@@ -76,6 +79,7 @@ def format_plan(trainer: Any) -> str:
         trainer.pop_callback(printer)
     trainer.add_callback(clock)
     trainer.add_callback(probe)
+    activity.begin("measuring the time and the memory of a step")
     trainer.train()
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     num_steps = trainer.state.max_steps
@@ -92,7 +96,9 @@ def format_plan(trainer: Any) -> str:
         ("Steps", f"{num_steps:,} of {args.rows_per_step} sequences each, {_passes(trainer, num_steps)}"),
     ]
     if tokens:
-        lines.append(("Tokens", f"about {tokens:,.0f}, {tokens / number:,.1f} per parameter"))
+        ratio = tokens / number
+        # Short runs see far less than a token per parameter.
+        lines.append(("Tokens", f"about {tokens:,.0f}, {ratio:{',.1f' if ratio >= 1 else '.2g'}} per parameter"))
     if hasattr(args, "num_generations"):
         lines.append(("Rollouts", _describe_rollouts(args)))
     lines.append(("Optimizer", f"{optimizer_name(args)}, peak learning rate {args.learning_rate:g}"))
@@ -101,6 +107,7 @@ def format_plan(trainer: Any) -> str:
     lines += [
         *trainer._plan_lines(),
         ("Memory", _describe_memory(trainer, probe)),
+        ("", _describe_largest_batch(trainer, probe)),
         ("Time", _describe_time(trainer, clock, num_steps)),
         ("Disk", _describe_disk(trainer, num_steps)),
         (
@@ -124,6 +131,8 @@ class _Clock(TrainerCallback):
         # The beginning of the training, and the end of each timed step.
         self.times: list[float] = []
         self.tokens_per_step = 0.0
+        # Share of the cores that other processes took from the steps that count.
+        self.taken_share = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -134,15 +143,30 @@ class _Clock(TrainerCallback):
     def step_seconds(self) -> float:
         return (self.times[-1] - self.times[-1 - self.num_steps]) / self.num_steps
 
+    def describe(self) -> str:
+        """Return the mean time of a step, its range if the steps differ by a fifth, and what slowed them down."""
+        times = self.times[-1 - self.num_steps :]
+        seconds = sorted(end - start for start, end in itertools.pairwise(times))
+        differ = seconds[-1] > 1.2 * seconds[0]
+        spread = f", from {seconds[0]:.2f} to {seconds[-1]:.2f}" if differ else ""
+        text = f"{self.step_seconds:.2f} s per step (mean of {self.num_steps}{spread})"
+        if self.taken_share > NOTICEABLE_SHARE:
+            text += f" while other processes took {self.taken_share:.0%} of the cores"
+        return text
+
     def on_train_begin(self, args, state, control, **kwargs):
-        self.times = [time.perf_counter()]
+        self.times, self._others = [time.perf_counter()], OtherProcesses()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step <= NUM_STEPS:
             if args.device.type != "cpu":
                 torch.accelerator.synchronize()
             self.times.append(time.perf_counter())
+        if state.global_step == 1 < state.max_steps:
+            self._others = OtherProcesses()
         if state.global_step == min(NUM_STEPS, state.max_steps):
+            if args.device.type == "cpu":
+                self.taken_share = self._others.measure()
             # Trainer counts the tokens when it logs.
             control.should_log = True
 
@@ -187,17 +211,21 @@ def _draw_schedule(trainer: Any, num_steps: int) -> str:
 
 
 def _describe_memory(trainer: Any, probe: MemoryProbe) -> str:
-    """Return the measured peak of the largest process, and the estimated largest batch."""
-    args = trainer.args
+    """Return the measured peak of the largest process."""
     peak, free = (trainer.ranks.gather(value) for value in (probe.peak_bytes, probe.usable_bytes))
     text = f"peak of {max(peak) / 2**30:.2f} GiB per process in the measured steps, of {min(free) / 2**30:.1f} GiB"
-    if args.device.type == "cpu":
+    if trainer.args.device.type == "cpu":
         # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
         text += " (a longer run may hold twice as much, because the allocator keeps freed memory)"
+    return text
+
+
+def _describe_largest_batch(trainer: Any, probe: MemoryProbe) -> str:
+    """Return the estimated largest batch."""
     rows = _ROW_NAMES.get(trainer.run_facts.data_kind, "sequences")
     fit = f"at least {probe.largest_batch():,} {rows} of {probe.row_length} tokens fit"
     fewer = ", fewer if longer ones come" if probe.lengths_differ else ""
-    return f"{text}; {fit} (--per_device_train_batch_size){fewer}"
+    return f"{fit} (--per_device_train_batch_size){fewer}"
 
 
 def _in_steps(interval: float, num_steps: int) -> int:
@@ -208,7 +236,7 @@ def _in_steps(interval: float, num_steps: int) -> int:
 def _describe_time(trainer: Any, clock: _Clock, num_steps: int) -> str:
     args = trainer.args
     training = clock.step_seconds * num_steps
-    text = f"{clock.step_seconds:.2f} s per step (mean of {clock.num_steps}), {_duration(training)} of training"
+    text = f"{clock.describe()}, {_duration(training)} of training"
     # Each run ends with an evaluation.
     evaluations = 1 + args.planned["eval_on_start"]
     if args.planned["eval_strategy"] == "steps":

@@ -22,6 +22,7 @@ from ..runtime.processes import on_main_process
 from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
+    BusyCoresCallback,
     EvaluationIntervalCallback,
     ProfilerCallback,
     ProgressLinesCallback,
@@ -144,6 +145,8 @@ def train_and_evaluate(
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLinesCallback)
+    if trainer.args.device.type == "cpu" and trainer.args.process_index == 0:
+        trainer.add_callback(BusyCoresCallback)
     _set_generation_defaults(trainer)
     trackers = Trackers(trainer.args, trainer.callback_handler.callbacks, is_resumed=checkpoint is not None)
     trainer.add_callback(trackers)

@@ -132,7 +132,8 @@ def test_none_is_one_document_per_row(tokenizer, texts):
     assert all(row["seq_lengths"] == [len(row["input_ids"])] for row in rows)
     lost = sum(len(document) - 16 for document in documents if len(document) > 16)
     assert (report.num_rows, report.num_tokens_lost) == (len(texts), lost)
-    assert f"{lost:,} tokens cut at --max_length 16" in str(report) and "\n" not in str(report)
+    share = lost / (lost + sum(len(row["input_ids"]) for row in rows))
+    assert f"{lost:,} tokens ({share:.0%}) cut at --max_length 16" in str(report) and "\n" not in str(report)
 
 
 @pytest.mark.parametrize("kind", PACKING_STRATEGIES)
