@@ -216,6 +216,14 @@ def config_value(config: str | None, name: str, *, extended_by: tuple[Path, ...]
     return config_value(parent, name, extended_by=(*extended_by, path.resolve()))
 
 
+def writer_of(directory: str) -> str | None:
+    """Return the command that writes a directory by default, if there is one, such as `out/sft-tiny`."""
+    for path in sorted(RECIPES.glob("*/*.yaml")):
+        if path.stem in STAGES and config_value(str(path), "output_dir") == directory.rstrip("/"):
+            return f"hf-pretrain {path.stem} --preset {path.parent.name}"
+    return None
+
+
 def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str:
     """Return the launcher that the flags name or imply. Refuse flags that have no effect."""
     if args.ds is not None and flags.deepspeed is not None:

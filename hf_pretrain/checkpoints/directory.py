@@ -137,8 +137,14 @@ def remove_leftovers(output_dir: str | Path) -> None:
 
 
 def find_newest_run(directory: str = "out") -> str:
+    """Return the first of [`find_runs`]."""
+    return find_runs(directory)[0]
+
+
+def find_runs(directory: str = "out") -> list[str]:
     """
-    Return the directory of the MiniMind model in `directory` that was saved last, by the time of its weights.
+    Return the directories of the MiniMind models in `directory`, the one that was saved last first, by the time of
+    its weights.
 
     Raises:
         `ValueError`: if there is none.
@@ -158,9 +164,9 @@ def find_newest_run(directory: str = "out") -> str:
             runs.append((weights, str(config.parent)))
     if not runs:
         raise ValueError(
-            f"No model in {directory}/: run `make pretrain` first, or name one: --model_name_or_path DIR."
+            f"No model in {directory}/: run `hf-pretrain pretrain` first, or name one: --model_name_or_path DIR."
         )
-    return max(runs)[1]
+    return [run for _, run in sorted(runs, reverse=True)]
 
 
 __all__ = [
@@ -168,6 +174,7 @@ __all__ = [
     "abandon_later_checkpoints",
     "checkpoint_path",
     "find_newest_run",
+    "find_runs",
     "newest_checkpoint",
     "remove_leftovers",
     "rotate_checkpoints",

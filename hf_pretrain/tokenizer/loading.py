@@ -15,6 +15,8 @@ from huggingface_hub import hf_hub_download
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from hf_pretrain_cli import writer_of
+
 from ..runtime.names import may_be_checkpoint, split_hub_name
 from .special_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE_PATH
 
@@ -60,10 +62,9 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     """
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     if not may_be_checkpoint(name_or_path):
-        raise ValueError(
-            f"There is no directory {name_or_path} to load a tokenizer from. Correct the name. If an earlier stage "
-            "writes this directory, run that stage first."
-        )
+        command = writer_of(name_or_path)
+        advice = f"`{command}` writes it: run that first, or name another model" if command else "Correct the name"
+        raise ValueError(f"There is no directory {name_or_path}. {advice}.")
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
         raise ValueError(

@@ -39,6 +39,8 @@ logger = logging.get_logger(__name__)
 
 # The usual next stage after each stage.
 NEXT_STAGES = {"pretrain": "sft", "sft": "dpo", "distill": "dpo", "dpo": "grpo"}
+# The share of pairs whose chosen answer gets the higher reward, and the mean difference of the two rewards.
+_ACCURACY, _MARGINS = "eval_rewards/accuracies", "eval_rewards/margins"
 # The stages that need the extra `trl`.
 TRL_STAGES = ("dpo", "grpo")
 
@@ -260,6 +262,8 @@ def format_report(
     for metric in HEADLINES:
         if metric.key in metrics:
             beside = f" ({start[metric.key]:.4f} before)" if start and metric.key in start else ""
+            if start and metric.key == _ACCURACY and start.get(_MARGINS) == 0:
+                beside = " (before, the model was its own reference, so that all pairs tied)"
             if metric.key == "eval_loss" and unigram is not None:
                 beside = f" (a unigram model: {unigram:.4f})"
             figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()

@@ -88,9 +88,10 @@ def load_model(
     if args.model_name_or_path:
         return load_native_checkpoint(args.model_name_or_path, **loading)
     if config.num_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob:
+        given = [word for word in (args.config_overrides or "").split(",") if word and "norm_topk_prob" not in word]
         logger.warning(
             "The router divides the weight of its one expert by itself (norm_topk_prob), so the cross-entropy gives "
-            "it no gradient. Pass --config_overrides norm_topk_prob=False to train it."
+            f"it no gradient. Pass --config_overrides {','.join([*given, 'norm_topk_prob=False'])} to train it."
         )
     # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under every
     # launcher. The constructor reads the attention implementation from the config, not from an argument.

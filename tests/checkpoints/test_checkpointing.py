@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpoints.directory import find_newest_run, remove_leftovers, rotate_checkpoints
+from hf_pretrain.checkpoints.directory import find_newest_run, find_runs, remove_leftovers, rotate_checkpoints
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
@@ -256,7 +256,7 @@ def test_unfinished_files_are_removed(tmp_path):
 
 
 def test_the_newest_run_is_the_one_whose_weights_are(tmp_path, caplog):
-    with pytest.raises(ValueError, match="run `make pretrain` first"):
+    with pytest.raises(ValueError, match="run `hf-pretrain pretrain` first"):
         find_newest_run(str(tmp_path))
     for seconds, name in enumerate(["first", "second", "another-model", "unfinished"]):
         (tmp_path / name).mkdir()
@@ -272,3 +272,4 @@ def test_the_newest_run_is_the_one_whose_weights_are(tmp_path, caplog):
     assert caplog.text.count("cannot be read and is skipped") == 4
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")
+    assert find_runs(str(tmp_path)) == [str(tmp_path / "first"), str(tmp_path / "second")]

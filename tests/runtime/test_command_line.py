@@ -83,6 +83,11 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), *RUN], "--deepspeed needs a launcher"),
         ("pretrain", ["--dataset_name", "nope.jsonl", *RUN], "There is no file or directory nope.jsonl"),
         ("sft", ["--model_name_or_path", "nope", *RUN], NO_MODEL),
+        (
+            "sft",
+            ["--config", str(ROOT / "recipes/tiny/sft.yaml"), *RUN],
+            "There is no directory out/pretrain-tiny. `hf-pretrain pretrain --preset tiny` writes it: run that first",
+        ),
         ("dpo", ["--algorithm", "ppo"], "--algorithm ppo is unknown; the nearest one is dpo. All: dpo"),
         ("grpo", ["--rewards", "nope", *RUN], "nope"),
         ("distill", ["--kl", "sideways"], "--kl sideways is unknown; the nearest one is reverse. All: forward, rev"),

@@ -1,6 +1,7 @@
 """Raw continuation of text, and the choice between continuing and chatting."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -160,3 +161,21 @@ def test_the_recipe_continues_or_answers(talker, tmp_path):
     ):
         result = subprocess.run([*command[:2], *command[3:], *words], **options)
         assert result.returncode == 2 and message in result.stderr
+
+
+def test_a_newer_base_model_does_not_hide_the_chat_model(talker, tmp_path):
+    for seconds, (name, recipe) in enumerate([("old chat", "sft"), ("mine", "sft"), ("side", "pretrain")]):
+        run = tmp_path / "out" / name
+        shutil.copytree(talker, run)
+        (run / "run.json").write_text(json.dumps([{"recipe": recipe}]))
+        os.utime(run / "model.safetensors", (seconds, seconds))
+    hint = "The newest chat model is another one: hf-pretrain chat --model_name_or_path out/mine\n"
+    options = {"env": cpu_environment(PYTHONPATH=str(ROOT)), "cwd": tmp_path, "capture_output": True, "text": True}
+    command = [sys.executable, str(ROOT / "recipes/chat.py")]
+    result = subprocess.run(command, input="/quit\n", **options)
+    assert result.stdout.startswith(
+        f"out/side, a base model: it continues your text\n/help lists the commands.\n{hint}"
+    )
+    # The user has chosen this model.
+    result = subprocess.run([*command, "--model_name_or_path", "out/side"], input="/quit\n", **options)
+    assert "another one" not in result.stdout and "a base model" in result.stdout

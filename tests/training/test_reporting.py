@@ -61,6 +61,19 @@ def test_report_names_everything(monkeypatch):
     assert f"learning rate {args.learning_rate:g} (not Muon, because ZeRO-3 shards the matrices)\n" in report
 
 
+@pytest.mark.parametrize(
+    ("margin", "beside"),
+    [(0.0, "before, the model was its own reference, so that all pairs tied"), (-0.2, "0.4000 before")],
+)
+def test_an_accuracy_before_training_is_no_failure_if_all_pairs_tie(margin, beside):
+    """Rewards are differences to the reference, and a tie counts as no success."""
+    start = {"eval_rewards/accuracies": 0.4 if margin else 0.0, "eval_rewards/margins": margin}
+    args = LMTrainingArguments(output_dir="out/a")
+    metrics = {"eval_rewards/accuracies": 0.9}
+    report = format_report(args, metrics=metrics, unigram=None, samples=[], start=start)
+    assert f"\nReward accuracy    0.9000 ({beside})" in report
+
+
 def test_the_card_multiplies_the_rows_of_a_step_by_the_processes_that_have_rows_of_their_own(tmp_path):
     class FourProcesses(LMTrainingArguments):
         world_size = 4

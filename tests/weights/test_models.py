@@ -21,6 +21,8 @@ def test_a_router_without_a_gradient_is_reported(tokenizer, caplog, norm, warns)
     args = ModelArguments(vocab_size=300, config_overrides=f"{TOP_1},num_key_value_heads=2,{norm}")
     load_model(args, tokenizer)
     assert ("no gradient" in caplog.text) == warns
+    # The flag that the user shall pass keeps the others.
+    assert (f"--config_overrides {TOP_1},num_key_value_heads=2,norm_topk_prob=False" in caplog.text) == warns
 
 
 def test_a_loaded_model_is_not_warned_about(tokenizer, caplog, tmp_path):
