@@ -321,11 +321,11 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: boo
 
 def start(command: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by a command, or run its launcher in this process."""
-    if Path(command[0]).name not in ("torchrun", "accelerate"):
-        os.execve(command[0], command, environment)
-    # The launchers read their own variables, and those of torch, when they are imported.
-    os.environ.update(environment)
-    raise SystemExit(_run_launcher(command))
+    if Path(command[0]).name in ("torchrun", "accelerate"):
+        # The launchers read their own variables, and those of torch, when they are imported.
+        os.environ.update(environment)
+        raise SystemExit(_run_launcher(command))
+    os.execve(command[0], command, environment)
 
 
 def _run_launcher(command: list[str]) -> int:
