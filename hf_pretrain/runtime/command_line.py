@@ -148,6 +148,10 @@ def quiet_libraries() -> None:
     # NOTE: DeepSpeed logs this on every import, although the first line of a run names the device. Add a filter, and
     # do not raise the level, because DeepSpeed's warnings must still appear.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
+    # NOTE: transformers' server warns that it loads the model, by a name with `@main` after it.
+    logging.getLogger("transformers.cli.serving.model_manager").addFilter(
+        lambda record: not str(record.msg).startswith("Loading ")
+    )
     # NOTE: on resume, transformers compares shares of all steps (`--save_steps 0.1`) with the saved numbers of steps,
     # and warns that they differ. `RunDescription.check_resume` reports real changes.
     logging.getLogger("transformers.trainer_utils").addFilter(

@@ -67,6 +67,12 @@ def ask(server, messages, **options):
         raise AssertionError(log.read_text()[-3000:]) from error
 
 
+def test_its_log_begins_with_its_address(server):
+    client, log, _ = server
+    ask(server, SUM[:1])
+    assert log.read_text().splitlines()[0].startswith("Serving out/run at ") and "Loading" not in log.read_text()
+
+
 def test_it_binds_to_loopback(server):
     client, log, process = server
     assert f"Serving out/run at {client.base_url}".rstrip("/") in log.read_text()
