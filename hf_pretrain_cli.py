@@ -22,6 +22,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -288,8 +289,12 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], is_quiet: boo
     places = [path for path in (python, Path(sys.argv[0]).absolute()) if path.with_name(args.launcher).is_file()]
     program = _shorten((places or [python])[0].with_name(args.launcher))
     if args.launcher == "torchrun":
-        torchrun = [program, "--standalone", "--nproc_per_node", str(nproc)]
-        return [_shorten(python)] if nproc == 1 else torchrun
+        if nproc == 1:
+            return [_shorten(python)]
+        # By itself, torchrun stops at a hangup under `nohup`, too.
+        is_nohup = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        words = ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"] if is_nohup else []
+        return [program, "--standalone", *words, "--nproc_per_node", str(nproc)]
     port = args.master_port or 29500
     # torchrun --standalone finds a free port by itself. The other launchers would fail late, so check the port here.
     with socket.socket() as probe:
@@ -356,14 +361,11 @@ def _run_launcher(command: list[str]) -> int:
         if failure.exitcode > 0:
             return failure.exitcode
         cause = failure.signal_name()
-        advice = " Linux ends a process so if the memory is full: `dmesg` shows it." if cause == "SIGKILL" else ""
+        advice = " Linux may do this when memory runs out; `dmesg` shows it." if cause == "SIGKILL" else ""
         print(f"error: process {rank} was ended by {cause}.{advice}", file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
-    except subprocess.CalledProcessError as error:
-        # accelerate starts a single process itself.
-        return error.returncode
     return 0
 
 

@@ -20,9 +20,10 @@ import sys
 from functools import partial
 
 from hf_pretrain.checkpoints.directory import find_runs
+from hf_pretrain.reports.runs import read_launches, trained_on_text
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.stages.chatting import Chat
-from hf_pretrain.stages.continuing import Continuation, is_base_model, was_trained_on_text
+from hf_pretrain.stages.continuing import Continuation, is_base_model
 from hf_pretrain.stages.generating import Generator
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -36,7 +37,8 @@ from transformers import set_seed
 
 
 def main(args: argparse.Namespace) -> None:
-    name = args.model_name_or_path or find_runs()[0]
+    runs = [args.model_name_or_path] if args.model_name_or_path else find_runs()
+    name = runs[0]
     tokenizer = load_tokenizer(name)
     # load_model also converts MiniMind's own checkpoints and applies adapters.
     model = load_model(ModelArguments(model_name_or_path=name), tokenizer).eval()
@@ -75,11 +77,11 @@ def main(args: argparse.Namespace) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     print(f"{name}{', a base model: it continues your text' if is_raw else ''}\n/help lists the commands.")
-    if is_raw and args.model_name_or_path is None:
+    if is_raw and args.raw is None:
         # The newest model is not always the one that the user means.
-        chat_models = (run for run in find_runs() if was_trained_on_text(run) is False)
-        if other := next(chat_models, None):
-            print(f"The newest chat model is another one: hf-pretrain chat --model_name_or_path {shlex.quote(other)}")
+        chat_model = next((run for run in runs[1:] if trained_on_text(read_launches(run)) is False), None)
+        if chat_model is not None:
+            print(f"The newest chat model is {chat_model}: --model_name_or_path {shlex.quote(chat_model)}")
     while True:
         try:
             line = input(chat.prompt)

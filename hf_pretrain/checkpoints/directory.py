@@ -143,8 +143,7 @@ def find_newest_run(directory: str = "out") -> str:
 
 def find_runs(directory: str = "out") -> list[str]:
     """
-    Return the directories of the MiniMind models in `directory`, the one that was saved last first, by the time of
-    its weights.
+    Return the directories of the MiniMind models in `directory`, newest weights first.
 
     Raises:
         `ValueError`: if there is none.

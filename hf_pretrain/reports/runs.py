@@ -51,7 +51,7 @@ class Run:
     @property
     def has_answers(self) -> bool:
         """Whether the samples are answers to prompts, and not continuations of texts."""
-        return bool(self.launches) and self.launches[-1].get("data_kind", "text") != "text"
+        return trained_on_text(self.launches) is False
 
     @property
     def num_steps(self) -> int:
@@ -156,6 +156,15 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
     return list(runs.values()), reasons
 
 
+def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
+    """Return whether the last training of a run was on text, and not on chats; `None` without a record of it."""
+    # A launch that ended before its training has no recipe.
+    trained = [launch for launch in launches if "recipe" in launch]
+    if not trained:
+        return None
+    return trained[-1]["recipe"] == "pretrain" or trained[-1].get("arguments", {}).get("dataset_kind") == "text"
+
+
 def read_launches(directory: str | Path) -> list[dict[str, Any]]:
     """Return the launches that `run.json` holds; an empty list if there is no such file or it is damaged."""
     try:
@@ -197,4 +206,4 @@ def _read_history(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-__all__ = ["RECORD_NAME", "REPORT_NAME", "Run", "read_launches", "read_run", "read_runs"]
+__all__ = ["RECORD_NAME", "REPORT_NAME", "Run", "read_launches", "read_run", "read_runs", "trained_on_text"]

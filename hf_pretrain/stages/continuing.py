@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..reports.runs import read_launches
+from ..reports.runs import read_launches, trained_on_text
 from ..runtime.names import split_hub_name
 from ..tokenizer.encoding import encode_documents
 from .generating import COMMON_HELP, Generator, PartsStreamer, append_record, check_text
@@ -115,19 +115,11 @@ def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrain
         return True
     path = Path(split_hub_name(os.path.expanduser(name_or_path))[0])
     # The record of a run lies beside its checkpoints.
-    is_base = was_trained_on_text(path.parent if path.name.startswith(PREFIX_CHECKPOINT_DIR) else path)
+    run = path.parent if path.name.startswith(PREFIX_CHECKPOINT_DIR) else path
+    is_base = trained_on_text(read_launches(run))
     if is_base is None:
         return model.generation_config is not None and model.generation_config.do_sample is False
     return is_base
 
 
-def was_trained_on_text(run: str | Path) -> bool | None:
-    """Return whether the last run in a directory trained on text, and not on chats; `None` without its record."""
-    # A launch that ended before its training has no recipe.
-    trained = [launch for launch in read_launches(run) if "recipe" in launch]
-    if not trained:
-        return None
-    return trained[-1]["recipe"] == "pretrain" or trained[-1].get("arguments", {}).get("dataset_kind") == "text"
-
-
-__all__ = ["HELP", "Continuation", "is_base_model", "was_trained_on_text"]
+__all__ = ["HELP", "Continuation", "is_base_model"]

@@ -63,7 +63,11 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     if not may_be_checkpoint(name_or_path):
         command = writer_of(name_or_path)
-        advice = f"`{command}` writes it: run that first, or name another model" if command else "Correct the name"
+        advice = (
+            f"`{command}` writes it: run that first, or name another model"
+            if command
+            else "Correct the name, or run the stage that writes it first"
+        )
         raise ValueError(f"There is no directory {name_or_path}. {advice}.")
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():

@@ -42,7 +42,7 @@ _TESTED_TRACKERS = ("trackio", "tensorboard", "wandb", "swanlab", "mlflow")
 # Numbers that must be at least 0, and below these limits. torch and numpy raise later, some of them only after the
 # data are prepared; a negative weight decay would let the weights grow without any error.
 _LIMITS = {
-    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), math.inf),
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), math.inf),
     **{"adam_beta1": 1, "adam_beta2": 1, "dataloader_num_workers": math.inf, "seed": 2**32, "data_seed": 2**32},
 }
 
@@ -355,15 +355,16 @@ class LMTrainingArguments(TrainingArguments):
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
-            # Not a number is outside, too.
-            if value is not None and not 0 <= value < limit:
-                below = "finite" if limit == math.inf else f"below {limit:,}"
-                raise ValueError(f"--{name} {value:g} must be at least 0 and {below}.")
+            # NaN fails this test, too.
+            if isinstance(value, int | float) and not 0 <= value < limit:
+                below = "finite" if limit == math.inf else f"below {limit}"
+                raise ValueError(f"--{name} {value} must be at least 0 and {below}.")
         for name in ("save", "eval", "logging"):
             value, strategy = getattr(self, f"{name}_steps"), getattr(self, f"{name}_strategy")
-            if str(getattr(strategy, "value", strategy)) == "steps" and not value > 0:
+            is_used = str(getattr(strategy, "value", strategy)) == "steps"
+            if is_used and isinstance(value, int | float) and not value > 0:
                 raise ValueError(
-                    f"--{name}_steps {value:g} must be above 0. To do without, pass --{name}_strategy no."
+                    f"--{name}_steps {value:g} must be above 0. To turn it off, pass --{name}_strategy no."
                 )
 
 

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..reports.history import History
 from ..runtime.activity import Phase, activity
-from ..runtime.busy_cores import NOTICEABLE_SHARE, OtherProcesses
+from ..runtime.core_waits import NOTICEABLE_SHARE, CoreWaits
 from ..runtime.metrics import HEADLINES
 from .tracking import Trackers
 
@@ -60,17 +60,18 @@ class ProgressLinesCallback(PrinterCallback):
 
 
 class BusyCoresCallback(TrainerCallback):
-    """Warn once if other processes take the cores from a run on CPUs."""
+    """Warn once if a run on CPUs waits for cores that other programs use."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._others: OtherProcesses | None = OtherProcesses()
+        self._waits: CoreWaits | None = CoreWaits()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self._others is None or (share := self._others.measure()) < NOTICEABLE_SHARE:
+        if self._waits is None or (share := self._waits.measure()) < NOTICEABLE_SHARE:
             return
-        self._others = None
+        self._waits = None
         logger.warning(
-            f"Other processes take {share:.0%} of this machine's cores. A step takes longer than on a quiet machine."
+            f"This process waits {share:.0%} of its time for a core, because other programs use them. A step takes "
+            "longer than on a quiet machine."
         )
 
 

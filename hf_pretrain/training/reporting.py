@@ -262,8 +262,8 @@ def format_report(
     for metric in HEADLINES:
         if metric.key in metrics:
             beside = f" ({start[metric.key]:.4f} before)" if start and metric.key in start else ""
-            if start and metric.key == _ACCURACY and start.get(_MARGINS) == 0:
-                beside = " (before, the model was its own reference, so that all pairs tied)"
+            if start and metric.key == _ACCURACY and start.get(_ACCURACY) == start.get(_MARGINS) == 0:
+                beside = " (before, all pairs tied)"
             if metric.key == "eval_loss" and unigram is not None:
                 beside = f" (a unigram model: {unigram:.4f})"
             figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()
@@ -298,12 +298,10 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
             is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent
             words += ["--preset", config.parent.name] if is_preset else ["--config", str(config)]
             named = {name: config_value(str(config), name) for name in ("model_name_or_path", "output_dir")}
-        # Name only what the file does not: a run in the preset's directory leads to the next stage's directory.
+        # The preset's directories belong to its own chain of stages.
         output_dir = args.output_dir.rstrip("/")
-        if named.get("model_name_or_path") != output_dir:
-            words += model
-        if not named.get("output_dir") or config_value(args.config, "output_dir") != output_dir:
-            words += ["--output_dir", f"{output_dir}-{stage}"]
+        if named.get("model_name_or_path") != output_dir or named.get("output_dir") in (None, output_dir):
+            words += [*model, "--output_dir", f"{output_dir}-{stage}"]
         words += _launch_words(args)
         # Without an accelerator, `use_cpu` is on although nobody asked for it.
         if "--use_cpu" in sys.argv:

@@ -162,10 +162,8 @@ def train_and_evaluate(
         # The key `held_out` stays: records of earlier launches in the same file have it.
         data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(trainer.eval_dataset)}
         counts = {"names": facts.datasets, "counts": facts.data}
-        # `recipes/chat.py` continues text with a model that was only pretrained, and the page shows answers apart from
-        # their prompts.
-        kind = {"recipe": facts.recipe, "data_kind": facts.data_kind}
-        add_to_record(trainer.args, **kind, data=counts | data, loss_unit=facts.loss_unit)
+        # `recipes/chat.py` continues text with a model that was only pretrained.
+        add_to_record(trainer.args, recipe=facts.recipe, data=counts | data, loss_unit=facts.loss_unit)
     trainer.train(resume_from_checkpoint=checkpoint)
     # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()

@@ -111,7 +111,7 @@ def test_the_page_of_a_run(page, tmp_path):
     # The continuation of a text continues the line, and an answer begins a line.
     assert "从前有一座山" in text
     run = read_run(tmp_path / "mine")
-    run.launches[-1]["data_kind"] = "conversations"
+    run.launches[-1]["recipe"] = "sft"
     write_page([run], path)
     page.reload()
     assert "从前\n→ 有一座山" in page.inner_text("body")

@@ -75,5 +75,15 @@ def test_the_collector_is_left_as_it_was(enabled):
 )
 def test_idle_threads_sleep_soon_unless_the_user_has_chosen(given, expected):
     """GNU OpenMP prints its settings when torch loads it. This process has set the variable already."""
-    command = ["env", "-u", "GOMP_SPINCOUNT", *given.split(), sys.executable, "-c", "import hf_pretrain"]
+    command = [
+        "env",
+        "-u",
+        "GOMP_SPINCOUNT",
+        "-u",
+        "OMP_WAIT_POLICY",
+        *given.split(),
+        sys.executable,
+        "-c",
+        "import hf_pretrain",
+    ]
     assert expected in start(command, fresh=True, OMP_DISPLAY_ENV="verbose").stdout

@@ -169,13 +169,14 @@ def test_a_newer_base_model_does_not_hide_the_chat_model(talker, tmp_path):
         shutil.copytree(talker, run)
         (run / "run.json").write_text(json.dumps([{"recipe": recipe}]))
         os.utime(run / "model.safetensors", (seconds, seconds))
-    hint = "The newest chat model is another one: hf-pretrain chat --model_name_or_path out/mine\n"
+    hint = "The newest chat model is out/mine: --model_name_or_path out/mine\n"
     options = {"env": cpu_environment(PYTHONPATH=str(ROOT)), "cwd": tmp_path, "capture_output": True, "text": True}
     command = [sys.executable, str(ROOT / "recipes/chat.py")]
     result = subprocess.run(command, input="/quit\n", **options)
     assert result.stdout.startswith(
         f"out/side, a base model: it continues your text\n/help lists the commands.\n{hint}"
     )
-    # The user has chosen this model.
-    result = subprocess.run([*command, "--model_name_or_path", "out/side"], input="/quit\n", **options)
-    assert "another one" not in result.stdout and "a base model" in result.stdout
+    # The user has chosen this model, or this way.
+    for words in (["--model_name_or_path", "out/side"], ["--raw"]):
+        result = subprocess.run([*command, *words], input="/quit\n", **options)
+        assert "newest chat model" not in result.stdout and "a base model" in result.stdout

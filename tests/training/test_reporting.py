@@ -63,7 +63,7 @@ def test_report_names_everything(monkeypatch):
 
 @pytest.mark.parametrize(
     ("margin", "beside"),
-    [(0.0, "before, the model was its own reference, so that all pairs tied"), (-0.2, "0.4000 before")],
+    [(0.0, "before, all pairs tied"), (-0.2, "0.4000 before")],
 )
 def test_an_accuracy_before_training_is_no_failure_if_all_pairs_tie(margin, beside):
     """Rewards are differences to the reference, and a tie counts as no success."""
@@ -96,17 +96,24 @@ def test_the_card_multiplies_the_rows_of_a_step_by_the_processes_that_have_rows_
     [
         ("pretrain", "out/pretrain-tiny", "sft --preset tiny"),
         ("sft", "out/sft-tiny/", "dpo --preset tiny"),
-        # The preset's reinforcement learning starts from the fine-tuned model.
-        ("dpo", "out/dpo-tiny", "grpo --preset tiny --model_name_or_path out/dpo-tiny"),
+        # The preset's reinforcement learning starts from the fine-tuned model, and its directory is for that.
+        ("dpo", "out/dpo-tiny", "grpo --preset tiny --model_name_or_path out/dpo-tiny --output_dir out/dpo-tiny-grpo"),
+        # A fine-tuning on text gives a base model, and comes before the fine-tuning on conversations.
+        (
+            "sft on text",
+            "out/sft-tiny",
+            "sft --preset tiny --model_name_or_path out/sft-tiny --output_dir out/sft-tiny-sft",
+        ),
         ("sft", "out/other", "dpo --preset tiny --model_name_or_path out/other --output_dir out/other-dpo"),
     ],
 )
 def test_a_preset_names_the_directories_of_the_next_stage(monkeypatch, recipe, output_dir, words):
+    recipe, _, data = recipe.partition(" on ")
     config = str(ROOT / f"recipes/tiny/{recipe}.yaml")
     args = LMTrainingArguments(output_dir=output_dir, config=config, use_cpu=True)
     monkeypatch.setattr("sys.argv", [str(ROOT / f"recipes/{recipe}.py")])
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
-    facts = RunFacts(recipe=recipe, data_kind="text" if recipe == "pretrain" else "conversations")
+    facts = RunFacts(recipe=recipe, data_kind="text" if recipe == "pretrain" or data else "conversations")
     label, command = next_commands(args, facts)[-1]
     assert label == "Next stage" and command == f"hf-pretrain {words}"
     if "--model_name_or_path" not in words:
