@@ -339,12 +339,15 @@ def _run_launcher(command: list[str]) -> int:
 
     The programs of these launchers return 1 and print a traceback of their own, which hides the message of the rank.
     """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    try:
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
-    # The launchers log that they stop the other ranks, and repeat the exit status.
-    repeated = ("Sending process", "failed (exitcode")
+    # The launchers log a signal, that they stop the other ranks, and the exit status.
+    repeated = ("Received %s death signal", "Sending process", "failed (exitcode")
     for part in ("multiprocessing.api", "agent.server.api"):
         logger = logging.getLogger(f"torch.distributed.elastic.{part}")
         logger.addFilter(lambda record: not str(record.msg).startswith(repeated))

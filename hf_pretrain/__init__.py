@@ -9,11 +9,12 @@ from importlib import import_module
 from importlib.metadata import version
 
 from .runtime.help_cache import print_kept_help
-from .runtime.importing import collector_paused, limit_spinning, scipy_deferred
+from .runtime.importing import collector_paused, hide_interrupts, limit_spinning, scipy_deferred
 
 
 # The imports below take seconds.
 print_kept_help()
+hide_interrupts()
 limit_spinning()
 with collector_paused(), scipy_deferred():
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -65,7 +65,11 @@ def main(args: argparse.Namespace) -> None:
         else Chat(generator, system=args.system, enable_thinking=thinking, tools=args.tools)
     )
     write = partial(print, end="", flush=True)
+    title = f"{name}{', a base model: it continues your text' if is_raw else ''}"
     if args.prompt is not None:
+        if args.model_name_or_path is None:
+            # Standard output holds the answer alone.
+            print(title, file=sys.stderr)
         if not chat.say(args.prompt):
             raise ValueError("--prompt is empty. Give it a text, or leave it out to talk.")
         chat.answer(write)
@@ -76,7 +80,7 @@ def main(args: argparse.Namespace) -> None:
     # `say` refuses a line that is not UTF-8. Without this setting, Python would raise earlier and end the loop.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    print(f"{name}{', a base model: it continues your text' if is_raw else ''}\n/help lists the commands.")
+    print(f"{title}\n/help lists the commands.")
     if is_raw and args.raw is None:
         # The newest model is not always the one that the user means.
         chat_model = next((run for run in runs[1:] if trained_on_text(read_launches(run)) is False), None)

@@ -63,9 +63,10 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
     if kind is None:
         kind = next((kind for kind, keys in CONVERSATION_KEYS.items() if record.keys() >= keys), None)
     if kind is None or not record.keys() >= CONVERSATION_KEYS[kind]:
-        wanted = "; ".join(" with ".join(sorted(keys)) for keys in CONVERSATION_KEYS.values())
-        wanted = wanted if kind is None else " with ".join(sorted(CONVERSATION_KEYS[kind]))
-        raise BadRecord(f"no conversation (there is: {', '.join(map(str, record))}); known are {wanted}")
+        kinds = CONVERSATION_KEYS.values() if kind is None else [CONVERSATION_KEYS[kind]]
+        # Two kinds have the same fields.
+        wanted = " or ".join(dict.fromkeys(" with ".join(sorted(keys)) for keys in kinds))
+        raise BadRecord(f"no conversation: its fields are {', '.join(map(str, record))}, and it needs {wanted}")
     if kind == "prompt_completion":
         messages, tools = _read_turn(record["prompt"], "prompt", "user")
         messages += _read_turn(record["completion"], "completion", "assistant")[0]

@@ -147,7 +147,7 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         ("Packed sequences", f"about {tokens / max_length:,.0f} of {max_length} tokens"),
         (
             "Model size",
-            f"{TOKENS_PER_PARAMETER} tokens per parameter are best; above {MAX_REPEATS} passes add little",
+            f"a run needs about {TOKENS_PER_PARAMETER} tokens per parameter, and at most {MAX_REPEATS} passes",
         ),
     ]
     for preset in PRESETS:

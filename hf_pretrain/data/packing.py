@@ -70,7 +70,7 @@ class PackingReport:
             f"--max_length {self.max_length}"
         )
         if self.num_tokens_trained is not None:
-            text += f"; {self.num_tokens_trained:,} tokens are trained on"
+            text += f"; {self.num_tokens_trained:,} tokens count in the loss"
             text += f", {self.num_dropped:,} conversations without any were dropped"
         return f"{text}; {self.note}" if self.note else text
 

@@ -85,7 +85,7 @@ def load_rows(
         unknown = ", so it is unknown how often the run reads each dataset" if data_args.dataset_weights else ""
         report.insert(0, f"Training: streamed{unknown}")
     # The plan of a dry run shows the same lines.
-    if training_args.process_index == 0 and not is_evaluation and not training_args.dry_run:
+    if training_args.process_index == 0 and not is_evaluation and not getattr(training_args, "dry_run", False):
         print("\n".join(report))
     has_answers = eval_rows is not None and data_args.encoder is not None
     return PackedRows(tokenizer, report, train_rows, eval_rows, eval_documents if has_answers else None)

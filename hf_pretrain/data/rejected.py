@@ -72,9 +72,7 @@ class RejectedLines:
         if len(self.listed) <= MAX_WARNINGS:
             logger.warning(f"{source}:{line}: {reason}. This line is skipped.")
         elif len(self.listed) == MAX_WARNINGS + 1:
-            logger.warning(
-                f"More lines are skipped; all of them are in {self.path or 'no file (pass rejected_path)'}."
-            )
+            logger.warning(f"More lines are skipped{f'; {self.path} lists all of them' if self.path else ''}.")
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             entry = {"source": source, "line": line, "offset": offset, "reason": reason}

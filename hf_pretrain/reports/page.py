@@ -31,7 +31,10 @@ _CHARTS = (
 )
 _FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
 # Arguments that differ between any two runs and do not explain their results.
-_INCIDENTAL = ("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id", "resume_from_checkpoint")
+_INCIDENTAL = (
+    *("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id", "resume_from_checkpoint"),
+    *("preview", "disable_tqdm", "remove_unused_columns"),
+)
 _EVENTS = {
     "rejected": "bad lines left out",
     "start": "the run started",

@@ -15,14 +15,20 @@ PLUG_INS = (
 )
 
 
+def describe_found() -> str:
+    """Return a few words that name the kinds of devices that torch has found."""
+    return f"torch {torch.__version__} found {', '.join(_found()) or 'no accelerator'}"
+
+
 def describe_search() -> str:
     """Return one line that names the kinds of devices that were looked for, and those that were found."""
+    kinds = ", ".join((*DEVICE_TYPES, *PLUG_INS))
+    return f"torch {torch.__version__} looked for {kinds}: found {', '.join(_found()) or 'none'}"
+
+
+def _found() -> list[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = [*([accelerator.type] if accelerator is not None else []), *installed_plug_ins()]
-    return (
-        f"torch {torch.__version__} looked for {', '.join((*DEVICE_TYPES, *PLUG_INS))}: "
-        f"found {', '.join(found) or 'none'}"
-    )
+    return [*([accelerator.type] if accelerator is not None else []), *installed_plug_ins()]
 
 
 def installed_plug_ins() -> list[str]:
@@ -52,4 +58,4 @@ def has_bfloat16_units(device_type: str) -> bool:
     return any(features.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-__all__ = ["describe_search", "default_device_type", "has_bfloat16_units", "installed_plug_ins"]
+__all__ = ["describe_found", "describe_search", "default_device_type", "has_bfloat16_units", "installed_plug_ins"]

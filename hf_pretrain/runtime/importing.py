@@ -1,14 +1,18 @@
 """Faster imports of large libraries, and settings that they read only when they are imported."""
 
+import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
+
+from .help_cache import STARTED_AS
 
 
 @contextmanager
@@ -29,6 +33,32 @@ def collector_paused() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def hide_interrupts() -> None:
+    """
+    Print no traceback after Ctrl-C if `hf-pretrain` has started this process, and end it by SIGINT. Call this before
+    slow imports, in which Ctrl-C may come as well.
+    """
+    if STARTED_AS not in os.environ:
+        return
+    show_error, is_interrupted = sys.excepthook, False
+
+    def show_other_errors(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = issubclass(kind, KeyboardInterrupt)
+        if not is_interrupted:
+            show_error(kind, error, traceback)
+
+    def end() -> None:
+        if is_interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sys.excepthook = show_other_errors
+    # NOTE: Python does so itself, unless a library executes code while the interpreter ends, as `torch._dynamo` does;
+    # then the exit status is 1. The function that is registered first runs last.
+    atexit.register(end)
 
 
 def limit_spinning() -> None:

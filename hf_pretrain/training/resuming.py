@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..checkpoints.directory import SAVING, abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..checkpoints.machines import require_same_files, share_checkpoint
 from ..reports.history import HISTORY_NAME
-from ..reports.runs import RECORD_NAME, REPORT_NAME
+from ..reports.runs import RECORD_NAME, REPORT_NAME, read_launches
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.locking import LOCK_NAME, hold_output_dir, lock_holder, release_output_dir
 from ..runtime.processes import on_main_process, on_processes, on_saving_processes
@@ -119,6 +119,12 @@ def _num_restarts() -> int:
 
 def _refuse_used(output_dir: Path) -> None:
     if output_dir.is_dir() and any(path.name not in _NO_RUN for path in output_dir.iterdir()):
+        launches = read_launches(output_dir)
+        if launches and launches[-1].get("ended"):
+            raise ValueError(
+                f"--output_dir {output_dir} is not empty: it holds a finished run. Choose another directory, or "
+                "delete this one."
+            )
         raise ValueError(
             f"--output_dir {output_dir} is not empty. Resume its run with `--resume_from_checkpoint auto`, choose "
             "another directory, or delete this one."

@@ -15,7 +15,7 @@ from ..hub.model_card import CURVE_NAME
 from ..hub.repository import remove_staging
 from ..reports.runs import read_run
 from ..runtime.activity import activity
-from ..runtime.devices import describe_search
+from ..runtime.devices import describe_found
 from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
@@ -112,7 +112,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         begin_record(training_args, others, checkpoint=checkpoint)
         add_to_record(training_args, tracking_id=tracking_id)
         rows = f"{training_args.rows_per_step:,} rows per step"
-        print(f"{training_args.launch_description}; {rows}; {describe_search()}")
+        print(f"{training_args.launch_description}; {rows}; {describe_found()}")
 
     on_main_process(training_args, clear)
     return checkpoint

@@ -59,6 +59,13 @@ def test_a_new_run_refuses_a_used_directory(tmp_path):
         checkpoint_to_resume(arguments(tmp_path))
 
 
+def test_a_finished_run_is_not_to_be_resumed(tmp_path):
+    (tmp_path / "run.json").write_text('[{"recipe": "sft"}, {"recipe": "sft", "ended": "2026-01-01"}]')
+    make_checkpoint(tmp_path, 10)
+    with pytest.raises(ValueError, match="it holds a finished run. Choose another directory, or delete this one"):
+        checkpoint_to_resume(arguments(tmp_path))
+
+
 def test_auto_takes_the_newest_or_starts(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path / "new", "auto")) is None
     make_checkpoint(tmp_path, 9)

@@ -503,7 +503,11 @@ def test_the_command(tmp_path, capsys):
     assert "1  in the held-out data" in printed
     run_command("inspect", source, "--show", "2")
     printed = capsys.readouterr().out
-    assert "31 texts, " in printed and printed.count("--- ") == 2 and "20 tokens per parameter are best" in printed
+    assert (
+        "31 texts, " in printed
+        and printed.count("--- ") == 2
+        and "20 tokens per parameter, and at most 4 passes" in printed
+    )
 
 
 def test_a_reader_may_end_before_the_last_line(tmp_path):

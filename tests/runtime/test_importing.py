@@ -1,4 +1,5 @@
 import gc
+import signal
 import sys
 
 import pytest
@@ -87,3 +88,19 @@ def test_idle_threads_sleep_soon_unless_the_user_has_chosen(given, expected):
         "import hf_pretrain",
     ]
     assert expected in start(command, fresh=True, OMP_DISPLAY_ENV="verbose").stdout
+
+
+@pytest.mark.parametrize("name", ["HF_PRETRAIN_PROGRAM", "OTHER"])
+def test_an_interrupt_prints_no_traceback_from_the_command(tmp_path, name):
+    """In a program of the user's own, it does."""
+    script = tmp_path / "script.py"
+    script.write_text("import hf_pretrain, os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    result = start([sys.executable, str(script)], fresh=True, **{name: "hf-pretrain chat"})
+    if name == "OTHER":
+        assert result.stdout.endswith("KeyboardInterrupt\n")
+    else:
+        assert result.stdout == "" and result.returncode == -signal.SIGINT
+    # Other errors keep their traceback.
+    script.write_text("import hf_pretrain\n1 / 0")
+    result = start([sys.executable, str(script)], fresh=True, **{name: "hf-pretrain chat"})
+    assert "ZeroDivisionError" in result.stdout and result.returncode == 1
