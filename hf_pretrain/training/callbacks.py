@@ -60,7 +60,7 @@ class ProgressLinesCallback(PrinterCallback):
 
 
 class BusyCoresCallback(TrainerCallback):
-    """Warn once if a run on CPUs waits for cores that other programs use."""
+    """Warn once if a run on CPUs waits for cores."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._waits: CoreWaits | None = CoreWaits()
@@ -70,8 +70,8 @@ class BusyCoresCallback(TrainerCallback):
             return
         self._waits = None
         logger.warning(
-            f"This process waits {share:.0%} of its time for a core, because other programs use them. A step takes "
-            "longer than on a quiet machine."
+            f"This process waits {share:.0%} of its time for a core: other programs, or more threads than cores, use all "
+            "of them. A step takes longer than on a quiet machine."
         )
 
 
