@@ -70,8 +70,8 @@ class BusyCoresCallback(TrainerCallback):
             return
         self._waits = None
         logger.warning(
-            f"This process waits {share:.0%} of its time for a core: other programs, or more threads than cores, use all "
-            "of them. A step takes longer than on a quiet machine."
+            f"This process waits {share:.0%} of its time for a core: other programs, or more threads than cores, use "
+            "them. A step takes longer than on a quiet machine."
         )
 
 
