@@ -5,7 +5,6 @@ import math
 import re
 import runpy
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -574,7 +573,8 @@ def test_the_time_of_an_evaluation_counts_its_generation(tokenizer, tmp_path):
     trainer = toy_trainer(tokenizer, tmp_path, trainer={"eval_dataset": toy_tasks(12)}, num_generations_eval=2)
     begin_dry_run(trainer.args)
     # 12 tasks with 2 completions each, in steps of 4 completions, of which each takes 50 seconds.
-    clock = SimpleNamespace(step_seconds=50.0, num_steps=3)
+    clock = plan._Clock()
+    clock.times = [0.0, 9.0, 59.0, 109.0, 159.0]
     assert "; 1 evaluation of about 5 min each" in plan._describe_time(trainer, clock, num_steps=2)
 
 

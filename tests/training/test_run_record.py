@@ -1,7 +1,6 @@
 """The content of `run.json`, which must hold no token."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -67,7 +66,7 @@ def test_the_command_of_hf_pretrain_comes_first(make_arguments, tmp_path, monkey
 
 def test_hf_pretrain_passes_on_the_command_that_it_prints(monkeypatch, capsys):
     passed = {}
-    monkeypatch.setattr(os, "execve", lambda program, words, environment: passed.update(environment))
+    monkeypatch.setattr(hf_pretrain_cli, "start", lambda command, environment: passed.update(environment))
     monkeypatch.setattr("sys.argv", ["hf-pretrain", "pretrain", "--nproc", "2", "--use_cpu"])
     hf_pretrain_cli.main()
     assert capsys.readouterr().err == f"$ {passed['HF_PRETRAIN_COMMAND']}\n"
