@@ -4,6 +4,8 @@ Record the results of default runs, with which users can compare their own:
     make pretrain sft dpo distill grpo
     python -m benchmarks.expected out/pretrain-tiny out/sft-tiny out/dpo-tiny out/distill-tiny out/grpo-tiny
 
+A preset whose default run needs another machine can have a short run: docs/getting-started.md has its command.
+
 The script writes `recipes/<preset>/expected.json`. The page of a later run with the same YAML file shows the recorded
 losses behind its own, unless one of the arguments that decide them differs.
 """

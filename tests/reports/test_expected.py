@@ -18,6 +18,11 @@ from tests.test_recipes import STAGES
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = json.loads((ROOT / "recipes/tiny" / EXPECTED_NAME).read_text(encoding="utf-8"))
+SHORT = {
+    path.parent.name: json.loads(path.read_text(encoding="utf-8"))["pretrain"]
+    for path in sorted((ROOT / "recipes").glob(f"*/{EXPECTED_NAME}"))
+    if path.parent.name != "tiny"
+}
 END = {"loss": "eval_loss", "KL": "eval_kl", "reward": "eval_reward"}
 
 
@@ -52,3 +57,37 @@ def test_a_default_run_has_the_recorded_arguments(stage):
     recorded = EXPECTED[stage]
     assert {name: given.get(name) for name in DECISIVE} == recorded["arguments"]
     assert parts[-1].rows_per_step == recorded["rows_per_step"]
+
+
+def section() -> str:
+    return (ROOT / "docs/getting-started.md").read_text(encoding="utf-8").partition("## Is my loss normal?")[2]
+
+
+@pytest.mark.parametrize("preset", SHORT)
+def test_the_table_of_short_runs_has_the_recorded_figures(preset):
+    table = section().partition("| validation loss |")[2].partition("\n\n")[0]
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| `{preset}` |")]
+    _, rows, seconds, losses, end = [cell.strip() for cell in row.strip("|").split("|")]
+    recorded = SHORT[preset]
+    assert rows == f"{recorded['rows_per_step']} x {recorded['arguments']['max_length']}"
+    assert int(seconds) == round(recorded["seconds"])
+    curve = recorded["curves"]["loss"]
+    per_log = recorded["steps"] // len(curve)
+    figures = re.findall(r"(\d+): ([\d.]+)", losses)
+    assert len(figures) >= 4 and int(figures[-1][0]) == recorded["steps"]
+    assert [value for _, value in figures] == [f"{curve[int(step) // per_log - 1][1]:.2f}" for step, _ in figures]
+    assert end == f"{recorded['metrics']['eval_loss']:.2f}"
+
+
+@pytest.mark.parametrize("preset", SHORT)
+def test_the_command_of_the_page_has_the_recorded_arguments(preset):
+    """Otherwise, the page of its run would lack the recorded curve."""
+    (command,) = re.findall(r"^hf-pretrain pretrain --preset minimind2 (.*)$", section(), re.MULTILINE)
+    types = (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments)
+    argv = ["--config", str(ROOT / f"recipes/{preset}/pretrain.yaml"), "--use_cpu", "--bf16", "false"]
+    parts = parse_args(*types, stage="pretrain", argv=[*argv, *command.split()])
+    keep_optimizer(parts[-1], parts, checkpoint=None)
+    given = {name: value for part in parts for name, value in vars(part).items()}
+    recorded = SHORT[preset]
+    assert {name: given.get(name) for name in DECISIVE} == recorded["arguments"]
+    assert (parts[-1].rows_per_step, parts[-1].max_steps) == (recorded["rows_per_step"], recorded["steps"])
