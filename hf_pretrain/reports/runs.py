@@ -136,16 +136,21 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
         `tuple`: the runs, and for each directory without a run the reason why it is left out.
 
     Raises:
-        `ValueError`: if no directory holds a run, or a `run.json` is damaged.
+        `ValueError`: if no directory holds a run that trained, or a `run.json` is damaged.
     """
     runs, reasons = {}, []
     for directory in directories:
         try:
-            runs[directory.resolve()] = read_run(directory)
+            run = read_run(directory)
         except ValueError as error:
             if Path(directory, RECORD_NAME).is_file():
                 raise
             reasons.append(str(error))
+            continue
+        if run.entries:
+            runs[directory.resolve()] = run
+        else:
+            reasons.append(f"{directory} holds a run that ended before its training.")
     if not runs:
         raise ValueError("\n".join(reasons))
     num_parts = 1

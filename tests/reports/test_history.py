@@ -153,6 +153,7 @@ def test_runs_get_the_shortest_names_that_differ(tmp_path):
     for directory in directories:
         directory.mkdir(parents=True)
         (directory / RECORD_NAME).write_text("[]")
+        (directory / HISTORY_NAME).write_text('{"kind": "start", "time": 0, "step": 0}\n')
     (tmp_path / "tokenizer").mkdir()
 
     def names(*chosen):
@@ -165,6 +166,11 @@ def test_runs_get_the_shortest_names_that_differ(tmp_path):
     assert names(directories[0], tmp_path / "tokenizer") == (["out"], 1)
     with pytest.raises(ValueError, match="tokenizer holds no run"):
         names(tmp_path / "tokenizer")
+    # A mistake ended this run before it began.
+    (directories[2] / HISTORY_NAME).unlink()
+    assert names(directories[0], directories[2]) == (["out"], 1)
+    with pytest.raises(ValueError, match="other holds a run that ended before its training"):
+        names(directories[2])
     # A damaged run is no directory without a run.
     (directories[0] / RECORD_NAME).write_text("[")
     with pytest.raises(ValueError, match="run.json is not valid JSON"):
