@@ -293,14 +293,14 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
         stage = NEXT_STAGES[recipe]
         # The YAML file of the preset's next stage is in the same directory as the file of this run.
         config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
-        words, named = [program, stage], {}
+        words, starts_from = [program, stage], None
         if config is not None and config.is_file():
             is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent
             words += ["--preset", config.parent.name] if is_preset else ["--config", str(config)]
-            named = {name: config_value(str(config), name) for name in ("model_name_or_path", "output_dir")}
+            starts_from = config_value(str(config), "model_name_or_path")
         # The preset's directories belong to its own chain of stages.
         output_dir = args.output_dir.rstrip("/")
-        if named.get("model_name_or_path") != output_dir or named.get("output_dir") in (None, output_dir):
+        if starts_from != output_dir:
             words += [*model, "--output_dir", f"{output_dir}-{stage}"]
         words += _launch_words(args)
         # Without an accelerator, `use_cpu` is on although nobody asked for it.
