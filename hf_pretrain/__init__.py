@@ -17,9 +17,24 @@ print_kept_help()
 hide_interrupts()
 limit_spinning()
 with collector_paused(), scipy_deferred():
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForQuestionAnswering,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
-    from .model import PRESETS, MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
+    from .model import (
+        PRESETS,
+        MiniMindConfig,
+        MiniMindForCausalLM,
+        MiniMindForQuestionAnswering,
+        MiniMindForSequenceClassification,
+        MiniMindForTokenClassification,
+        MiniMindModel,
+    )
     from .weights.adapters import register_peft_defaults
 
 
@@ -27,6 +42,8 @@ AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)
 AutoModel.register(MiniMindConfig, MiniMindModel, exist_ok=True)
 AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(MiniMindConfig, MiniMindForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(MiniMindConfig, MiniMindForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(MiniMindConfig, MiniMindForQuestionAnswering, exist_ok=True)
 register_peft_defaults()
 
 _LAZY = {
@@ -49,7 +66,9 @@ __all__ = [
     "PRESETS",
     "MiniMindConfig",
     "MiniMindForCausalLM",
+    "MiniMindForQuestionAnswering",
     "MiniMindForSequenceClassification",
+    "MiniMindForTokenClassification",
     "MiniMindModel",
     *_LAZY,
 ]

@@ -7,7 +7,13 @@ This package may import `runtime` and nothing else; it knows nothing about token
 """
 
 from .configuration_minimind import MiniMindConfig
-from .modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
+from .modeling_minimind import (
+    MiniMindForCausalLM,
+    MiniMindForQuestionAnswering,
+    MiniMindForSequenceClassification,
+    MiniMindForTokenClassification,
+    MiniMindModel,
+)
 from .presets import PRESETS
 
 
@@ -15,6 +21,8 @@ __all__ = [
     "PRESETS",
     "MiniMindConfig",
     "MiniMindForCausalLM",
+    "MiniMindForQuestionAnswering",
     "MiniMindForSequenceClassification",
+    "MiniMindForTokenClassification",
     "MiniMindModel",
 ]

@@ -18,17 +18,27 @@ from packaging.version import Version
 # Checked before the imports below, so that users of an older version get a sentence and not a missing name.
 if Version(transformers.__version__).release < (5, 23):
     raise ImportError(
-        f"This MiniMind checkpoint needs transformers 5.23 or newer, and {transformers.__version__} is installed: "
-        "pip install -U transformers. For older versions, convert it to an architecture that they know, where "
-        "hf_pretrain is installed: hf-pretrain convert --from CHECKPOINT --to DIR --format llama (or qwen3, "
-        "qwen3_moe, ernie4_5_moe)."
+        f"This MiniMind checkpoint needs transformers 5.23 or newer (tested: 5.23 to 5.24), and "
+        f"{transformers.__version__} is installed: pip install -U transformers. For older versions, convert it to an "
+        "architecture that they know, where hf_pretrain is installed: hf-pretrain convert --from CHECKPOINT --to DIR "
+        "--format llama (or qwen3, qwen3_moe, ernie4_5_moe)."
     )
 
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
 
 
+# The versions of transformers that the tests run with, as in pyproject.toml.
+TESTED_VERSIONS = "5.23 to 5.24"
+# No error: a checkpoint on the Hub should load in newer versions too, and most likely works. `forward` raises for an
+# argument that they renamed.
+if Version(transformers.__version__).release[:2] > (5, 24):
+    logging.get_logger(__name__).warning(
+        f"The code of this MiniMind model was tested with transformers {TESTED_VERSIONS}, and "
+        f"{transformers.__version__} is installed. If something fails or looks wrong: pip install 'transformers<5.25'."
+    )
 # Raise it when older code would misread new checkpoints.
 FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
@@ -41,6 +51,8 @@ AUTO_MAP = {
     "AutoModel": "modeling_minimind.MiniMindModel",
     "AutoModelForCausalLM": "modeling_minimind.MiniMindForCausalLM",
     "AutoModelForSequenceClassification": "modeling_minimind.MiniMindForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_minimind.MiniMindForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_minimind.MiniMindForQuestionAnswering",
 }
 
 
@@ -95,7 +107,7 @@ class MiniMindConfig(PreTrainedConfig):
 
     model_type = "minimind"
     # Trainer drops these outputs from the predictions that it gathers for metrics.
-    keys_to_ignore_at_inference = ["past_key_values", "ce_loss", "aux_loss", "router_logits"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "ce_loss", "aux_loss", "router_logits"]
     # transformers reads this name where `rope_parameters` gives no theta.
     default_theta = 1000000.0
     attribute_map = {

@@ -59,8 +59,9 @@ def masked_cross_entropy(
 
     Args:
         logits (`torch.Tensor` of shape `(batch_size, seq_len, vocab_size)`): `logits[:, t]` predicts token `t + 1`.
-        labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): unshifted, -100 where nothing is trained.
-        loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): weights, aligned with `labels`.
+        labels (`torch.LongTensor` of shape `(batch_size, seq_len)` or `(batch_size, seq_len + 1)`): unshifted, -100
+            where nothing is trained. With one more column, the last position predicts it.
+        loss_mask (`torch.Tensor` of the shape of `labels`, *optional*): weights, aligned with `labels`.
         num_items_in_batch (`torch.Tensor` or `float`, *optional*): the divisor; the sum of the weights by default.
 
     Returns:
@@ -69,7 +70,7 @@ def masked_cross_entropy(
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
-    targets, weights = _targets(labels, loss_mask)
+    targets, weights = _targets(labels, loss_mask, logits.shape[1])
     # (batch_size, seq_len, vocab_size) -> (batch_size * seq_len, vocab_size)
     token_losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
     return (token_losses * weights).sum() / _divisor(weights, num_items_in_batch)
@@ -103,7 +104,7 @@ def linear_masked_cross_entropy(
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
-    targets, weights = _targets(labels, loss_mask)
+    targets, weights = _targets(labels, loss_mask, hidden_states.shape[1])
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
@@ -112,15 +113,16 @@ def linear_masked_cross_entropy(
     return total / _divisor(weights, num_items_in_batch)
 
 
-def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Return the token that each position predicts and its weight, both of shape `(batch_size * seq_len,)`.
 
     This shifts the labels by one. Shifting the logits instead would copy them.
     """
-    # The last position of a row predicts nothing: its weight is 0 and its target is ignored.
-    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1)).flatten()
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten(), weights
+    # Without a further label, the last position of a row predicts nothing: its weight is 0 and its target is ignored.
+    missing = (0, seq_len + 1 - labels.shape[1])
+    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], missing).flatten()
+    return F.pad(labels[:, 1:], missing, value=IGNORE_INDEX).flatten(), weights
 
 
 def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | None) -> torch.Tensor | float:
@@ -246,7 +248,7 @@ def find_documents(
     if attention_mask is not None and attention_mask.dim() == 2:
         token_mask = attention_mask.bool().flatten()
     if labels is not None:
-        trained = (prediction_weights(labels, loss_mask) > 0).flatten()
+        trained = (prediction_weights(labels, loss_mask) > 0)[:, : shape[1]].flatten()
         token_mask = token_mask & (_sum_by(index, trained.float())[index] > 0)
     count = (_sum_by(index, token_mask.float()) > 0).sum()
     return Documents(index, token_mask, count)

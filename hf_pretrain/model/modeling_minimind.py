@@ -12,32 +12,69 @@ import each other and nothing else of the package.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_check import check_attention
-from .configuration_minimind import MiniMindConfig
+from .configuration_minimind import TESTED_VERSIONS, MiniMindConfig
 
 # NOTE: `set_experts_implementation` of transformers works only if the source of this file holds the text
 # `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
 from .experts import MiniMindExperts, MiniMindMLP, MiniMindSparseMoeBlock, MiniMindTopKRouter
-from .loss import find_documents, linear_masked_cross_entropy, masked_cross_entropy, prediction_weights, router_loss
+from .loss import (
+    IGNORE_INDEX,
+    find_documents,
+    linear_masked_cross_entropy,
+    masked_cross_entropy,
+    prediction_weights,
+    router_loss,
+)
 from .packed_attention import compute_dtype, eager_attention_forward, find_visible
 from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_pos_cis
+
+
+# NOTE: transformers 5.24 renamed the argument and the output field `past_key_values` to `cache`. Since then the model
+# updates the paged cache of continuous batching too; before, the attention functions did.
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(MoeModelOutputWithPast)} else "past_key_values"
+# NOTE: transformers' `register` does not write this table. Trainer's label smoothing shifts labels only if it names
+# the class, and lm-eval warns about other model types.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MiniMindConfig.model_type, "MiniMindForCausalLM")
+# Keyword arguments that `MiniMindModel.forward` accepts beside its parameters.
+KNOWN_ARGUMENTS = frozenset(
+    {
+        # read by the decorators of `forward`
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),
+        # packed sequences
+        *("cu_seq_lens_q", "max_length_q", "packed_documents"),
+        # without effect: keys have the lengths of the queries, and their documents are those of `position_ids`
+        *("cu_seq_lens_k", "max_length_k", "seq_idx"),
+        # without effect: a decoder has no segments and computes neither loss nor logits
+        *("token_type_ids", "num_items_in_batch", "skip_logits"),
+    }
+)
 
 
 class MiniMindRMSNorm(nn.Module):
@@ -86,7 +123,7 @@ class MiniMindAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -97,7 +134,8 @@ class MiniMindAttention(nn.Module):
             position_embeddings (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): rotations
                 from [`MiniMindRotaryEmbedding`].
             attention_mask (`torch.Tensor`, *optional*): the mask in the format of the attention implementation.
-            past_key_values ([`Cache`], *optional*): keys and values of earlier tokens, updated in place.
+            cache ([`Cache`] or `PagedAttentionCache`, *optional*): keys and values of earlier tokens, updated in
+                place.
 
         Returns:
             `tuple`: output of shape `(batch_size, seq_len, hidden_size)`, and attention weights of shape `(batch_size,
@@ -114,9 +152,12 @@ class MiniMindAttention(nn.Module):
         # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, num_heads, seq_len, head_dim)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
-        if past_key_values is not None:
+        if isinstance(cache, Cache) or (cache is not None and CACHE_NAME == "cache"):
             # (batch_size, num_heads, seq_len, head_dim) -> (batch_size, num_heads, past_len + seq_len, head_dim)
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            # A paged cache replaces the lengths in `kwargs` by those of this layer.
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+        elif cache is not None:
+            kwargs["cache"] = cache
 
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -153,7 +194,7 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         position_embeddings: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(batch_size, seq_len, hidden_size)` to the same shape. Arguments: [`MiniMindAttention.forward`]."""
@@ -161,7 +202,7 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
             self.input_layernorm(hidden_states),
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **kwargs,
         )
         hidden_states = hidden_states + self.dropout(attention_output)
@@ -176,7 +217,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MiniMindDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     # NOTE: transformers' flash attention keeps packed documents apart only in batches of one row.
     _supports_flash_attn = False
     _supports_sdpa = True
@@ -280,6 +321,22 @@ class MiniMindModel(MiniMindPreTrainedModel):
             "For packed sequences pass attention_mask=None; their padding counts as a last document."
         )
 
+    @staticmethod
+    def _check_names(arguments: dict[str, Any]):
+        """
+        Raise `TypeError` for an argument with an unknown name, unless it is `None`.
+
+        transformers may rename an argument or add one. If `forward` ignored it, the results would be wrong without an
+        error. The heads pass their unknown arguments on to the decoder, so this check covers them too.
+        """
+        unknown = sorted(name for name in arguments.keys() - KNOWN_ARGUMENTS if arguments[name] is not None)
+        if unknown:
+            raise TypeError(
+                f"MiniMind's forward does not know the argument {', '.join(unknown)}, which could change the result. "
+                "Leave it out or correct its name. If transformers passes it: this code was tested with transformers "
+                f"{TESTED_VERSIONS}, and {transformers.__version__} is installed."
+            )
+
     # NOTE: `capture_outputs` adds router logits, hidden states and attentions to the output by hooks on the modules in
     # `_can_record_outputs`, so the layers return only hidden states.
     @merge_with_config_defaults
@@ -292,6 +349,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MoeModelOutputWithPast:
         """
@@ -302,10 +360,12 @@ class MiniMindModel(MiniMindPreTrainedModel):
             attention_mask (`torch.Tensor` of shape `(batch_size, past_len + seq_len)`, *optional*): 0 for padding.
             position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): a restart at 0 begins a new
                 document, which does not attend to the one before.
-            past_key_values ([`Cache`], *optional*): keys and values of earlier tokens.
+            past_key_values ([`Cache`], *optional*): keys and values of earlier tokens; the name of transformers 5.23.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, seq_len, hidden_size)`, *optional*): used instead
                 of `input_ids`.
             use_cache (`bool`, *optional*): create and return a cache where none is given.
+            cache ([`Cache`] or `PagedAttentionCache`, *optional*): the name of transformers 5.24 for
+                `past_key_values`, and in all versions the paged cache of continuous batching.
             cu_seq_lens_q (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): start of each document in
                 the flattened batch, and its end.
             max_length_q (`int`, *optional*): length of the longest document, or more.
@@ -316,15 +376,25 @@ class MiniMindModel(MiniMindPreTrainedModel):
             [`MoeModelOutputWithPast`]: with `last_hidden_state` of shape `(batch_size, seq_len, hidden_size)`.
 
         Raises:
-            `ValueError`: for both or neither of `input_ids` and `inputs_embeds`, a position past the rotary table, or
-                packed positions together with padding in `attention_mask`.
+            `ValueError`: for both or neither of `input_ids` and `inputs_embeds`, two caches, a position past the
+                rotary table, or packed positions together with padding in `attention_mask`.
+            `TypeError`: for an argument that this code does not know, see [`_check_names`].
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
+        if past_key_values is not None and cache is not None:
+            raise ValueError("Pass the cache once, as past_key_values or as cache.")
+        cache = past_key_values if cache is None else cache
+        # NOTE: a pipeline rank passes all `**kwargs` of the head's `forward` as one argument `kwargs`.
+        kwargs |= kwargs.pop("kwargs", None) or {}
+        # Continuous batching passes further arguments, which the paged cache and the attention functions read.
+        is_paged = cache is not None and not isinstance(cache, Cache)
+        if not is_paged:
+            self._check_names(kwargs)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         seq_len = inputs_embeds.shape[1]
-        past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past_len = cache.get_seq_length() if isinstance(cache, Cache) else 0
 
         if position_ids is None:
             position_ids = (torch.arange(seq_len, device=inputs_embeds.device) + past_len).unsqueeze(0)
@@ -337,9 +407,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
         is_computed = not (
             torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)
         )
-        # NOTE: continuous batching passes a paged cache as `cache`. transformers then creates no masks, and the check
-        # needs them.
-        if is_computed and kwargs.get("cache") is None:
+        # NOTE: for continuous batching, transformers creates no masks, and the check needs them.
+        if is_computed and not is_paged:
             # Take any layer: a pipeline rank holds only some of them, so `self.layers[0]` may be absent.
             attention = next(module for module in self.modules() if isinstance(module, MiniMindAttention))
             check_attention(attention, inputs_embeds.device, compute_dtype(inputs_embeds))
@@ -353,14 +422,14 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 inputs_embeds,
                 position_ids,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                cache=None if is_paged else cache,
                 is_training=self.training,
                 cu_seq_lens=cu_seq_lens,
                 max_length=max_length,
             )
-        if use_cache and past_key_values is None:
+        if use_cache and cache is None:
             # The mask above does not depend on this cache: it is empty, so every visible token lies in the input.
-            past_key_values = DynamicCache(config=self.config)
+            cache = DynamicCache(config=self.config)
 
         position_embeddings = self.rotary_emb(position_ids)
         hidden_states = self.dropout(inputs_embeds)
@@ -371,11 +440,11 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=causal_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 use_cache=use_cache,
                 **kwargs,
             )
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
 
 @dataclass
@@ -458,6 +527,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MiniMindCausalLMOutputWithPast:
         """
@@ -478,6 +548,9 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 these indices; 0 means all.
             skip_logits (`bool`, defaults to `False`): with `labels`, return the loss without logits. The logits are
                 then never in memory all at once.
+            shift_labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): the token that each
+                position predicts, used instead of `labels`. transformers passes them under sequence parallelism,
+                where the last token of a shard predicts the first one of the next.
 
         See [`MiniMindModel.forward`] for the other arguments.
 
@@ -485,8 +558,20 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             [`MiniMindCausalLMOutputWithPast`]
 
         Raises:
-            `ValueError`: if `loss_mask` and `labels` differ in shape, or for the reasons in [`MiniMindModel.forward`].
+            `ValueError`: if `loss_mask` and `labels` differ in shape, for `loss_mask` with `shift_labels`, or for the
+                reasons in [`MiniMindModel.forward`].
         """
+        # NOTE: not a parameter, because Trainer takes each parameter with "label" in its name for a column that every
+        # batch must have to be evaluated.
+        shift_labels = kwargs.pop("shift_labels", None)
+        if shift_labels is not None:
+            if loss_mask is not None:
+                raise ValueError(
+                    "loss_mask weights the tokens of labels, and shift_labels are moved by one token. Pass labels, or "
+                    "set shift_labels to -100 where nothing is trained."
+                )
+            # Labels with one column more than the row: its last position predicts the last label.
+            labels = F.pad(shift_labels, (1, 0), value=IGNORE_INDEX)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         needs_router_loss = bool(self.config.num_experts) and (labels is not None or output_router_logits)
@@ -497,6 +582,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=cache,
             output_router_logits=needs_router_loss,
             **kwargs,
         )
@@ -544,9 +630,9 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             ce_loss=ce_loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             router_logits=outputs.router_logits if output_router_logits else None,
         )
 
@@ -555,7 +641,7 @@ class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMi
     """MiniMind with one score per sequence, for reward models. It has no router loss."""
 
     def __init__(self, config: MiniMindConfig):
-        # NOTE: skip the constructor of `GenericForSequenceClassification`. It builds the model with AutoModel, which
+        # NOTE: here and below, skip the constructor of the generic class. It builds the model with AutoModel, which
         # asks the user a second time whether to run this code from the Hub.
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
@@ -564,4 +650,33 @@ class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMi
         self.post_init()
 
 
-__all__ = ["MiniMindForCausalLM", "MiniMindForSequenceClassification", "MiniMindModel", "MiniMindPreTrainedModel"]
+class MiniMindForTokenClassification(GenericForTokenClassification, MiniMindPreTrainedModel):
+    """MiniMind with a score per token and label. It has no router loss."""
+
+    def __init__(self, config: MiniMindConfig):
+        super(GenericForTokenClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MiniMindModel(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class MiniMindForQuestionAnswering(GenericForQuestionAnswering, MiniMindPreTrainedModel):
+    """MiniMind with two scores per token: the answer begins here, and it ends here. It has no router loss."""
+
+    def __init__(self, config: MiniMindConfig):
+        super(GenericForQuestionAnswering, self).__init__(config)
+        self.model = MiniMindModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "MiniMindForCausalLM",
+    "MiniMindForQuestionAnswering",
+    "MiniMindForSequenceClassification",
+    "MiniMindForTokenClassification",
+    "MiniMindModel",
+    "MiniMindPreTrainedModel",
+]

@@ -163,7 +163,7 @@ def find_visible(
     position_ids: torch.Tensor,
     *,
     attention_mask: torch.Tensor | None = None,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     is_training: bool = False,
     cu_seq_lens: torch.Tensor | None = None,
     max_length: int | None = None,
@@ -176,7 +176,7 @@ def find_visible(
         inputs_embeds (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`): only shape, device and dtype
             matter.
         position_ids (`torch.LongTensor` of shape `(batch_size or 1, seq_len)`)
-        attention_mask, past_key_values: as in the model's forward pass.
+        attention_mask, cache: as in the model's forward pass.
         is_training (`bool`): whether dropout applies.
         cu_seq_lens, max_length: as in [`find_packed_documents`].
 
@@ -185,15 +185,9 @@ def find_visible(
         `varlen_attn` where it can run and for attention in groups elsewhere. In all other cases, a mask in the format
         of the attention implementation, and `None`.
     """
-    if config._attn_implementation != "packed" or attention_mask is not None or past_key_values is not None:
-        mask = create_causal_mask(
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
-        return mask, None
+    if config._attn_implementation != "packed" or attention_mask is not None or cache is not None:
+        # By position: transformers 5.24 renamed the argument of the cache.
+        return create_causal_mask(config, inputs_embeds, attention_mask, cache, position_ids), None
     device = inputs_embeds.device
     # `varlen_attn` needs an Ampere GPU or newer, half precision and a supported head_dim; it has no dropout.
     in_groups = (

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 import torch.nn.functional as F
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.attention import varlen
@@ -18,14 +19,25 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from hf_pretrain import MiniMindForCausalLM, MiniMindModel
+from hf_pretrain import (
+    MiniMindConfig,
+    MiniMindForCausalLM,
+    MiniMindForQuestionAnswering,
+    MiniMindForSequenceClassification,
+    MiniMindForTokenClassification,
+    MiniMindModel,
+)
 from hf_pretrain.model import attention_check, packed_attention
+from hf_pretrain.model.configuration_minimind import TESTED_VERSIONS
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
 from tests.conftest import GENERATIONS
 from tests.invariants import launching
@@ -78,19 +90,72 @@ def test_logits_equal_llamas_and_qwen3s(qk_norm, head_dim, build_model, input_id
     other = model_class(config_class(**{name: getattr(model.config, name) for name in shared})).eval()
     other.load_state_dict(to_half_split(model.state_dict(), head_dim))
     assert_near(model(input_ids).logits, other(input_ids).logits)
+    greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(input_ids, **greedy), other.generate(input_ids, **greedy))
     other.load_state_dict(model.state_dict())
     assert not torch.allclose(model(input_ids).logits, other(input_ids).logits, rtol=0.1)
 
 
-def test_cached_is_uncached(model, input_ids):
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_cached_is_uncached(model, input_ids, name):
+    """transformers 5.23 passes the cache by the first name, 5.24 by the second."""
     expected = model(input_ids, use_cache=False).logits
     outputs = model(input_ids[:, :10], use_cache=True)
     logits = [outputs.logits]
     for start, stop in [(10, 17), *((t, t + 1) for t in range(17, 24))]:
-        outputs = model(input_ids[:, start:stop], past_key_values=outputs.past_key_values)
+        outputs = model(input_ids[:, start:stop], **{name: outputs.past_key_values})
         logits.append(outputs.logits)
     assert outputs.past_key_values.get_seq_length() == 24
     assert_near(torch.cat(logits, dim=1), expected)
+    with pytest.raises(ValueError, match="cache once"):
+        model(input_ids, past_key_values=outputs.past_key_values, cache=outputs.past_key_values)
+
+
+HEADS = {
+    MiniMindModel: None,
+    MiniMindForCausalLM: LlamaForCausalLM,
+    MiniMindForSequenceClassification: LlamaForSequenceClassification,
+    MiniMindForTokenClassification: LlamaForTokenClassification,
+    MiniMindForQuestionAnswering: LlamaForQuestionAnswering,
+}
+
+
+@pytest.mark.parametrize("model_class", HEADS)
+def test_unknown_arguments_are_refused(build_model, input_ids, model_class):
+    model = model_class(build_model().config).eval()
+    ignored = {"token_type_ids": input_ids, "seq_idx": input_ids, "num_items_in_batch": 3, "return_dict": True}
+    expected = model(input_ids).to_tuple()
+    # A value of None says nothing under any name.
+    for found, value in zip(model(input_ids, **ignored, new_mask=None).to_tuple(), expected, strict=True):
+        assert not isinstance(value, torch.Tensor) or torch.equal(found, value)
+    for name in ("kv_cache", "cache_position", "is_causal", "attention_masks", "target_ids"):
+        with pytest.raises(TypeError, match=f"argument {name}, .*tested with transformers {TESTED_VERSIONS}"):
+            model(input_ids, **{name: torch.zeros(2, 24)})
+
+
+@pytest.mark.parametrize("model_class", [head for head, other in HEADS.items() if other and "Causal" not in str(head)])
+def test_heads_equal_llamas(build_model, input_ids, model_class, tmp_path):
+    config = build_model(num_labels=3, rms_norm_eps=1e-6, head_dim=8).config
+    config.save_pretrained(tmp_path)
+    auto_class = getattr(transformers, model_class.__name__.replace("MiniMind", "AutoModel"))
+    model = auto_class.from_config(MiniMindConfig.from_pretrained(tmp_path)).eval()
+    assert type(model) is model_class and config.auto_map[auto_class.__name__].endswith(model_class.__name__)
+    fields = {name: getattr(config, name) for name in LlamaConfig().to_dict() if name in MiniMindConfig().to_dict()}
+    fields = {name: fields[name] for name in fields if name not in ("model_type", "architectures", "dtype")}
+    other = HEADS[model_class](LlamaConfig(**fields)).eval()
+    weights = to_half_split(model.state_dict(), 8)
+    # Llama's question answering calls its decoder `transformer`.
+    other.load_state_dict({name.replace("model.", f"{other.base_model_prefix}."): weights[name] for name in weights})
+    labels = {
+        MiniMindForSequenceClassification: {"labels": torch.tensor([0, 2])},
+        MiniMindForTokenClassification: {"labels": input_ids % 3},
+        MiniMindForQuestionAnswering: {"start_positions": torch.tensor([3, 5]), "end_positions": torch.tensor([7, 5])},
+    }[model_class]
+    found, expected = model(input_ids, **labels), other(input_ids, **labels)
+    assert_near(found.loss, expected.loss)
+    for name in ("logits", "start_logits", "end_logits"):
+        if name in expected:
+            assert_near(found[name], expected[name], 1e-4)
 
 
 LENGTHS = (5, 9, 10)
@@ -280,11 +345,12 @@ def test_the_loss_without_logits_is_the_same(model, input_ids):
 @torch.no_grad()
 def test_greedy_is_the_argmax_without_cache(model, input_ids):
     expected = input_ids
-    for _ in range(8):
+    for _ in range(20):
         next_ids = model(expected, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
         expected = torch.cat([expected, next_ids], dim=1)
-    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     assert torch.equal(model.generate(input_ids, **greedy), expected)
+    assert torch.equal(model.generate(input_ids, **greedy, use_cache=False), expected)
     static = model.generate(input_ids, **greedy, cache_implementation="static")
     assert torch.equal(static, expected)
 
@@ -419,10 +485,11 @@ def test_correct_attention_is_checked_once_without_using_random_numbers(
         model.train()(input_ids)
 
 
-def test_continuous_batching_is_not_compared_with_packed_rows(build_model, unchecked):
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_continuous_batching_is_not_compared_with_packed_rows(build_model, unchecked, attn_implementation):
     """It has its own paged cache and masks, and may be the first use of a model in a process."""
     model, prompts = build_model(), [[1, 20, 30, 40], [50, 60, 70]]
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attn_implementation)
     greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
     results = model.generate_batch(
         prompts,
