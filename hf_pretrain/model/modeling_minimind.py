@@ -33,7 +33,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -55,6 +55,7 @@ from .packed_attention import compute_dtype, eager_attention_forward, find_visib
 from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_pos_cis
 
 
+logger = logging.get_logger(__name__)
 # NOTE: transformers 5.24 renamed the argument and the output field `past_key_values` to `cache`. Since then the model
 # updates the paged cache of continuous batching too; before, the attention functions did.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(MoeModelOutputWithPast)} else "past_key_values"
@@ -252,6 +253,26 @@ class MiniMindPreTrainedModel(PreTrainedModel):
             # whole attention, so the matrices carry a mark.
             elif getattr(module, "ends_residual_branch", False):
                 init.zeros_(module.weight)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """
+        Load a model as transformers does. A model that was saved with `use_cache=False` generates with the cache;
+        pass `use_cache=False` to load it without.
+        """
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        stored = [config for config in (model.config, model.generation_config) if config is not None]
+        if "use_cache" not in kwargs and any(config.use_cache is False for config in stored):
+            # NOTE: Trainer turns the cache off in the config of the model that it trains, and earlier versions of
+            # this package saved that setting. It makes generating 400 tokens ten times slower.
+            logger.warning_once(
+                f"{pretrained_model_name_or_path} was saved with use_cache=False, a setting of its training. It is "
+                "loaded with the cache, and generates the same tokens faster."
+            )
+            for config in stored:
+                config.use_cache = True
+        return loaded
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs):
         """
@@ -535,7 +556,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
         Args:
             labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): unshifted token ids, -100 where
-                nothing is trained.
+                nothing is trained. With labels, `use_cache` defaults to `False`.
             loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): non-negative weight of predicting
                 each label.
             num_items_in_batch (scalar, *optional*): divisor of the cross-entropy: the sum of the weights over all
@@ -574,6 +595,9 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             labels = F.pad(shift_labels, (1, 0), value=IGNORE_INDEX)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
+        if labels is not None and use_cache is None:
+            # Nobody continues a text whose loss is computed, and training must not keep keys and values.
+            use_cache = False
         needs_router_loss = bool(self.config.num_experts) and (labels is not None or output_router_logits)
         outputs = self.model(
             input_ids=input_ids,

@@ -75,7 +75,14 @@ class RunTrainer(Trainer):
         is_resumable = is_sharded and training_args is not None and not training_args.save_only_model
         if is_resumable:
             training_args.save_only_model = True
+        # Without a model, there is a function that builds one.
+        config = getattr(model, "config", None)
+        use_cache = True if config is None else getattr(config, "use_cache", None)
         super().__init__(*args, **kwargs)
+        if use_cache is not None:
+            # NOTE: Trainer overwrites it with `args.use_cache`, for the training pass, but it is saved with the model:
+            # all programs that load the model would recompute the whole text for each token that they generate.
+            self.model.config.use_cache = use_cache
         if is_resumable:
             training_args.save_only_model = False
         self.add_callback(StopEvaluationCallback(self.ranks, self.signals))

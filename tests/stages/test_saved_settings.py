@@ -1,0 +1,91 @@
+"""No setting of the training pass is saved with the model: every stage uses the KV cache where it generates only."""
+
+import json
+import runpy
+import sys
+
+import pytest
+
+from hf_pretrain import MiniMindForCausalLM, MiniMindModel
+from hf_pretrain.tokenizer.training import train_tokenizer
+from tests.invariants.launching import ROOT
+from tests.toys import EXPERTS, toy_model, write_jsonl
+
+
+RECORD = {"text": "The sky is blue.", "prompt": "Sky?", "completion": "Blue.", "chosen": "Blue.", "rejected": "Red."}
+ONLINE = [
+    "--rewards",
+    "tests.stages.test_reinforcement:long_reward",
+    "--max_completion_length",
+    "4",
+    "--num_generations",
+    "2",
+]
+STAGES = {
+    "pretrain": ["pretrain", "--activation_checkpointing"],
+    "sft": ["sft", "--use_peft"],
+    "distill": ["distill", "--teacher_name_or_path", "toy"],
+    "dpo": ["dpo", "--activation_checkpointing"],
+    "kto": ["dpo", "--algorithm", "kto"],
+    "orpo": ["dpo", "--algorithm", "orpo"],
+    "simpo": ["dpo", "--algorithm", "simpo"],
+    "grpo": ["grpo", "--activation_checkpointing", "--beta", "0.1", *ONLINE],
+    "rloo": ["grpo", "--algorithm", "rloo", *ONLINE],
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """Return a directory with a toy model, and one file of records for each stage."""
+    path = tmp_path_factory.mktemp("settings")
+    tokenizer = train_tokenizer(list(RECORD.values()) * 9, vocab_size=320)
+    toy_model(vocab_size=320, **EXPERTS).save_pretrained(path / "toy")
+    tokenizer.save_pretrained(path / "toy")
+    fields = {"pretrain": ["text"], "sft": ["prompt", "completion"], "dpo": ["prompt", "chosen", "rejected"]}
+    for recipe, names in (fields | {"distill": fields["sft"], "grpo": ["prompt"]}).items():
+        records = [{name: f"{RECORD[name]} {number}" for name in names} for number in range(12)]
+        write_jsonl(path / f"{recipe}.jsonl", records)
+    return path
+
+
+@pytest.fixture
+def uses(monkeypatch) -> list[tuple[bool, bool]]:
+    """Return a list that gets a pair for each forward pass: whether it generates, and whether it has a cache."""
+    found, depth = [], []
+    forward, generate = MiniMindModel.forward, MiniMindForCausalLM.generate
+
+    def watched_forward(self, *args, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        found.append((bool(depth), outputs.past_key_values is not None))
+        return outputs
+
+    def watched_generate(self, *args, **kwargs):
+        depth.append(True)
+        try:
+            return generate(self, *args, **kwargs)
+        finally:
+            depth.pop()
+
+    monkeypatch.setattr(MiniMindModel, "forward", watched_forward)
+    monkeypatch.setattr(MiniMindForCausalLM, "generate", watched_generate)
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_saves_the_config_that_it_was_given(stage, workspace, uses, monkeypatch):
+    recipe, *flags = STAGES[stage]
+    monkeypatch.chdir(workspace)
+    arguments = ["--model_name_or_path", "toy", "--dataset_name", f"{recipe}.jsonl", "--output_dir", stage]
+    arguments += ["--max_steps", "1", "--per_device_train_batch_size", "2", "--bf16", "false", "--use_cpu"]
+    arguments += ["--validation_fraction", "0.3", "--report_to", "none", "--save_strategy", "no", *flags]
+    arguments += ["--max_length", "64"] if recipe != "grpo" else []
+    monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *arguments])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+    # Trainings and evaluations without a cache, samples and rollouts with one.
+    assert set(uses) == {(False, False), (True, True)}
+    if "--use_peft" in flags:
+        return
+    saved, given = (json.loads((workspace / name / "config.json").read_text()) for name in (stage, "toy"))
+    assert saved == given and given["use_cache"] is True
+    assert json.loads((workspace / stage / "generation_config.json").read_text()).get("use_cache") is not False
