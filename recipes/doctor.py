@@ -52,7 +52,7 @@ class DoctorArguments:
     optim_preset: str | None = field(
         default=None,
         metadata={
-            "help": "adamw or muon. By default muon, as in pretraining; adamw with zero3 and for minimind-large.",
+            "help": "adamw or muon. By default muon, as in pretraining; adamw for minimind-large.",
             "choices": OPTIM_PRESETS,
         },
     )
@@ -76,8 +76,7 @@ def main(args: DoctorArguments):
         raise ValueError("--json is for the findings about the machine. Leave it out to estimate the memory of a run.")
     preset = default_preset() if args.model_preset in (None, "auto") else args.model_preset
     recipe = read_config(Path(__file__).parent / preset / "pretrain.yaml")
-    default = "adamw" if args.strategy == "zero3" else recipe.get("optim_preset", "muon")
-    optim_preset = args.optim_preset or default
+    optim_preset = args.optim_preset or recipe.get("optim_preset", "muon")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() or args.memory_gib else "cpu"))
     config = MiniMindConfig(**PRESETS[preset])
     # The meta device gives sizes without memory, for a preset of any size.

@@ -16,7 +16,6 @@ from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_result
 from ..runtime.installation import install_command
 from ..runtime.metrics import METRICS
 from ..training.arguments import LMTrainingArguments
-from ..training.deepspeed_support import find_deepspeed_config
 from .task_groups import GROUPS, format_comparison
 
 
@@ -45,7 +44,7 @@ class EvaluationArguments(LMTrainingArguments):
     """
 
     help_title: ClassVar[str] = "Evaluation, and tasks of lm-eval"
-    # An evaluation trains nothing, so it must not report that Muon is not possible.
+    # An evaluation trains nothing, so it must not refuse a DeepSpeed config that Muon cannot follow.
     default_optim_preset = "adamw"
     # There is no run to plan, so this is no flag here.
     dry_run: bool = field(default=False, init=False)
@@ -82,8 +81,8 @@ class EvaluationArguments(LMTrainingArguments):
             raise ValueError(
                 f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
             )
-        config = find_deepspeed_config(self)
-        if config is not None and (stage := config.get("zero_optimization", {}).get("stage", 0)) != 3:
+        zero = self.deepspeed_plugin and self.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        if zero is not None and (stage := zero.get("stage", 0)) != 3:
             raise ValueError(
                 f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name "
                 "ds_configs/zero3.json (hf-pretrain evaluate --ds zero3), or evaluate without DeepSpeed."

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging, strtobool
 
-from ..weights.files import read_json
 from .optimizers import optimizer_name
 
 
@@ -19,27 +17,12 @@ logger = logging.get_logger(__name__)
 
 # NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine. The
 # import takes a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
-other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
+other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
 
 
 def turns_on_deepspeed(args: TrainingArguments) -> bool:
     """Return whether `--deepspeed`, or `accelerate launch` by an environment variable, turns DeepSpeed on."""
     return bool(args.deepspeed) or bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
-
-
-def find_deepspeed_config(args: TrainingArguments) -> dict[str, Any] | None:
-    """
-    Return the config of `--deepspeed` or of `accelerate launch`, whose values may still be `"auto"`. Return `None`
-    without DeepSpeed.
-    """
-    if not turns_on_deepspeed(args):
-        return None
-    if args.deepspeed:
-        return args.deepspeed if isinstance(args.deepspeed, dict) else read_json(Path(args.deepspeed))
-    from accelerate.utils import DeepSpeedPlugin
-
-    # The plug-in reads the environment variables of `accelerate launch`.
-    return DeepSpeedPlugin().deepspeed_config
 
 
 def refill_deepspeed_config(args: TrainingArguments) -> None:
@@ -63,9 +46,9 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
     arguments that DeepSpeed would not follow.
 
     Raises:
-        `ValueError`: for an offloaded optimizer other than AdamW and Adagrad, and for skipped steps.
+        `ValueError`: in the cases of [`check_deepspeed_optimizer`], and for skipped steps.
     """
-    optimizer = optimizer_name(args)
+    check_deepspeed_optimizer(config, args)
     for block in ("optimizer", "scheduler"):
         if block in config:
             logger.warning(
@@ -78,20 +61,67 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
             f"--max_grad_norm {args.max_grad_norm:g} has no effect, because the DeepSpeed config lacks "
             '`gradient_clipping`. To clip gradients, add `"gradient_clipping": "auto"` to the config.'
         )
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-    if offload != "none" and "optimizer" not in config and not optimizer.startswith(("adamw_torch", "adagrad")):
-        # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does
-        # not know.
-        raise ValueError(
-            f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam, without a message. "
-            "Use --optim adamw_torch, or a config without offloading (ds_configs/zero2.json)."
-        )
     # Plain `TrainingArguments` lack the flag.
     if getattr(args, "on_nonfinite", "stop") == "skip":
         raise ValueError(
             "--on_nonfinite skip is not possible under DeepSpeed, which updates the weights within its backward "
             "pass. Leave it out: the run then stops, and its checkpoints stay intact."
         )
+
+
+def check_deepspeed_optimizer(config: dict[str, Any], args: TrainingArguments) -> None:
+    """
+    Raise `ValueError` if the DeepSpeed config would change Muon or its updates, or if accelerate would replace an
+    optimizer whose state is offloaded.
+    """
+    optimizer = optimizer_name(args)
+    if optimizer == "muon":
+        for block in ("optimizer", "scheduler"):
+            if block in config:
+                # NOTE: DeepSpeed's schedulers give all groups one learning rate, and Muon's matrices need their own.
+                raise ValueError(
+                    f"The `{block}` block of the DeepSpeed config would override Muon, the optimizer of this run. "
+                    "Remove the block, or pass --optim_preset adamw."
+                )
+        # Without the key, DeepSpeed does not clip, whatever --max_grad_norm says (`check_deepspeed_config` warns).
+        clipping = config.get("gradient_clipping", 0.0)
+        limit = args.max_grad_norm if clipping == "auto" else clipping
+        if limit:
+            # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping
+            # would therefore shrink the updates.
+            raise ValueError(
+                f"DeepSpeed would clip Muon's updates instead of the gradients, at {limit:g}. Leave --max_grad_norm "
+                'out, and set `gradient_clipping` to "auto" in the DeepSpeed config; or pass --optim_preset adamw.'
+            )
+    elif (
+        offloads_optimizer(config)
+        and "optimizer" not in config
+        and not optimizer.startswith(("adamw_torch", "adagrad"))
+    ):
+        # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does
+        # not know.
+        raise ValueError(
+            f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam, without a message. "
+            "Use --optim adamw_torch, or a config without offloading (ds_configs/zero2.json)."
+        )
+
+
+def offloads_optimizer(config: dict[str, Any]) -> bool:
+    """Return whether DeepSpeed keeps the state of the optimizer outside the accelerator's memory."""
+    return config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+
+
+def let_muon_train(config: dict[str, Any]) -> None:
+    """
+    Set what DeepSpeed's Muon needs in the config of a run.
+
+    NOTE: under ZeRO-3, DeepSpeed's Muon refuses reduce-scatter. With an offloaded optimizer, accelerate would replace
+    Muon by DeepSpeed's Adam for CPUs; `zero_force_ds_cpu_optimizer` turns that off.
+    """
+    if config.get("zero_optimization", {}).get("stage") == 3:
+        config["zero_optimization"]["reduce_scatter"] = False
+    if offloads_optimizer(config):
+        config["zero_force_ds_cpu_optimizer"] = False
 
 
 def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float | None]) -> None:
@@ -146,8 +176,9 @@ def float32_weights(model: nn.Module, *, trainable_only: bool) -> dict[str, torc
 
 __all__ = [
     "check_deepspeed_config",
-    "find_deepspeed_config",
+    "check_deepspeed_optimizer",
     "float32_weights",
+    "let_muon_train",
     "refill_deepspeed_config",
     "repair_universal_checkpoint",
     "turns_on_deepspeed",

@@ -269,14 +269,12 @@ def estimate_memory(
         device_type (`str`): the kind of device that trains, `cpu` or a kind of GPU.
 
     Raises:
-        `ValueError`: for an unknown strategy or optimizer, and for Muon with ZeRO-3, which is not supported.
+        `ValueError`: for an unknown strategy or optimizer.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; there are {', '.join(STRATEGIES)}.")
     if optimizer not in OPTIM_PRESETS:
         raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIM_PRESETS)}.")
-    if optimizer == "muon" and strategy == "zero3":
-        raise ValueError("Muon needs whole matrices: it is not possible with ZeRO-3. Use zero2, or adamw.")
     number = sum(parameter.numel() for parameter in model.parameters())
     # AdamW keeps two float32 moments, Muon one.
     states = 8 * number

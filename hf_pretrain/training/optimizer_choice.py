@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..weights.adapters import AdapterArguments, adapter_base
 from ..weights.model_arguments import UNKNOWN_WIDTH, ModelArguments
-from .deepspeed_support import find_deepspeed_config, refill_deepspeed_config
+from .deepspeed_support import check_deepspeed_optimizer, refill_deepspeed_config
 from .optimizers import default_learning_rate
 
 
@@ -31,11 +31,10 @@ def choose_optimizer(args: "LMTrainingArguments") -> None:
     Set `optim`, `optim_preset`, `learning_rate` and `max_grad_norm` where the user left them out.
 
     Without `optim_preset`, the optimizer is the one of `optim` if the user names it, and otherwise the default of the
-    stage. Where Muon is the default but not possible, it is AdamW, and `args.why_adamw` has the reason.
-    `args.left_out` has the names of the arguments that the user left out.
+    stage. `args.left_out` has the names of the arguments that the user left out.
 
     Raises:
-        `ValueError`: for `--optim_preset muon` where Muon is not possible, or together with another `--optim`.
+        `ValueError`: for `--optim_preset muon` together with another `--optim`.
     """
     args.left_out = {name for name in ("optim", "optim_preset", *_DEPENDENT) if getattr(args, name) is None}
     is_optim_given = args.optim is not None
@@ -43,15 +42,8 @@ def choose_optimizer(args: "LMTrainingArguments") -> None:
         args.optim = TrainingArguments.default_optim
     elif args.optim_preset == "muon" and args.optim != TrainingArguments.default_optim:
         raise ValueError(f"--optim {args.optim} and --optim_preset muon exclude each other: leave one of them out.")
-    if args.optim_preset is None and (is_optim_given or args.default_optim_preset == "adamw"):
-        args.optim_preset = "adamw"
-    if args.optim_preset != "adamw":
-        obstacle = _find_obstacle(args)
-        if obstacle is not None and args.optim_preset == "muon":
-            reason, advice = obstacle
-            raise ValueError(f"--optim_preset muon is not possible, because {reason}. {advice}")
-        args.optim_preset = "muon" if obstacle is None else "adamw"
-        args.why_adamw = obstacle and obstacle[0]
+    if args.optim_preset is None:
+        args.optim_preset = "adamw" if is_optim_given else args.default_optim_preset
     _complete(args)
 
 
@@ -64,13 +56,16 @@ def keep_optimizer(args: "LMTrainingArguments", others: Iterable[Any], *, checkp
         args ([`LMTrainingArguments`]): the run's training arguments.
         others (dataclasses): the run's other arguments. The learning rate follows from the width of their model.
         checkpoint (`str`, *optional*): the checkpoint to resume from. Without a manifest, it counts as one of AdamW.
+
+    Raises:
+        `ValueError`: for Muon with an adapter, or with a DeepSpeed config that Muon cannot follow.
     """
     run: dict[str, Any] = {}
     if checkpoint is not None and Path(checkpoint, MANIFEST_NAME).exists():
         run = read_manifest(checkpoint)["run"]
     if "optim_preset" in args.left_out and args.optim_preset == "muon" and checkpoint is not None:
         if run.get("optimizer") != "muon":
-            args.optim_preset, args.why_adamw = "adamw", f"{checkpoint} was trained without it"
+            args.optim_preset = "adamw"
             # The optimizer may also be another one of `--optim`.
             args.optim = OptimizerNames(run.get("optimizer", args.optim))
     elif checkpoint is None and any(_trains_adapter(other) for other in others):
@@ -78,16 +73,17 @@ def keep_optimizer(args: "LMTrainingArguments", others: Iterable[Any], *, checkp
     models = [other for other in others if isinstance(other, ModelArguments)]
     _complete(args, run.get("settings", {}), *(model.hidden_size for model in models))
     refill_deepspeed_config(args)
+    if args.deepspeed_plugin is not None:
+        check_deepspeed_optimizer(args.deepspeed_plugin.deepspeed_config, args)
 
 
 def use_adamw_for_adapter(args: "LMTrainingArguments") -> None:
     """Choose AdamW instead of Muon for an adapter. Raise `ValueError` for `--optim_preset muon`."""
     if args.optim_preset != "muon":
         return
-    reason = "the run trains an adapter"
     if "optim_preset" not in args.left_out:
-        raise ValueError(f"--optim_preset muon is not possible, because {reason}. Leave it out.")
-    args.optim_preset, args.why_adamw = "adamw", reason
+        raise ValueError("--optim_preset muon is not possible, because the run trains an adapter. Leave it out.")
+    args.optim_preset = "adamw"
     _complete(args)
 
 
@@ -106,33 +102,6 @@ def _complete(
     }
     for name in args.left_out.intersection(_DEPENDENT):
         setattr(args, name, (settings or {}).get(name, defaults[name]))
-
-
-def _find_obstacle(args: "LMTrainingArguments") -> tuple[str, str] | None:
-    """Return the reason why Muon cannot train a run, and advice for the user; `None` if it can."""
-    config = find_deepspeed_config(args)
-    if config is None:
-        return None
-    zero = config.get("zero_optimization", {})
-    advice = "Use ds_configs/zero2.json, --fsdp_size, or --optim_preset adamw."
-    if zero.get("stage", 0) == 3:
-        return "ZeRO-3 shards the matrices, and Muon needs them whole", advice
-    for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device", "none") != "none":
-            return f"the DeepSpeed config has `{name}`", advice
-    for name in ("optimizer", "scheduler"):
-        if name in config:
-            # NOTE: DeepSpeed's schedulers give all groups one learning rate, and Muon's matrices need their own.
-            return f"the `{name}` block of the DeepSpeed config overrides it", advice
-    # Without the key, DeepSpeed does not clip, whatever --max_grad_norm says (`check_deepspeed_config` warns).
-    clipping = config.get("gradient_clipping", 0.0)
-    limit = args.max_grad_norm if clipping == "auto" else clipping
-    if limit:
-        # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping would
-        # therefore shrink the updates.
-        reason = f"DeepSpeed would clip its updates instead of the gradients, at {limit:g}"
-        return reason, 'Leave --max_grad_norm out, and set `gradient_clipping` to "auto" in the DeepSpeed config.'
-    return None
 
 
 def _trains_adapter(arguments: Any) -> bool:

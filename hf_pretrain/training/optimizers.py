@@ -61,12 +61,17 @@ def embedding_factor(hidden_size: int) -> float:
     return 2.5 * min(1.0, 192 / hidden_size)
 
 
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of a parameter. Under ZeRO-3 a parameter is empty between its uses, and has a `ds_shape`."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def is_matrix_of_muon(name: str, parameter: nn.Parameter) -> bool:
     """
     Return whether Muon trains a parameter. It trains the matrices of the layers, including stacked experts.
     Embeddings, head and routers stay with AdamW.
     """
-    return parameter.ndim >= 2 and ".layers." in f".{name}" and not name.endswith("mlp.gate.weight")
+    return len(whole_shape(parameter)) >= 2 and ".layers." in f".{name}" and not name.endswith("mlp.gate.weight")
 
 
 def muon_parameter_groups(model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
@@ -86,8 +91,8 @@ def muon_parameter_groups(model: nn.Module, *, learning_rate: float, weight_deca
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             is_embedding = "embed_tokens" in name
             if is_embedding:
-                embedding_rate = learning_rate * embedding_factor(parameter.shape[-1])
-            decay = weight_decay if parameter.ndim >= 2 else 0.0
+                embedding_rate = learning_rate * embedding_factor(whole_shape(parameter)[-1])
+            decay = weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
             groups[is_matrix_of_muon(name, parameter), is_embedding, decay, mesh].append(parameter)
     return [
         {
@@ -199,8 +204,8 @@ def deepspeed_muon(
     groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
     """
-    Return DeepSpeed's Muon for the groups of [`muon_parameter_groups`]. ZeRO-1 and ZeRO-2 cut matrices into flat
-    partitions, and only DeepSpeed's own implementation can reassemble them.
+    Return DeepSpeed's Muon for the groups of [`muon_parameter_groups`]. ZeRO cuts matrices into flat partitions, and
+    only DeepSpeed's own implementation can reassemble them.
 
     DeepSpeed scales updates by `sqrt(max(1, rows / columns))`. The learning rate of each group corrects this to our
     scale, and its weight decay is divided by the same factor.
@@ -222,7 +227,7 @@ def deepspeed_muon(
             continue
         by_columns: dict[int, list[nn.Parameter]] = defaultdict(list)
         for parameter in group["params"]:
-            by_columns[parameter.shape[-1]].append(parameter)
+            by_columns[whole_shape(parameter)[-1]].append(parameter)
         for columns, parameters in by_columns.items():
             # 0.2 * sqrt(columns) * sqrt(max(1, rows / columns)) = 0.2 * sqrt(max(rows, columns))
             scale = 0.2 * math.sqrt(columns)

@@ -253,11 +253,9 @@ def format_report(
         loss_unit (`str`): unit of the loss.
         push_report (`str`, *optional*): one line about the push.
     """
-    why_adamw = getattr(args, "why_adamw", None)
-    reason = f" (not Muon, because {why_adamw})" if why_adamw else ""
     rows = [
         ("Checkpoint", str(args.output_dir)),
-        ("Optimizer", f"{optimizer_name(args)}, learning rate {args.learning_rate:g}{reason}"),
+        ("Optimizer", f"{optimizer_name(args)}, learning rate {args.learning_rate:g}"),
     ]
     for metric in HEADLINES:
         if metric.key in metrics:

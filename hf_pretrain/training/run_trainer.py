@@ -31,7 +31,7 @@ from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm
 from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
 from .data_position import DataPosition
-from .deepspeed_support import check_deepspeed_config, repair_universal_checkpoint
+from .deepspeed_support import check_deepspeed_config, let_muon_train, repair_universal_checkpoint
 from .efficiency import peak_memory_bytes
 from .launch import complete_fsdp_args, launcher
 from .meter import Throughput
@@ -89,12 +89,11 @@ class RunTrainer(Trainer):
         if isinstance(self.args, LMTrainingArguments) and is_adapted(self.model):
             # A recipe has done this before it wrote its record. In a notebook, the model comes first here.
             use_adamw_for_adapter(self.args)
-        # Plain `TrainingArguments` lack the attribute.
-        why_adamw = getattr(self.args, "why_adamw", None)
-        if why_adamw is not None and self.is_world_process_zero():
-            logger.warning(f"--optim_preset: AdamW instead of Muon, because {why_adamw}.")
         if self.is_deepspeed_enabled:
-            check_deepspeed_config(self.accelerator.state.deepspeed_plugin.hf_ds_config.config, self.args)
+            config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
+            check_deepspeed_config(config, self.args)
+            if optimizer_name(self.args) == "muon":
+                let_muon_train(config)
         if getattr(self.args, "compiles_layers", False):
             # Trainer would compile the whole model, again for each length of a batch and for each mode.
             for layer in base_model_of(self.model).model.layers:

@@ -1,6 +1,7 @@
-"""The optimizer of a run: its defaults, where Muon is not possible, and what a resumed run keeps."""
+"""The optimizer of a run: its defaults, configs that Muon cannot follow, and what a resumed run keeps."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from hf_pretrain.checkpoints.manifest import write_manifest
 from hf_pretrain.training import optimizer_choice
 from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrainingArguments, SFTTrainingArguments
-from hf_pretrain.training.optimizer_choice import choose_optimizer, keep_optimizer, use_adamw_for_adapter
+from hf_pretrain.training.deepspeed_support import check_deepspeed_optimizer
+from hf_pretrain.training.optimizer_choice import keep_optimizer, use_adamw_for_adapter
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
 
@@ -40,57 +42,39 @@ def choice(args) -> tuple[str, str, float, float]:
 )
 def test_pretraining_has_muon_and_the_other_stages_have_adamw(tmp_path, cls, given, expected):
     args = cls(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
-    assert choice(args) == expected and args.why_adamw is None
+    assert choice(args) == expected
 
 
-def launched(config, **given) -> SimpleNamespace:
-    """Return arguments with a DeepSpeed config. The real ones would start DeepSpeed."""
-    names = ("optim", "optim_preset", "learning_rate", "max_grad_norm", "why_adamw")
-    return SimpleNamespace(deepspeed=config, default_optim_preset="muon", **dict.fromkeys(names) | given)
+ZERO2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}, "gradient_clipping": "auto"}
 
 
-OBSTACLES = {
-    "ZeRO-3": ({"zero_optimization": {"stage": 3}}, "ZeRO-3 shards the matrices"),
-    "offload": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        "has `offload_optimizer`",
-    ),
-    "optimizer": ({"optimizer": {"type": "AdamW"}}, "the `optimizer` block"),
-    "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "the `scheduler` block"),
-    "clipping": ({"gradient_clipping": 0.5}, "instead of the gradients, at 0.5"),
-}
-
-
-@pytest.mark.parametrize("name", OBSTACLES)
-def test_adamw_trains_where_muon_is_not_possible(name):
-    config, reason = OBSTACLES[name]
-    args = launched(config)
-    choose_optimizer(args)
-    assert choice(args) == ("adamw_torch_fused", "adamw", 0.25, 1.0) and reason in args.why_adamw
-    with pytest.raises(ValueError, match=f"--optim_preset muon is not possible, because .*{reason}"):
-        choose_optimizer(launched(config, optim_preset="muon"))
-
-
-def test_an_explicit_clipping_turns_muon_off_under_deepspeed_only():
-    zero2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}, "gradient_clipping": "auto"}
-    # DeepSpeed clips only with `gradient_clipping` in its config.
-    without = {"zero_optimization": {"stage": 2}}
-    cases = ((zero2, None, "muon"), (zero2, 0.0, "muon"), (zero2, 2.0, "adamw"), (without, 2.0, "muon"))
-    for config, limit, preset in cases:
-        args = launched(config, max_grad_norm=limit)
-        choose_optimizer(args)
-        assert (args.optim_preset, args.max_grad_norm) == (preset, limit or 0.0)
-    with pytest.raises(ValueError, match="at 2. Leave --max_grad_norm out"):
-        choose_optimizer(launched(zero2, max_grad_norm=2.0, optim_preset="muon"))
-
-
-@pytest.mark.parametrize(("stage", "preset"), [("2", "muon"), ("3", "adamw")])
-def test_the_config_of_accelerate_counts_too(monkeypatch, stage, preset):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
-    args = launched(None)
-    choose_optimizer(args)
-    assert args.optim_preset == preset
+@pytest.mark.parametrize("preset", [None, "muon"])
+@pytest.mark.parametrize(
+    ("config", "max_grad_norm", "message"),
+    [
+        # The shipped configs clip by --max_grad_norm, which is 0 with Muon unless the user sets it.
+        *(({"zero_optimization": {"stage": stage}, "gradient_clipping": "auto"}, None, None) for stage in range(4)),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, None, None),
+        (ZERO2, 0.0, None),
+        (ZERO2, 2.0, "instead of the gradients, at 2. Leave --max_grad_norm out"),
+        (ZERO2 | {"gradient_clipping": 0.5}, None, "instead of the gradients, at 0.5"),
+        # DeepSpeed clips only with `gradient_clipping` in its config.
+        ({"zero_optimization": {"stage": 2}}, 2.0, None),
+        ({"optimizer": {"type": "AdamW"}}, None, "The `optimizer` block of the DeepSpeed config would override Muon"),
+        ({"scheduler": {"type": "WarmupLR"}}, None, "The `scheduler` block .* or pass --optim_preset adamw"),
+    ],
+)
+def test_a_deepspeed_config_that_muon_cannot_follow_is_refused(tmp_path, config, max_grad_norm, message, preset):
+    """The optimizer of a stage never depends on how the run is launched."""
+    given = {"optim_preset": preset, "max_grad_norm": max_grad_norm}
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, **given)
+    # A real plug-in would start DeepSpeed.
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config=config)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        keep_optimizer(args, (), checkpoint=None)
+    assert args.optim_preset == "muon"
+    args.optim_preset = "adamw"
+    check_deepspeed_optimizer(config, args)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +98,6 @@ def test_a_resumed_run_keeps_the_optimizer_of_its_checkpoint(tmp_path, given, sa
         write_manifest(checkpoint, {"optimizer": saved[0], "settings": settings})
     keep_optimizer(args, (), checkpoint=str(checkpoint))
     assert choice(args)[1:] == expected and args.weight_decay == 0.1
-    assert (str(checkpoint) in (args.why_adamw or "")) == (args.optim_preset == "adamw")
 
 
 def test_an_adapter_is_trained_with_adamw(tmp_path):
@@ -134,7 +117,7 @@ def test_adapters_are_trained_with_adamw(tmp_path):
     """In a notebook, nothing names the adapter before the trainer gets the model."""
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     use_adamw_for_adapter(args)
-    assert choice(args) == ("adamw_torch_fused", "adamw", 0.25, 1.0) and "adapter" in args.why_adamw
+    assert choice(args) == ("adamw_torch_fused", "adamw", 0.25, 1.0)
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, optim_preset="muon")
     with pytest.raises(ValueError, match="--optim_preset muon is not possible, because the run trains an adapter"):
         use_adamw_for_adapter(args)
