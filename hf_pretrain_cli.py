@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -169,6 +170,8 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
     if not gpus and not flags.use_cpu and "CUDA_VISIBLE_DEVICES" in os.environ:
         # The printed command then sees the same devices in another shell.
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    if args.launcher == "deepspeed" and find_spec("deepspeed") is None:
+        fail("--launcher deepspeed: DeepSpeed is not installed. It supports Linux only; elsewhere, use torchrun.")
     if args.launcher == "deepspeed" and hides_gpus():
         # DeepSpeed replaces CUDA_VISIBLE_DEVICES for its processes, so the variable does not hide the GPUs from them.
         rest += ["--use_cpu"]

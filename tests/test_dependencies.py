@@ -99,6 +99,9 @@ def test_the_dependencies_hold_everything_that_recipes_always_import():
     # The closure follows relative imports: the recipes reach these through others.
     assert {"hf_pretrain.data.formats", "hf_pretrain.runtime.activity"} <= modules.keys()
     assert {"torch", "numpy", "transformers"} <= set().union(*modules.values())
+    # It installs on Linux only, so only functions import it.
+    assert "deepspeed" not in set().union(*modules.values())
+    assert [line for line in PROJECT["dependencies"] if line.startswith("deepspeed") and "== 'linux'" in line]
     assert not undeclared(modules, distributions(PROJECT["dependencies"]))
 
 

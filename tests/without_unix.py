@@ -28,7 +28,8 @@ import torch._subclasses.fake_tensor
 from transformers import AutoConfig, HfArgumentParser, Trainer, TrainingArguments  # noqa: F401
 
 
-HIDDEN_MODULES = ("resource", "fcntl", "pwd", "grp", "termios")
+# DeepSpeed does not install on Windows.
+HIDDEN_MODULES = ("resource", "fcntl", "pwd", "grp", "termios", "deepspeed")
 HIDDEN_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGKILL", "SIGALRM", "SIGVTALRM", "setitimer", "alarm")
 HIDDEN_CALLS = ("fork", "register_at_fork", "killpg", "getpgid", "getuid", "geteuid", "posix_fallocate")
 

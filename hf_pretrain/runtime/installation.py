@@ -1,8 +1,9 @@
-"""The command that installs an extra of this package into this installation."""
+"""The command that installs an extra of this package into this installation, and what is missing in it."""
 
 import json
 import shlex
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -35,4 +36,13 @@ def install_command(extra: str) -> str:
     return shlex.join(["pip", "install", f"{package} @ {source}"])
 
 
-__all__ = ["install_command"]
+def check_deepspeed() -> None:
+    """Raise `ValueError` if DeepSpeed is not installed. This package requires it on Linux only."""
+    if find_spec("deepspeed") is None:
+        raise ValueError(
+            "This run needs DeepSpeed, which is not installed. It supports Linux; there, `pip install deepspeed` adds "
+            "it. Elsewhere, launch with torchrun and pass --fsdp_size N to shard the model."
+        )
+
+
+__all__ = ["check_deepspeed", "install_command"]

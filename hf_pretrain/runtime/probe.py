@@ -4,6 +4,7 @@ One rank of the test run of `hf-pretrain doctor`. It prints one line of JSON per
     torchrun --standalone --nproc_per_node 2 -m hf_pretrain.runtime.probe cpu
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -87,8 +88,12 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
 
 
 def checks_on(kind: str) -> dict[str, Callable[[torch.device], str]]:
-    """Return the checks of a kind of device, in order. On a machine with GPUs, DeepSpeed is checked only there."""
-    has_deepspeed = kind == ("cuda" if torch.cuda.is_available() else "cpu")
+    """
+    Return the checks of a kind of device, in order. DeepSpeed is checked only where it is installed, and on a machine
+    with GPUs only there.
+    """
+    is_installed = importlib.util.find_spec("deepspeed") is not None
+    has_deepspeed = is_installed and kind == ("cuda" if torch.cuda.is_available() else "cpu")
     return {name: check for name, check in CHECKS.items() if check is not check_zero or has_deepspeed}
 
 

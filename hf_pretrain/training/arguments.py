@@ -27,7 +27,15 @@ from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices, check_word
 from ..runtime.waiting import first_process_first
 from .deepspeed_support import turns_on_deepspeed
-from .launch import check_device, check_launch, choose_device, launcher, start_cpu_ranks, start_deepspeed_cpu_ranks
+from .launch import (
+    check_device,
+    check_launch,
+    choose_device,
+    launcher,
+    start_cpu_ranks,
+    start_deepspeed_cpu_ranks,
+    take_launchers_precision,
+)
 from .optimizer_choice import choose_optimizer
 from .optimizers import OPTIM_PRESETS
 
@@ -107,7 +115,7 @@ class LMTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "adamw (or the optimizer of --optim), or muon for the matrices of the layers. By default muon in "
-            "pretraining, unless --optim is given or Muon is not possible (ZeRO-3, offloading, adapters).",
+            "pretraining, unless --optim is given or an adapter is trained.",
             "choices": OPTIM_PRESETS,
         },
     )
@@ -224,6 +232,7 @@ class LMTrainingArguments(TrainingArguments):
         # The defaults of precision and compilation depend on the device.
         device_type = choose_device(use_cpu=self.use_cpu)
         self.use_cpu = device_type == "cpu"
+        take_launchers_precision(self)
         has_units = has_bfloat16_units(device_type)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_units
@@ -259,7 +268,6 @@ class LMTrainingArguments(TrainingArguments):
         # The values that `--dry_run` replaces (`plan.py`).
         self.planned: dict[str, Any] = {}
         self.left_out: set[str] = set()
-        self.why_adamw: str | None = None
         choose_optimizer(self)
         if turns_on_deepspeed(self):
             remove_stale_build_locks()

@@ -24,29 +24,60 @@ from transformers.utils import strtobool
 from ..runtime.command_line import is_quiet
 from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
 from ..runtime.devices import default_device_type, installed_plug_ins
+from ..runtime.installation import check_deepspeed
 from ..runtime.processes import num_local_processes
 from ..weights.files import read_json
+from .deepspeed_support import turns_on_deepspeed
 
 
 if TYPE_CHECKING:
     from .arguments import LMTrainingArguments
 
+# Settings of `accelerate launch` that a run refuses: the environment variable by which the launcher passes it, the
+# values that ask for nothing unusual, the flag of the launcher, and what to do instead. Trainer would ignore them, or
+# follow them by halves. All other variables of `accelerate.utils.launch` (1.15) are obeyed: devices, CPU affinity and
+# threads by accelerate and torch, FSDP by accelerate (`complete_fsdp_args` refuses version 1), DeepSpeed by Trainer,
+# which raises for values that contradict its own.
+_REFUSED_OF_ACCELERATE = {
+    "ACCELERATE_MIXED_PRECISION": (
+        ("no", "bf16", "fp16"),
+        "--mixed_precision",
+        "Leave it out: bf16 is on where the hardware has bfloat16 units.",
+    ),
+    "ACCELERATE_DYNAMO_BACKEND": (
+        ("no",),
+        "--dynamo_backend",
+        "Pass --torch_compile_backend to the recipe instead, which compiles each layer.",
+    ),
+    "ACCELERATE_USE_MEGATRON_LM": (
+        ("false",),
+        "--use_megatron_lm",
+        "Pass --fsdp_size, --tp_size or --ep_size to the recipe instead.",
+    ),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        ("false",),
+        "--use_parallelism_config",
+        "Pass --fsdp_size, --dp_replicate_size or --tp_size to the recipe instead.",
+    ),
+}
 _SHARED_MEMORY = "/dev/shm"
 _MIN_SHARED_BYTES = 4 * 2**20
 
 
 def choose_device(*, use_cpu: bool) -> str:
     """
-    Return the device type of a run: `cpu` with `use_cpu` or if torch finds no accelerator.
+    Return the device type of a run: `cpu` with `use_cpu`, with `accelerate launch --cpu`, or if torch finds no
+    accelerator.
 
     Raises:
         `ValueError`: if a plug-in for an accelerator is installed but torch finds no accelerator. Without the error,
             the user would train on the CPU by accident.
     """
+    use_cpu = use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")))
     if use_cpu or torch.accelerator.is_available():
         return default_device_type(use_cpu=use_cpu)
     plug_ins = installed_plug_ins()
-    if plug_ins and not strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")):
+    if plug_ins:
         raise ValueError(
             f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, "
             "and the run would train on the CPU. hf_pretrain has not been tested with this plug-in. Pass "
@@ -55,10 +86,37 @@ def choose_device(*, use_cpu: bool) -> str:
     return "cpu"
 
 
+def take_launchers_precision(args: "LMTrainingArguments") -> None:
+    """
+    Set `bf16` or `fp16` as `accelerate launch --mixed_precision` asks, if the user names no precision to the recipe.
+    `no` decides nothing, because the launcher passes it by default, too.
+
+    Raises:
+        `ValueError`: if launcher and recipe get different precisions.
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("bf16", "fp16"):
+        return
+    if args.bf16 is None and not args.fp16:
+        args.bf16, args.fp16 = asked == "bf16", asked == "fp16"
+    elif not getattr(args, asked):
+        named = "--fp16" if args.fp16 else f"--bf16 {str(args.bf16).lower()}"
+        raise ValueError(
+            f"accelerate launch --mixed_precision {asked} and {named} of the recipe ask for different precisions. "
+            "Leave one of them out."
+        )
+
+
 def check_launch(args: "LMTrainingArguments") -> None:
     """
     Raise `ValueError` for mistakes in the launch command, before the ranks wait for each other in a process group.
     """
+    for variable, (accepted, flag, advice) in _REFUSED_OF_ACCELERATE.items():
+        value = os.environ.get(variable, accepted[0])
+        if value.lower() not in accepted:
+            raise ValueError(f"accelerate launch {flag} ({variable}={value}) is not supported. {advice}")
+    if turns_on_deepspeed(args):
+        check_deepspeed()
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
     local_world_size = num_local_processes()
@@ -227,4 +285,5 @@ __all__ = [
     "launcher",
     "start_cpu_ranks",
     "start_deepspeed_cpu_ranks",
+    "take_launchers_precision",
 ]

@@ -1,14 +1,17 @@
 """The command line: defaults, YAML files and refused values."""
 
+import inspect
 import re
 from types import SimpleNamespace
 
+import accelerate.utils.launch
 import pytest
 import torch
 import yaml
 
 import hf_pretrain.training
 from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.runtime import installation
 from hf_pretrain.runtime.devices import describe_search, has_bfloat16_units
 from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -224,6 +227,73 @@ def test_fsdp_through_accelerate_on_cpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="--fsdp_size N"):
         parse(tmp_path, "--use_cpu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words", "message"),
+    [
+        (
+            {"MIXED_PRECISION": "fp8"},
+            [],
+            "accelerate launch --mixed_precision .*=fp8.* is not supported. Leave it out",
+        ),
+        ({"MIXED_PRECISION": "fp8"}, ["--bf16"], "accelerate launch --mixed_precision .*=fp8"),
+        ({"DYNAMO_BACKEND": "INDUCTOR"}, [], "--dynamo_backend .* Pass --torch_compile_backend"),
+        ({"USE_MEGATRON_LM": "true"}, [], "--use_megatron_lm .* Pass --fsdp_size"),
+        ({"USE_PARALLELISM_CONFIG": "true"}, [], "--use_parallelism_config .* Pass --fsdp_size"),
+        ({"MIXED_PRECISION": "bf16"}, ["--bf16", "false"], "--mixed_precision bf16 and --bf16 false of the recipe"),
+        ({"MIXED_PRECISION": "fp16"}, ["--bf16"], "--mixed_precision fp16 and --bf16 true of the recipe"),
+        ({"MIXED_PRECISION": "bf16"}, ["--fp16"], "--mixed_precision bf16 and --fp16 of the recipe"),
+        # The launcher's precision is taken, and then checked like the recipe's own.
+        ({"MIXED_PRECISION": "fp16"}, [], "--fp16 on a CPU"),
+    ],
+)
+def test_settings_of_accelerate_launch_are_done_or_refused(tmp_path, monkeypatch, setting, words, message):
+    for name, value in setting.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    with pytest.raises(ValueError, match=message):
+        parse(tmp_path, "--use_cpu", *words)
+
+
+@pytest.mark.parametrize("asked", ["bf16", "no"])
+@pytest.mark.parametrize("has_units", [True, False])
+def test_accelerate_launch_chooses_the_precision_and_the_cpu(tmp_path, monkeypatch, asked, has_units):
+    # What `accelerate launch --cpu` sets, beside the precision.
+    defaults = {"MIXED_PRECISION": asked, "DYNAMO_BACKEND": "NO", "DYNAMO_MODE": "default", "USE_CPU": "True"}
+    for name, value in defaults.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setattr(training_args, "has_bfloat16_units", lambda _: has_units)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    training = parse(tmp_path)[-1]
+    # `no` is the launcher's default, so the recipe decides.
+    assert training.bf16 == (asked == "bf16" or has_units)
+    assert training.mixed_precision == ("bf16" if training.bf16 else "no")
+    assert training.use_cpu and training.device.type == "cpu" and not training.compiles_layers
+
+
+def test_every_variable_of_accelerate_launch_is_known():
+    """If accelerate adds one, decide whether runs obey it (`_REFUSED_OF_ACCELERATE`)."""
+    source = inspect.getsource(accelerate.utils.launch)
+    found = set(re.findall(r'"(ACCELERATE_(?!DEEPSPEED_|DYNAMO_)\w+\w)"', source))
+    # Obeyed, or refused above.
+    switches = {"USE_CPU", "USE_FSDP", "USE_DEEPSPEED", "USE_SAGEMAKER", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG"}
+    values = {"MIXED_PRECISION", "CPU_AFFINITY", "DEBUG_MODE", "DEBUG_RDV_FILE"}
+    # With DeepSpeed, Trainer compares these with its own arguments.
+    of_deepspeed = {"CONFIG_DS_FIELDS", "GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING"}
+    assert {name.removeprefix("ACCELERATE_") for name in found} <= switches | values | of_deepspeed | {
+        "SAGEMAKER_DISTRIBUTED_TYPE"
+    }
+
+
+@pytest.mark.parametrize("words", [["--deepspeed", "ds_configs/zero2.json"], []])
+def test_a_run_says_that_deepspeed_is_missing(tmp_path, monkeypatch, words):
+    """It installs on Linux only."""
+    if not words:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(installation, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs DeepSpeed, which is not installed.*pass --fsdp_size N"):
+        parse(tmp_path, "--use_cpu", *words)
 
 
 def test_data_parallel_is_refused(tmp_path, monkeypatch):
