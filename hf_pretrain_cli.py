@@ -170,8 +170,9 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
     if not gpus and not flags.use_cpu and "CUDA_VISIBLE_DEVICES" in os.environ:
         # The printed command then sees the same devices in another shell.
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    if args.launcher == "deepspeed" and find_spec("deepspeed") is None:
-        fail("--launcher deepspeed: DeepSpeed is not installed. It supports Linux only; elsewhere, use torchrun.")
+    uses_deepspeed = args.launcher == "deepspeed" or (args.accelerate or "").startswith("zero")
+    if uses_deepspeed and find_spec("deepspeed") is None:
+        fail("This launch needs DeepSpeed, which is not installed. It supports Linux only; elsewhere, use torchrun.")
     if args.launcher == "deepspeed" and hides_gpus():
         # DeepSpeed replaces CUDA_VISIBLE_DEVICES for its processes, so the variable does not hide the GPUs from them.
         rest += ["--use_cpu"]

@@ -372,6 +372,15 @@ def test_the_doctor_takes_the_preset_as_the_stages_do():
     assert args.model_preset == "auto"
 
 
+@pytest.mark.parametrize("words", [["--ds", "zero3"], ["--accelerate", "zero2"]])
+def test_a_launch_says_that_deepspeed_is_missing(no_gpus, monkeypatch, capsys, words):
+    """It installs on Linux only."""
+    monkeypatch.setattr(hf_pretrain_cli, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command_of("pretrain", *words)
+    assert "needs DeepSpeed, which is not installed" in capsys.readouterr().err
+
+
 def test_more_processes_than_gpus_are_refused(four_gpus, capsys):
     with pytest.raises(SystemExit):
         command_of("pretrain", "--nproc", "5")
