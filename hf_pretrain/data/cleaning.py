@@ -256,17 +256,22 @@ def _write_line(record: Record) -> str:
 
 
 def output_files(path: Path) -> tuple[Path, Path, Path]:
-    """Return the files that a cleaning with the output `path` writes: good records, dropped records and report."""
+    """
+    Return the files that a cleaning with the output `path` writes: good records, dropped records and report.
+
+    Raises:
+        `ValueError`: if `path` is not the name of a JSONL file.
+    """
+    if path.suffix != ".jsonl":
+        raise ValueError(f"--output {path}: the command writes JSONL, so end the name in .jsonl.")
     return path, path.with_name(f"{path.name}.dropped"), path.with_name(path.name + _REPORT_SUFFIX)
 
 
 def check_sources(sources: list[str], path: Path) -> None:
     """
-    Raise `ValueError` if a cleaning with the output `path` would replace a source, if a source is a report, or if the
-    name of the output is not that of a JSONL file.
+    Raise `ValueError` if a cleaning with the output `path` would replace a source, if a source is a report, or in the
+    case of [`output_files`].
     """
-    if path.suffix != ".jsonl":
-        raise ValueError(f"--output {path}: the command writes JSONL, so end the name in .jsonl.")
     written = [file.resolve() for file in output_files(path)]
     for source in sources:
         if Path(source).resolve() in written:

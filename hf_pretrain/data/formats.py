@@ -5,6 +5,7 @@ A record that cannot become a document is a [`BadRecord`]. Its reason says what 
 not depend on the line, so that equal faults can be counted together.
 """
 
+import codecs
 import csv
 import datetime
 import gzip
@@ -17,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasets import Json
 
 from ..runtime.installation import install_command
 
@@ -124,6 +126,31 @@ def json_type(value: Any) -> str:
     return names.get(type(value), "an object" if isinstance(value, (dict, BadRecord)) else f"a {type(value).__name__}")
 
 
+def drop_padding(record: dict[str, Any], features: Any = None) -> dict[str, Any]:
+    """
+    Return a row of a table without the nulls in its nested objects.
+
+    All objects in one column of a table have the same fields, so a table fills fields that an object lacks with null.
+    A column that is null stays, and so do nulls in lists.
+
+    Args:
+        record (`dict`): the row.
+        features (`datasets.Features`, *optional*): types of the columns. Values of type `Json` are not padded.
+    """
+
+    def clean(value: Any, feature: Any) -> Any:
+        if isinstance(feature, Json):
+            return value
+        if isinstance(value, dict):
+            types = feature if isinstance(feature, dict) else {}
+            return {name: clean(inner, types.get(name)) for name, inner in value.items() if inner is not None}
+        if isinstance(value, list):
+            return [clean(inner, getattr(feature, "feature", None)) for inner in value]
+        return value
+
+    return {name: clean(value, (features or {}).get(name)) for name, value in record.items()}
+
+
 def file_format(path: Path) -> str | None:
     """Return the member of `EXTENSIONS` that a file's name ends in, also before a compression's ending, or `None`."""
     # Parquet compresses itself. A parquet file that is compressed as a whole cannot be read in parts.
@@ -138,7 +165,7 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
     Yield the records of a file, each with its position.
 
     Args:
-        path (`Path`): a file with a [`file_format`].
+        path (`Path`): a file with a [`file_format`]. `.json` and `.jsonl` files hold one object per line, or an array.
         text_column (`str`, *optional*): column to read from a parquet file, and key for the text of a `.txt` file.
             Without it, records have all columns, and a `.txt` file is refused.
 
@@ -161,11 +188,12 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, int
             yield from _read_paragraphs(_lines(_decompressed(path)), text_column)
         elif extension in (".csv", ".tsv"):
             yield from _read_table(_lines(_decompressed(path)), is_csv=extension == ".csv")
-        # A `.json` file holds one array, or one object per line like JSONL.
-        elif extension == ".json" and _starts_array(path):
+        elif holds_array(path):
             yield from _read_array(b"".join(_decompressed(path)))
         else:
             yield from _read_json_lines(_lines(_decompressed(path)))
+    except BadRecord as error:
+        yield 0, None, error
     except EOFError:
         yield 0, None, BadRecord("the compressed file ends early and its rest is lost; write it again")
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -190,7 +218,10 @@ def read_json_lines(path: Path, *, start: int, stop: int, line: int) -> Iterator
             while chunk := file.read(min(CHUNK_BYTES, stop - file.tell())):
                 yield chunk
 
-    yield from _read_json_lines(_lines(chunks(), line - 1, start))
+    try:
+        yield from _read_json_lines(_lines(chunks(), line - 1, start))
+    except BadRecord as error:
+        yield 0, start, error
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
@@ -245,8 +276,23 @@ def _lines(chunks: Iterable[bytes], number: int = 0, offset: int = 0) -> Iterato
 
 
 def _strip_line(number: int, line: bytes) -> bytes:
-    """Remove the carriage return of a line, and the byte order mark of the first one."""
+    """
+    Remove the carriage return of a line, and the byte order mark of the first one.
+
+    Raises:
+        `BadRecord`: if the first line is UTF-16.
+    """
+    if number == 1 and _is_utf16(line):
+        raise BadRecord("UTF-16 text; convert the file to UTF-8, for example by `iconv -f UTF-16 -t UTF-8`")
     return (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
+
+
+def _is_utf16(data: bytes) -> bool:
+    """Return whether data begin with a byte order mark of UTF-16, or with four ASCII characters in UTF-16."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return True
+    # Every second byte of ASCII characters is zero. If all bytes are zero, a crash has left them behind.
+    return sorted(half == bytes(4) for half in (data[0:8:2], data[1:8:2])) == [False, True]
 
 
 def _read_json_lines(lines: Iterable[tuple[int, int, bytes]]) -> Iterator[tuple[int, int, Any]]:
@@ -330,12 +376,19 @@ def _explain(error: csv.Error) -> str:
     return f"a broken row ({error}); double the quotes inside a quoted field"
 
 
-def _starts_array(path: Path) -> bool:
-    """Return whether a file's first character other than white space opens an array."""
-    for chunk in _decompressed(path):
-        if start := chunk.removeprefix(b"\xef\xbb\xbf").lstrip():
-            return start.startswith(b"[")
-    return False
+def holds_array(path: Path) -> bool:
+    """Return whether a `.json` or `.jsonl` file holds one JSON array instead of one object per line."""
+    lines = (line for _, _, line in _lines(_decompressed(path)) if line.strip())
+    try:
+        first = next(lines, b"")
+    except BadRecord:
+        # UTF-16: the reader of lines says so.
+        return False
+    if file_format(path) == ".json":
+        return first.lstrip().startswith(b"[")
+    # JSONL may have lines that are arrays, and each of them is a bad line.
+    starts_array = re.match(rb"\s*\[\s*(\{|$)", first) is not None
+    return starts_array and (next(lines, None) is None or isinstance(_parse_json(first), BadRecord))
 
 
 def _read_array(data: bytes) -> Iterator[tuple[int, None, Any]]:
@@ -356,15 +409,22 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[tuple[int, No
             names = ", ".join(file.schema_arrow.names)
             yield 0, None, BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column")
             return
+        columns = [name for name in file.schema_arrow.names if text_column in (None, name)]
+        if len(set(columns)) < len(columns):
+            twice = next(name for name in columns if columns.count(name) > 1)
+            yield 0, None, BadRecord(f"the column {twice!r} occurs twice; rename one")
+            return
         # Read in batches, so that a large file need not fit into memory.
         for batch in file.iter_batches(batch_size=1000, columns=None if text_column is None else [text_column]):
             for record in batch.to_struct_array():
                 number += 1
                 try:
                     # Arrow does not validate UTF-8 when it reads; the conversion to `str` does.
-                    yield number, None, record.as_py()
+                    yield number, None, drop_padding(record.as_py())
                 except UnicodeDecodeError:
                     yield number, None, BadRecord("not UTF-8; convert the file")
+                except ValueError as error:
+                    yield number, None, BadRecord(f"a row that cannot be read ({error}); fix or drop it")
     except (pa.ArrowException, OSError) as error:
         yield 0, None, BadRecord(f"no readable parquet file ({error}); write it again")
 

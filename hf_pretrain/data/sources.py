@@ -1,18 +1,19 @@
 """Find the files and embedded parts that users name, and group their pieces into shards, each with one cache entry."""
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 
 from transformers.utils import logging
 
 from ..runtime.names import MODELSCOPE, check_word
 from .corpora import EMBEDDED_CORPORA
-from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format
+from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format, holds_array
 from .hub_files import download_hub_files, parse_hub_file
 from .modelscope_files import download_modelscope_files
 
@@ -56,36 +57,28 @@ def find_sources(name: str) -> list[str] | None:
         return [name]
     if name.startswith(MODELSCOPE):
         return download_modelscope_files(name)
+    if not name.strip():
+        raise ValueError("The name of a dataset is empty. Name a file, a directory, a glob or a dataset on the Hub.")
     path = Path(name).expanduser()
     # A local file takes precedence over a file on the Hub.
     hub_file = None if path.exists() else parse_hub_file(name)
     if hub_file is not None:
         return download_hub_files(hub_file)
-    if path.is_dir():
-        # Sort, because the order of a directory differs between file systems. Skip hidden files.
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-        paths = [file for file in files if file_format(file) is not None]
-        if len(paths) < len(files):
-            ignored = next(file for file in files if file_format(file) is None)
-            logger.warning(
-                f"Ignoring {len(files) - len(paths)} files under {name} that are not data files, such as {ignored}"
-            )
-        wanted = f"The directory {name} holds no file that ends in"
-    elif path.is_file():
+    if path.is_file():
         paths = [path]
+    elif path.is_dir():
+        paths = _list_files(name, path, [path])
     elif path.exists():
         # A FIFO or a device cannot be read again for the next epoch or by another rank.
         raise ValueError(f"{name} is neither a file nor a directory. Write its content to a file first.")
-    elif any(character in name for character in "*?["):
-        paths = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
-        wanted = f"No file matches the glob {name} and ends in"
+    elif _is_pattern(name):
+        root = Path(*takewhile(lambda part: not _is_pattern(part), path.parts))
+        paths = _list_files(name, root, map(Path, glob(str(path), recursive=True)))
     # The path does not exist, but the name looks like one: a mistyped path must not become a query to the Hub.
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
         raise ValueError(f"There is no file or directory {name}. Check the name.")
     else:
         return None
-    if not paths:
-        raise ValueError(f"{wanted} {', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)}).")
     for file in paths:
         if file_format(file) is None:
             raise ValueError(
@@ -95,6 +88,78 @@ def find_sources(name: str) -> list[str] | None:
         if file.stat().st_size == 0:
             raise ValueError(f"{file} is empty. Remove it or write it again.")
     return [str(file) for file in paths]
+
+
+def _list_files(name: str, root: Path, found: Iterable[Path]) -> list[Path]:
+    """
+    Return the data files that a directory or glob stands for, each once and in order, and log what is left out.
+
+    A directory, also one that a glob matches, stands for all data files below it, through links too. Hidden files and
+    directories below it are left out, and so are the directories of runs, models and tokenizers below `root`:
+    otherwise, a run whose output is there would read its own files.
+
+    Args:
+        name (`str`): the directory or glob, for messages.
+        root (`Path`): the directory, or the part of the glob without patterns.
+        found (`Iterable[Path]`): the directory, or the matches of the glob.
+
+    Raises:
+        `ValueError`: if there are no data files.
+    """
+    left_out: dict[str, dict[Path, None]] = {}
+    # One name for each file and directory.
+    seen = {root.resolve(): root}
+
+    def is_kept(path: Path, *, is_hidden: bool = False) -> bool:
+        reason = "hidden names" if is_hidden else _why_left_out(path, root, seen)
+        if reason is not None:
+            left_out.setdefault(reason, {})[path] = None
+        return reason is None
+
+    files: set[Path] = set()
+    # Sort, because the order of a directory differs between file systems, and decides between two names of a file.
+    for path in sorted(found):
+        outer = [path, *path.parents][: len(path.parts) - len(root.parts)]
+        if not all(map(is_kept, reversed(outer[1:]))) or not is_kept(path):
+            continue
+        files |= {path} if path.is_file() else set()
+        for directory, names, file_names in os.walk(path, followlinks=True):
+            kept = [Path(directory, each) for each in sorted([*names, *file_names])]
+            kept = [each for each in kept if is_kept(each, is_hidden=each.name.startswith("."))]
+            names[:] = [each.name for each in kept if each.is_dir()]
+            files |= {each for each in kept if each.is_file()}
+    if left_out:
+        reasons = (f"{reason} ({len(paths)}, such as {next(iter(paths))})" for reason, paths in left_out.items())
+        logger.warning(f"Data files of {name}: {len(files)}. Left out: {', '.join(reasons)}")
+    if not files:
+        known = f"{', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)})"
+        raise ValueError(f"No file of {name} ends in {known}.")
+    return sorted(files)
+
+
+def _why_left_out(path: Path, root: Path, seen: dict[Path, Path]) -> str | None:
+    """
+    Return why a file or directory below `root` is not read, as a plural; `None` for one that is.
+
+    Args:
+        path (`Path`): the file or directory.
+        root (`Path`): the directory that the user has named, which is always read.
+        seen (`dict[Path, Path]`): the names that are read, by their real paths; `path` is added to it.
+    """
+    if path.is_dir():
+        is_run = (path / "run.json").is_file() and (path / "train.log").is_file()
+        is_model = any((path / name).is_file() for name in ("tokenizer_config.json", "model.safetensors"))
+        if path != root and (is_run or is_model):
+            return "directories of runs, models or tokenizers"
+    elif not path.is_file() or file_format(path) is None:
+        return "other kinds of files"
+    # Without this, a link to a directory above it would never end.
+    return None if seen.setdefault(path.resolve(), path) == path else "links to what is read already"
+
+
+def _is_pattern(name: str) -> bool:
+    """Return whether a path has the special characters of a glob."""
+    return any(character in name for character in "*?[")
 
 
 def is_hub_dataset(source: str) -> bool:
@@ -148,7 +213,7 @@ def _cut_file(source: str) -> Iterator[Piece]:
     if source in EMBEDDED_SOURCES:
         yield Piece(source, state, digest=EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version())
         return
-    is_cut = Path(source).suffix.lower() == ".jsonl"
+    is_cut = Path(source).suffix.lower() == ".jsonl" and not holds_array(Path(source))
     hasher, start, line, stop, next_line = hashlib.blake2b(digest_size=16), 0, 1, 0, 1
     with open(source, "rb") as file:
         for chunk in iter(partial(file.read, CHUNK_BYTES), b""):

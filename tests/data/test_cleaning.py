@@ -229,6 +229,15 @@ def test_conversations_in_parquet_files(tmp_path):
     records = list(read_records([str(tmp_path / "chat.parquet")]))
     assert [record.schema for record in records] == ["conversation"] * 5
     assert [record.content for record in records] == chats
+    # The nulls that the table adds to the messages and tools of other records are not copied.
+    tool = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    tools = [[tool], [{**tool, "parameters": {"properties": {"b": {"type": "integer"}}}}]]
+    chats = [{**chats[number], "tools": tools[number]} for number in range(2)]
+    chats[0]["messages"][0]["name"] = "Ann"
+    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chat.parquet")
+    output = tmp_path / "clean.jsonl"
+    write_cleaned(read_records([str(tmp_path / "chat.parquet")]), output, CleaningRules(), OverlapFinder([]))
+    assert [json.loads(line) for line in output.read_text().splitlines()] == chats
 
 
 def test_texts_in_parquet_files_keep_their_columns(tmp_path):
@@ -530,6 +539,8 @@ def test_a_reader_may_end_before_the_last_line(tmp_path):
         (["clean", "--output", "a.jsonl", "--overwrite"], "a.jsonl is an input"),
         (["clean", "--held_out", "a.jsonl", "--held_out_column", "question"], "a.jsonl:1 cannot be read"),
         (["clean", "--min_chars", "10000"], "No record is left of 3"),
+        (["clean", "--output", ""], "the command writes JSONL"),
+        (["clean", "--held_out", ""], "The name of a dataset is empty"),
     ],
 )
 def test_mistakes_end_with_one_line(tmp_path, monkeypatch, capsys, words, message):

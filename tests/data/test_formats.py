@@ -2,12 +2,15 @@ import csv
 import gzip
 import json
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from hf_pretrain.data import sources
 from hf_pretrain.data.formats import BadRecord, file_format, read_file, read_text
+from hf_pretrain.data.loading import load_documents
 from tests.toys import write_jsonl
 
 
@@ -104,6 +107,41 @@ def test_json_array_and_lines(tmp_path):
     assert number == 0 and "at line 2" in reason
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_json_array_in_a_file_of_lines(tmp_path, name, indent):
+    path = tmp_path / name
+    records = [{"text": "x" * length} for length in range(20)]
+    data = json.dumps(records, indent=indent).encode()
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert read(path) == list(enumerate(records, start=1))
+    # An array in each line is no array of records.
+    line = json.dumps(records).encode()
+    path.write_bytes(gzip.compress(line + b"\n" + line) if name.endswith("gz") else line + b"\n" + line)
+    assert [number for number, _ in read(path)] == [1, 2]
+
+
+def test_a_json_array_in_a_large_file_of_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SHARD_BYTES", 100)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    texts = [f"text {number}" for number in range(40)]
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"text": text} for text in texts], indent=1))
+    documents, _ = load_documents([str(tmp_path / "a.jsonl")], validation_fraction=0)
+    assert documents["text"][:] == texts
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt"])
+def test_utf_16_is_named(tmp_path, name, encoding):
+    path = tmp_path / name
+    path.write_bytes('{"text": "第二"}\n{"text": "b"}\n'.encode(encoding))
+    ((number, reason),) = read(path)
+    assert number == 0 and reason.startswith("bad: UTF-16 text; convert the file to UTF-8")
+    path.write_bytes(bytes(40) + b"\n")
+    assert "UTF-16" not in str(read(path))
+
+
 def test_paragraphs_of_a_text_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\n\nfirst\r\n  document\r\n\r\n\n第二\n \nlatin ".encode() + b"\xe9\n\nlast")
@@ -120,6 +158,10 @@ def test_parquet(tmp_path):
     pq.write_table(pa.table({"id": [1], "content": ["a"]}), path)
     ((number, reason),) = read(path)
     assert number == 0 and "there is: id, content" in reason
+    twice = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    pq.write_table(pa.table({"text": twice}), path)
+    ((number, reason),) = read(path)
+    assert number == 1 and "duplicate field names" in reason
     path.write_bytes(path.read_bytes()[:-20])
     ((number, reason),) = read(path)
     assert number == 0 and "no readable parquet file" in reason

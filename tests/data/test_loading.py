@@ -158,6 +158,10 @@ def test_sources_without_data_are_named(tmp_path, streaming):
     (tmp_path / "table.xlsx").write_text("text\na\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-3])
     pq.write_table(pa.table({"content": ["a"]}), tmp_path / "other.parquet")
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    (tmp_path / "utf16.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16-be"))
+    (tmp_path / "utf16.csv").write_bytes("text\na\n".encode("utf-16"))
     (tmp_path / "nothing").mkdir()
     for name, words in {
         "empty.jsonl": r"empty.jsonl is empty",
@@ -167,11 +171,16 @@ def test_sources_without_data_are_named(tmp_path, streaming):
         "cut.jsonl.gz": r"cut.jsonl.gz: the compressed file ends early",
         "other.parquet": r"other.parquet: no column 'text' \(there is: content\); pass --text_column",
         "missing.jsonl": r"There is no file or directory .*missing.jsonl",
-        "*.nothing": r"No file matches the glob .*nothing",
-        "nothing": r"directory .*nothing holds no file",
+        "*.nothing": r"No file of .*nothing ends in .jsonl",
+        "nothing": r"No file of .*nothing ends in .jsonl",
+        "twice.parquet": r"twice.parquet: the column 'text' occurs twice",
+        "utf16.jsonl": r"utf16.jsonl: UTF-16 text; convert the file to UTF-8",
+        "utf16.csv": r"utf16.csv: UTF-16 text; convert the file to UTF-8",
     }.items():
         with pytest.raises(ValueError, match=words):
             load_documents([str(tmp_path / name)], streaming=streaming, max_rejected_ratio=1.0)
+    with pytest.raises(ValueError, match="^The name of a dataset is empty. Name a file"):
+        load_documents([""], streaming=streaming)
     with pytest.raises(
         ValueError, match="^The dataset embedded:chat is unknown; the nearest one is embedded:chitchat."
     ):
@@ -206,6 +215,34 @@ def test_all_formats_by_file_glob_and_directory(tmp_path, warnings, streaming):
         assert len(validation) == 0
         assert train.column_names == validation.column_names == ["text"]
     assert any("README.md" in message for message in warnings)
+
+
+def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monkeypatch):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for place in (".", "sub", ".ipynb_checkpoints", "out/run/checkpoint-1", "out/tokenizer", "../elsewhere"):
+        (data / place).mkdir(parents=True, exist_ok=True)
+        write_jsonl(data / place / "a.jsonl", [{"text": f"text of {place}"}])
+    (data / "notes.md").write_text("no data")
+    (data / ".hidden.jsonl").write_text('{"text": "hidden"}\n')
+    for name in ("run/run.json", "run/train.log", "tokenizer/tokenizer_config.json"):
+        (data / "out" / name).write_text("{}")
+    (data / "linked").symlink_to(elsewhere)
+    (data / "sub" / "loop").symlink_to(data)
+    (data / "sub" / "latest.jsonl").symlink_to("a.jsonl")
+    expected = [str(data / name) for name in ("a.jsonl", "linked/a.jsonl", "sub/a.jsonl")]
+    for name in (data, data / "*", data / "**", data / "**/*.jsonl", tmp_path / "data*"):
+        assert sources.find_sources(str(name)) == expected, name
+    (message,) = [text for text in warnings if text.startswith(f"Data files of {data}: 3. Left out: ")]
+    for words in (
+        f"hidden names (2, such as {data / '.hidden.jsonl'})",
+        f"other kinds of files (1, such as {data / 'notes.md'})",
+        f"directories of runs, models or tokenizers (2, such as {data / 'out/run'})",
+        f"links to what is read already (2, such as {data / 'sub/latest.jsonl'})",
+    ):
+        assert words in message
+    # A directory that is named itself is read, whatever it holds.
+    named = [str(data / "out/run" / name) for name in ("checkpoint-1/a.jsonl", "run.json")]
+    assert sources.find_sources(str(data / "out/run")) == named
 
 
 @pytest.mark.slow
