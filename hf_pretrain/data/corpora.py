@@ -180,8 +180,13 @@ def _read(part: str) -> Iterator[EmbeddedDocument]:
 
 
 def _conversations(part: str) -> Iterator[list[str]]:
-    """Yield the turns of the documents that contain an answer."""
-    return (document.turns for document in _read(part) if len(document.turns) > 1)
+    """Yield the turns of the documents that contain an answer, cut off before an empty answer."""
+    for document in _read(part):
+        turns = document.turns
+        # Every second turn is an answer. A few are empty, and a model must not learn to say nothing.
+        end = next((i for i in range(1, len(turns), 2) if not turns[i].strip()), len(turns))
+        if end > 1:
+            yield turns[:end]
 
 
 def _unique(values: Iterable[T], key: Callable[[T], Any]) -> Iterator[T | None]:

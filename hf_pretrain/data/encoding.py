@@ -88,7 +88,8 @@ class ConversationEncoder:
                 ids, is_generated = encode_conversation(
                     tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
                 )
-            weights = self._weigh(np.array(ids), np.array(is_generated), tokenizer)[:max_length]
+                answer_weights = _weigh_answers(np.array(is_generated), conversation.get("weights"))
+            weights = (answer_weights * self._weigh(np.array(ids), np.array(is_generated), tokenizer))[:max_length]
             # Drop a conversation without a trained token, such as one that is cut off before its first answer.
             if weights[1:].any():
                 encoded["input_ids"].append(ids[:max_length])
@@ -119,6 +120,29 @@ class ConversationEncoder:
                 f"{', '.join(token for token in tokenizer.get_added_vocab() if token.startswith('</'))}."
             )
         return index
+
+
+def _weigh_answers(is_generated: np.ndarray, answer_weights: list[float] | None) -> np.ndarray:
+    """
+    Return a factor for the weight of each token: the weight of its answer, and 1 outside of answers.
+
+    Args:
+        is_generated (`np.ndarray`): for each token whether the assistant generates it.
+        answer_weights (`list[float]`, *optional*): a weight for each message of the assistant.
+
+    Raises:
+        `ValueError`: if the template does not mark one text for each of these messages.
+    """
+    if answer_weights is None:
+        return np.ones(len(is_generated), np.float32)
+    starts = np.diff(is_generated.astype(np.int8), prepend=0) == 1
+    if starts.sum() != len(answer_weights):
+        raise ValueError(
+            f"The chat template marks {starts.sum()} texts of the assistant in a conversation with "
+            f"{len(answer_weights)} messages of the assistant, so their weights cannot be assigned. Pass a template "
+            "with one {% generation %} mark for each message by --chat_template, or remove the weights."
+        )
+    return np.where(is_generated, np.array(answer_weights, np.float32)[np.cumsum(starts) - 1], np.float32(1))
 
 
 def encode_conversation(

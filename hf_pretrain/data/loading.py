@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .conversations import SCHEMAS, first_question
 from .corpora import load_embedded
-from .formats import BadRecord, read_file, read_json_lines, read_text
+from .formats import BadRecord, drop_padding, read_file, read_json_lines, read_text
 from .hub_datasets import SPLIT, load_hub_dataset
 from .parts import cache_key, map_parts
 from .rejected import RATIO_INTERVAL, RejectedLines
@@ -75,8 +75,8 @@ def load_documents(
         dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
             `name[:config][@revision]` (its split `train`), a file on the Hub, `owner/name:file.jsonl[@revision]` or
             `hf://datasets/owner/name[@revision]/file.jsonl`, or files on ModelScope,
-            `modelscope://owner/name[:file.jsonl][@revision]`. Files are JSONL (`.jsonl`), `.json` (an array of
-            objects, or one object per line), `.parquet`, `.csv`, `.tsv` and `.txt` (blank lines separate documents);
+            `modelscope://owner/name[:file.jsonl][@revision]`. Files are `.jsonl` or `.json` (one object per line, or
+            an array of objects), `.parquet`, `.csv`, `.tsv` and `.txt` (blank lines separate documents);
             all but parquet also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
             then the JSON of the record in the internal form.
@@ -248,7 +248,7 @@ def _load_hub_rows(
         _check_records,
         batched=True,
         with_indices=True,
-        fn_kwargs={"name": name, "schema": schema, "text_column": text_column},
+        fn_kwargs={"name": name, "schema": schema, "text_column": text_column, "types": records.features},
         features=ROW_FEATURES,
         remove_columns=columns,
         **({} if streaming else {"num_proc": num_proc, "new_fingerprint": cache_key(records._fingerprint, *how)}),
@@ -258,12 +258,12 @@ def _load_hub_rows(
 
 
 def _check_records(
-    batch: dict[str, list], indices: list[int], name: str, schema: str, text_column: str | None
+    batch: dict[str, list], indices: list[int], name: str, schema: str, text_column: str | None, types: Features | None
 ) -> dict[str, list]:
-    """Make rows from a batch of Hub records."""
+    """Make rows from a batch of Hub records, whose columns have the given types."""
     rows = []
     for place, index in enumerate(indices):
-        record = {column: values[place] for column, values in batch.items()}
+        record = drop_padding({column: values[place] for column, values in batch.items()}, types)
         rows.append(_make_row(name, index + 1, None, record, schema, text_column))
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .conversations import SCHEMAS
 from .corpora import load_embedded
-from .formats import BadRecord, file_format, read_file, read_text
+from .formats import BadRecord, drop_padding, file_format, read_file, read_text
 from .hub_datasets import SPLIT, load_hub_dataset
 from .sources import EMBEDDED_SOURCES, find_sources, is_hub_dataset
 
@@ -136,7 +136,8 @@ def _read_contents(source: str, text_column: str | None) -> Iterator[tuple[int, 
     """Yield the number and the content of each record of a file or Hub dataset."""
     if is_hub_dataset(source):
         # The rows come one by one from a table that is mapped into memory.
-        yield from enumerate(load_hub_dataset(source), start=1)
+        rows = load_hub_dataset(source)
+        yield from ((line, drop_padding(row, rows.features)) for line, row in enumerate(rows, start=1))
     else:
         yield from ((line, content) for line, _, content in read_file(Path(source), text_column=text_column))
 

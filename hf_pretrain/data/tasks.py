@@ -25,10 +25,10 @@ import pyarrow as pa
 from datasets import Dataset
 
 from ..runtime.names import check_word
-from .conversations import read_messages
 from .corpora import load_embedded
-from .formats import BadRecord, check_values, file_format, read_file, write_json
+from .formats import BadRecord, check_values, drop_padding, file_format, read_file, write_json
 from .hub_datasets import load_hub_dataset
+from .messages import messages_in, read_messages, take_weights
 from .rejected import RejectedLines
 from .sources import find_sources
 from .splitting import hashes_are_between
@@ -240,7 +240,7 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     for name, value in record.items():
         check_values([name, value], name)
     if "prompt" in record:
-        prompt = record["prompt"]
+        prompt = messages_in(record["prompt"], "prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return {**record, "prompt": _read_prompt(_non_empty_list(messages, "prompt"), "prompt")[0]}
     if "conversations" not in record:
@@ -274,6 +274,8 @@ def _read_prompt(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], 
     As nested columns of a table, the arguments would get the names of all other calls.
     """
     read, tools = read_messages(messages, name)
+    # The run trains only the answers that it generates itself.
+    take_weights(read)
     for message in read:
         for call in message.get("tool_calls", []):
             call["arguments"] = write_json(call["arguments"], "arguments")
@@ -284,7 +286,8 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
     """Yield source, line, offset and content of every record under a name that is not embedded."""
     sources = find_sources(name)
     if sources is None:
-        yield from ((name, line, None, record) for line, record in enumerate(load_hub_dataset(name), start=1))
+        rows = load_hub_dataset(name)
+        yield from ((name, line, None, drop_padding(row, rows.features)) for line, row in enumerate(rows, start=1))
         return
     for source in sources:
         if file_format(Path(source)) not in (".jsonl", ".json"):

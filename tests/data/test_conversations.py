@@ -8,9 +8,10 @@ import time
 from functools import reduce
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Json, List
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.data.records import read_records
 from hf_pretrain.runtime.command_line import is_mistake
 from hf_pretrain.tokenizer import chat_template as rendering
 from hf_pretrain.tokenizer.chat_template import mark_template
@@ -93,9 +95,10 @@ MARKED = {
         '⟦<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>⟧\n'
         "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
     ),
-    "empty answer": (
-        {"messages": [USER, {"role": "assistant", "content": ""}]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦<|im_end|>⟧\n",
+    "an answer with the weight 0": (
+        {"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]},
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
     ),
     "control tokens that are typed": (
         {"messages": [{"role": "user", "content": "<|im_end|>\n<|im_start|>assistant\nyes"}, ANSWER]},
@@ -190,6 +193,16 @@ SCHEMAS = {
     "prompt_completion of messages": {"prompt": [USER], "completion": [ANSWER]},
     "alpaca": {"instruction": "2+2?", "input": "", "output": "4"},
     "a table's nulls": {"messages": [{**USER, "tool_calls": None}, {**ANSWER, "tools": None}], "prompt": None},
+    "JSON text": {"messages": json.dumps([USER, ANSWER])},
+    "sharegpt as JSON text": {"conversations": '[{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]'},
+    "prompt_completion as JSON text": {"prompt": json.dumps([USER]), "completion": json.dumps(ANSWER)},
+    "empty cells of a CSV file": {
+        **{"messages": "", "conversations": " ", "prompt": "", "completion": "", "instruction": "2+2?", "input": ""},
+        **{"output": "4", "history": "", "system": "", "tools": "", "chat_template_kwargs": ""},
+    },
+    "fields without an effect": {
+        "messages": [{**USER, "id": 7, "weight": 0, "images": []}, {**ANSWER, "timestamp": "now", "loss": True}]
+    },
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ANSWER]},
 }
 
@@ -267,6 +280,124 @@ def test_tool_calls_of_sharegpt_and_openai():
     assert json.loads(read_conversation(nested))["messages"][1]["tool_calls"] == [CALL]
 
 
+def test_the_older_tool_fields_of_openai_equal_the_newer_ones():
+    arguments = {"a": 2, "b": None}
+    older = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": json.dumps(arguments)}},
+        {"role": "function", "name": "add", "content": "4"},
+        ANSWER,
+    ]
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": arguments}}
+    newer = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+        ANSWER,
+    ]
+    translated = read_conversation({"messages": older, "functions": [ADD["function"]]})
+    assert translated == read_conversation({"messages": newer, "tools": [ADD]})
+    # A null in JSON is a value.
+    assert json.loads(translated)["messages"][1]["tool_calls"] == [{"name": "add", "arguments": arguments}]
+    named = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": arguments}], "thinking": "so"}
+    message = json.loads(read_conversation({"messages": [USER, named]}))["messages"][1]
+    assert message["tool_calls"][0]["arguments"] == arguments and message["reasoning_content"] == "so"
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {name: kinds}}}}
+    for name, kinds in (("add", {"type": "integer", "enum": [1, None]}), ("say", {"type": "string"}))
+]
+TOOL_RECORDS = [
+    {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: value}}]}],
+        "tools": [tool],
+    }
+    for tool, name, value in zip(TOOLS, ("add", "say"), (1, "a"), strict=True)
+]
+
+
+@pytest.mark.parametrize("source", ["parquet", "hub", "hub of type Json"])
+def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
+    expected = [read_conversation(record) for record in TOOL_RECORDS]
+    assert all("null" not in text.replace("[1, null]", "") for text in expected)
+    rows = TOOL_RECORDS
+    if source == "hub of type Json":
+        # `datasets` keeps JSON of changing types as it is, so its nulls are values.
+        rows = [{**row, "tools": [{**row["tools"][0], "strict": None}]} for row in rows]
+        expected = [read_conversation(row) for row in rows]
+        features = Features({"messages": List(Json()), "tools": List(Json())})
+        table = Dataset.from_list(rows, features=features)
+    else:
+        table = Dataset.from_list(rows)
+        assert "say" in table[0]["tools"][0]["function"]["parameters"]["properties"]
+    name = str(tmp_path / "chats.parquet")
+    if source == "parquet":
+        table.to_parquet(name)
+    else:
+        name = "org/chats"
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    documents, _ = load_documents([name], schema="conversation", validation_fraction=0)
+    assert documents["text"][:] == expected
+    assert [record.text for record in read_records([name])] == expected
+
+
+WEIGHTED = {
+    "OpenAI": {"weight": 0},
+    "ms-swift": {"loss": False},
+    "axolotl": {"train": False},
+    "masked": {"masked": True},
+    "half": {"weight": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_loss_weight_of_an_answer(tokenizer, name):
+    field = WEIGHTED[name]
+    first = {"role": "assistant", "content": "five"}
+    kinds = [
+        {"messages": [USER, {**first, **field}, USER, ANSWER]},
+        {
+            "conversations": [
+                {"from": "human", "value": "2+2?"},
+                {"from": "gpt", "value": "five", **field},
+                USER,
+                ANSWER,
+            ]
+        },
+    ]
+    texts = [read_conversation(record) for record in kinds]
+    assert texts[0] == texts[1]
+    plain = read_conversation({"messages": [USER, first, USER, ANSWER]})
+    weight = 0.5 if name == "half" else 0
+    for tokens in (tokenizer, *(load_tokenizer(TOKENIZERS / version) for version in ("v1", "v3"))):
+        mark_template(tokens)
+        for all_tokens in (False, True):
+            encoder = ConversationEncoder(train_on_inputs=all_tokens)
+            ids, weights, _ = encoder([texts[0], plain], tokens, max_length=100).values()
+            assert ids[0] == ids[1]
+            _, is_generated = encode_conversation(tokens, [USER, first])
+            expected = weights[1].copy()
+            expected[: len(is_generated)][is_generated] = weight
+            assert weights[0].tolist() == expected.tolist()
+    twice = copy.deepcopy(tokenizer)
+    twice.chat_template = twice.chat_template.replace("content.lstrip()", "content.lstrip()", 1).replace(
+        "{%- generation -%}", "{%- generation -%}{{- 'Now' -}}{%- endgeneration -%}{{- ': ' -}}{%- generation -%}"
+    )
+    with pytest.raises(ValueError, match="marks 4 texts of the assistant in a conversation with 2 messages"):
+        ConversationEncoder()(texts[:1], twice, max_length=100)
+
+
+def test_fields_that_are_left_out_are_logged_once(caplog):
+    messages = [{**USER, "mood left out": "good"}, {**ANSWER, "mood left out": "bad"}]
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            read_conversation({"messages": messages})
+    assert [r.message for r in caplog.records] == [
+        "Messages have the field 'mood left out', which is left out: the model does not see it."
+    ]
+
+
 @pytest.mark.parametrize(
     "record, reason",
     [
@@ -276,7 +407,27 @@ def test_tool_calls_of_sharegpt_and_openai():
             "no conversation: its fields are text, and it needs messages or conversations or completion with prompt",
         ),
         ({"messages": []}, "'messages' is no list of messages but empty"),
-        ({"messages": "hi"}, "'messages' is no list of messages but a string"),
+        ({"messages": "hi"}, "'messages' is text that is not JSON"),
+        ({"messages": " "}, "'messages' is no list of messages but a string"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
+        ({"prompt": "2+2?", "completion": ""}, "an answer of the assistant is empty"),
+        ({"instruction": "2+2?", "output": "4", "history": [["a", ""]]}, "an answer of the assistant is empty"),
+        ({"messages": [USER, {**ANSWER, "weight": -1}]}, "'weight' that is no boolean or number of 0 or more"),
+        ({"messages": [USER, {**ANSWER, "loss": "no"}]}, "'loss' that is no boolean or number of 0 or more"),
+        ({"messages": [USER, {**ANSWER, "weight": float("nan")}]}, "'weight' that is no boolean or number"),
+        ({"messages": [{**USER, "train": True}, ANSWER]}, "message of the user asks for training \\('train'\\)"),
+        ({"messages": [USER, {**ANSWER, "loss_mask": [1, 0]}]}, "has the field 'loss_mask', which cannot be trained"),
+        ({"messages": [{**USER, "images": ["a.png"]}, ANSWER]}, "message of the user has the field 'images'"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]}, "message of the user has the field 'tool_calls'"),
+        ({"messages": [USER, {"role": "assistant", "refusal": "No."}]}, "the assistant has the field 'refusal'"),
+        (
+            {"messages": [USER, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]},
+            "both 'function_call' and 'tool_calls'",
+        ),
+        (
+            {"prompt": "2+2?", "completion": str([ANSWER])},
+            "'completion' holds messages as Python prints them; write them as JSON",
+        ),
         ({"messages": ["hi"]}, "'messages' holds a string in place of a message"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; known are system"),
         ({"messages": [USER]}, "the assistant says nothing"),
@@ -500,14 +651,35 @@ def test_preferences():
         {"chosen": [USER, ANSWER], "rejected": [USER, no]},
         {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [no]},
+        # UltraFeedback states the prompt twice.
+        {"prompt": "2+2? ", "chosen": [USER, ANSWER], "rejected": [USER, no]},
+        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, no]},
+        {"prompt": [USER], "chosen": ANSWER, "rejected": no},
+        {"prompt": "2+2?", "chosen": json.dumps([ANSWER]), "rejected": json.dumps(no)},
+        {"prompt": "", "chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, no])},
+        {"prompt": [{**USER, "weight": 0}], "chosen": {**ANSWER, "weight": 1}, "rejected": no},
     ):
         assert json.loads(read_preference(record)) == expected
+    system = {"role": "system", "content": "Be brief."}
+    within = {"prompt": "2+2?", "chosen": [system, USER, ANSWER], "rejected": [system, USER, no]}
+    assert json.loads(read_preference(within))["prompt"] == [system, USER]
+    # An answer may be JSON that is no message.
+    answer = '{"role": "admin", "value": 4}'
+    assert json.loads(read_preference({**within, "prompt": [USER], "chosen": answer, "rejected": "[]"}))["chosen"] == [
+        {"role": "assistant", "content": answer}
+    ]
     longer = {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER, USER, no]}
     assert json.loads(read_preference(longer))["prompt"] == [USER, ANSWER, USER]
     for record, reason in (
         ({"chosen": [USER, ANSWER]}, "no 'rejected'"),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "chosen and rejected are equal"),
         ({"chosen": [ANSWER], "rejected": [no]}, "share no prompt"),
+        (
+            {"prompt": "3+3?", "chosen": [USER, ANSWER], "rejected": [USER, no]},
+            "another prompt than the one in 'prompt'",
+        ),
+        ({"prompt": "2+2?", "chosen": "", "rejected": "5"}, "an answer of the assistant is empty"),
+        ({"prompt": "2+2?", "chosen": {**ANSWER, "weight": 0}, "rejected": no}, "'chosen' has a loss weight"),
         ({"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, no, USER, no]}, "continues after the answer"),
     ):
         with pytest.raises(BadRecord, match=reason):

@@ -1,3 +1,4 @@
+import csv
 import gzip
 import hashlib
 import json
@@ -246,6 +247,33 @@ def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monke
 
 
 @pytest.mark.slow
+def test_lists_in_the_cells_of_a_csv_file(tmp_path):
+    """The rows that `csv` and `pandas` write are read like the records in JSONL."""
+    user, answer = {"role": "user", "content": 'Is "2,3" a pair?'}, {"role": "assistant", "content": "Yes."}
+    rows = {
+        "alpaca": [
+            {"instruction": "a", "input": "", "output": "b", "history": "", "system": ""},
+            {"instruction": "a", "input": "", "output": "b", "history": json.dumps([["c", "d"]]), "system": "e"},
+        ],
+        "messages": [{"messages": json.dumps([user, answer]), "tools": ""}],
+        "turns": [
+            {"prompt": json.dumps([user]), "completion": json.dumps([answer])},
+            {"prompt": "a", "completion": "b"},
+        ],
+    }
+    for name, records in rows.items():
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(records[0]))
+            writer.writeheader()
+            writer.writerows(records)
+    documents, _ = load_documents(
+        [str(tmp_path / f"{name}.csv") for name in rows], schema="conversation", validation_fraction=0
+    )
+    parts = [[message["content"] for message in json.loads(text)["messages"]] for text in documents["text"]]
+    turn = [user["content"], answer["content"]]
+    assert parts == [["a", "b"], ["e", "c", "d", "a", "b"], turn, turn, ["a", "b"]]
+
+
 def test_parts_and_processes_read_the_same(tmp_path, monkeypatch):
     expected = write_all_formats(tmp_path)
     lines = [json.dumps({"text": f"line {number} " * (number % 7)}).encode() for number in range(300)]

@@ -368,7 +368,14 @@ def test_earlier_calls_and_thoughts_stay_in_the_prompt(tmp_path):
 
 
 def test_trl_records_keep_their_columns():
-    assert read_task({"prompt": "Hi", "level": 3}) == {"prompt": [{"role": "user", "content": "Hi"}], "level": 3}
+    expected = {"prompt": [{"role": "user", "content": "Hi"}], "level": 3}
+    assert read_task({"prompt": "Hi", "level": 3}) == expected
+    # As a CSV file holds it. The run trains none of the messages, so weights do not matter.
+    turn = {"role": "user", "content": "Hi", "weight": 0}
+    assert read_task({"prompt": json.dumps([turn]), "level": 3}) == expected
+    answer = {"role": "assistant", "content": "Yes?", "weight": 0}
+    read = read_task({"prompt": [turn, answer, turn]})["prompt"]
+    assert [list(message) for message in read] == [["role", "content"]] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,313 @@
+"""
+Read messages, tools and tool calls in the forms of OpenAI, ShareGPT and MiniMind, and their loss weights.
+
+`data/conversations.py` describes the internal form.
+"""
+
+import json
+import re
+from typing import Any
+
+from transformers.utils import logging
+
+from .formats import BadRecord, check_characters, check_values, json_type
+
+
+logger = logging.get_logger(__name__)
+
+ROLES = ("system", "user", "assistant", "tool")
+# Values of ShareGPT's `from`.
+SHAREGPT_ROLES = {
+    **{role: role for role in ROLES},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"},
+    **{"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"},
+}
+
+# Fields of a message that give its loss weight, as a number or a boolean: OpenAI has `weight`, ms-swift `loss` and
+# `loss_scale`, axolotl `train` and `training`.
+_WEIGHTS = ("weight", "loss", "loss_scale", "loss_weight", "train", "training")
+# Fields that this package reads, together with those that `_translate` replaces by them.
+_READ = {"role", "content", "reasoning_content", "tool_calls", "tools", "functions", *_WEIGHTS, "masked"}
+# Words in the names of other fields that would change what a message teaches.
+_MEANINGFUL = {
+    *"weight weights loss mask train trained trainable reasoning thinking thought thoughts refusal".split(),
+    *"tool tools function functions call calls image images audio video videos".split(),
+}
+# `pandas` writes lists into CSV files as Python prints them.
+_PRINTED_MESSAGES = re.compile(r"\s*\[\s*\{(?=[^}]*'(role|from)'\s*:)\s*'(role|from|content|value)'\s*:")
+
+
+def read_tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """
+    Return the tools of a record or message, in `tools` or in OpenAI's older form in `functions`; `None` without any.
+
+    Raises:
+        `BadRecord`: unless each tool is an object.
+    """
+    name = next((name for name in ("tools", "functions") if not is_blank(fields.get(name))), None)
+    if name is None:
+        return None
+    tools = parsed_as(fields[name], name, list)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise BadRecord(f"{name!r} is no list of JSON schemas; fix or drop the line")
+    return tools if name == "tools" else [{"type": "function", "function": tool} for tool in tools]
+
+
+def read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
+    """Return messages from a list of messages, one message, or a text: one message with the given role."""
+    value = messages_in(value, name)
+    return ([make_message(role, as_text(value, name))], None) if isinstance(value, str) else read_messages(value, name)
+
+
+def messages_in(value: Any, name: str) -> Any:
+    """
+    Return the list of messages that a value holds: one message, or JSON text of messages. Return other values as is.
+
+    Args:
+        value (`Any`): a parsed value.
+        name (`str`): name of the column in reasons.
+
+    Raises:
+        `BadRecord`: for a list of messages as Python prints it.
+    """
+    parsed = value
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        if _PRINTED_MESSAGES.match(value):
+            raise BadRecord(f"{name!r} holds messages as Python prints them; write them as JSON (`json.dumps`)")
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            # Plain text may begin with a bracket.
+            return value
+    messages = [parsed] if isinstance(parsed, dict) else parsed
+    # An answer may be JSON, too.
+    if messages and isinstance(messages, list) and all(map(_is_message, messages)):
+        check_values(messages, name)
+        return messages
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether a parsed value looks like a message."""
+    return isinstance(value, dict) and (value.get("role") in (*ROLES, "function") or value.keys() >= {"from", "value"})
+
+
+def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
+    """
+    Return messages in the internal form, and the tools that MiniMind writes into one of them.
+
+    A message with a loss weight other than 1 also has a field `weight`.
+
+    Args:
+        messages (`Any`): a parsed value, which must be a list of messages, or its JSON text.
+        name (`str`): name of the column in reasons.
+
+    Raises:
+        `BadRecord`: if the value is not a list of messages, or a message is malformed.
+    """
+    if isinstance(messages, str) and messages.strip():
+        messages = parsed_as(messages, name, list)
+    if not isinstance(messages, list) or not messages:
+        raise BadRecord(f"{name!r} is no list of messages but {json_type(messages) if messages != [] else 'empty'}")
+    read, tools = [], None
+    for message in messages:
+        # The JSON parser puts a BadRecord in place of an object with a repeated key.
+        if isinstance(message, BadRecord):
+            raise message
+        if not isinstance(message, dict):
+            raise BadRecord(f"{name!r} holds {json_type(message)} in place of a message")
+        message = _translate({key: value for key, value in message.items() if value is not None})
+        if message.get("role") not in ROLES:
+            raise BadRecord(f"a message has the role {quoted(message.get('role'))}; known are {', '.join(ROLES)}")
+        tools = read_tools(message) or tools
+        _check_fields(message)
+        read.append(_read_message(message))
+    return read, tools
+
+
+def _translate(message: dict[str, Any]) -> dict[str, Any]:
+    """Translate the fields of ShareGPT and the older fields of OpenAI, and other names of the thought."""
+    message = dict(message)
+    if "from" in message:
+        name = message.pop("from")
+        if not isinstance(name, str) or name not in SHAREGPT_ROLES:
+            raise BadRecord(f"a message is from {quoted(name)}; known are {', '.join(SHAREGPT_ROLES)}")
+        message["role"] = SHAREGPT_ROLES[name]
+        if name == "function_call":
+            calls = parsed_as(message.pop("value", ""), name, (dict, list))
+            message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+        # Without a value, the message has no content either.
+        elif "value" in message:
+            message["content"] = message.pop("value")
+    if message.get("role") == "function":
+        message["role"] = "tool"
+    call = message.pop("function_call", None)
+    if not is_blank(call):
+        if message.get("tool_calls"):
+            raise BadRecord("a message has both 'function_call' and 'tool_calls'; remove one of them")
+        message["tool_calls"] = [parsed_as(call, "function_call", dict)]
+    for name in ("reasoning", "thinking"):
+        thought = message.pop(name, None)
+        if thought and not message.get("reasoning_content"):
+            message["reasoning_content"] = thought
+    return message
+
+
+def _check_fields(message: dict[str, Any]) -> None:
+    """
+    Log the fields of a message that this package leaves out.
+
+    Raises:
+        `BadRecord`: for a field whose name says that it would change what the message teaches.
+    """
+    others = [name for name, value in message.items() if name not in _READ and not is_blank(value)]
+    if message["role"] != "assistant":
+        others += [name for name in ("tool_calls", "reasoning_content") if not is_blank(message.get(name))]
+    for name in others:
+        words = set(re.findall("[a-z]+", str(name).lower()))
+        if words & _MEANINGFUL and name != "tool_call_id":
+            role = message["role"]
+            raise BadRecord(
+                f"a message of the {role} has the field {quoted(name)}, which cannot be trained; remove it"
+            )
+        logger.warning_once(f"Messages have the field {quoted(name)}, which is left out: the model does not see it.")
+
+
+def _read_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return one message in the internal form; raise `BadRecord` if its parts are malformed."""
+    calls = parsed_as(message["tool_calls"], "tool_calls", list) if not is_blank(message.get("tool_calls")) else None
+    weight = _read_weight(message)
+    # The assistant may think or call a tool without saying anything.
+    if "content" not in message and not (
+        message["role"] == "assistant" and (calls or message.get("reasoning_content"))
+    ):
+        raise BadRecord(f"a message of the {message['role']} has no content; write it or drop the line")
+    if message["role"] == "assistant":
+        content, reasoning = as_text(message.get("content", ""), "content"), message.get("reasoning_content")
+        # Some data sets write the thought into the text instead of a field.
+        if not reasoning:
+            reasoning, content = _split_thought(content)
+        extra: dict[str, Any] = {}
+        if reasoning:
+            extra["reasoning_content"] = as_text(reasoning, "reasoning_content")
+        if calls:
+            extra["tool_calls"] = [_read_call(call) for call in calls]
+        return make_message("assistant", content, **extra, **({} if weight == 1 else {"weight": weight}))
+    return make_message(message["role"], as_text(message["content"], "content"))
+
+
+def _read_weight(message: dict[str, Any]) -> float:
+    """
+    Return the loss weight of a message, 1 by default.
+
+    Raises:
+        `BadRecord`: for a weight that is no number from 0 or boolean, or that asks to train another role.
+    """
+    weight = 1.0
+    for name in (name for name in (*_WEIGHTS, "masked") if name in message):
+        value = message[name]
+        # Weights are stored as float32.
+        if not isinstance(value, (bool, int, float)) or not 0 <= value < 1e9:
+            raise BadRecord(f"a message has a {name!r} that is no boolean or number of 0 or more; correct it")
+        value = not value if name == "masked" else value
+        if value and message["role"] != "assistant":
+            role = message["role"]
+            raise BadRecord(
+                f"a message of the {role} asks for training ({name!r}); only answers have weights; remove it"
+            )
+        weight *= value
+    return weight
+
+
+def take_weights(messages: list[dict[str, Any]]) -> list[float]:
+    """Remove the loss weights from messages, and return those of the messages of the assistant."""
+    return [message.pop("weight", 1) for message in messages if message["role"] == "assistant"]
+
+
+def check_answers(messages: list[dict[str, Any]], weights: list[float]) -> None:
+    """Raise `BadRecord` for an empty answer that is trained: the model would learn to end its answer at once."""
+    answers = (message for message in messages if message["role"] == "assistant")
+    for answer, weight in zip(answers, weights, strict=True):
+        if weight and answer.keys() <= {"role", "content"} and not answer["content"].strip():
+            raise BadRecord("an answer of the assistant is empty; write it or drop the line")
+
+
+def _split_thought(content: str) -> tuple[str, str]:
+    """
+    Split an answer's text into the thought that it begins with and the rest.
+
+    If the marks stayed in the text, the tokenizer would encode them letter by letter.
+
+    NOTE: do not use a regular expression here. With white space on both sides of `.*?`, it takes cubic time if the
+    closing mark is missing.
+    """
+    thought, closing, rest = content.lstrip().partition("</think>")
+    if not closing or not thought.startswith("<think>"):
+        return "", content
+    return thought.removeprefix("<think>").strip(), rest.lstrip()
+
+
+def make_message(role: str, content: str, **extra: Any) -> dict[str, Any]:
+    """Build a message whose first keys are `role` and `content`, so that equal messages give equal JSON."""
+    return {"role": role, "content": content, **extra}
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Return a tool call as `name` and `arguments`, from OpenAI's format or without its `function` level."""
+    function = call.get("function") or call if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRecord("a tool call has no name; write it as {'name': ..., 'arguments': {...}}")
+    # Llama's form names them `parameters`.
+    arguments = function.get("arguments") or function.get("parameters")
+    return {"name": function["name"], "arguments": parsed_as(arguments, "arguments", dict) if arguments else {}}
+
+
+def parsed_as(value: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+    """Return a value, parsed if it is JSON text. Raise `BadRecord` if it is not of type `kind`."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(f"{name!r} is text that is not JSON, or nests too deep; fix or drop the line") from error
+    if not isinstance(value, kind):
+        raise BadRecord(f"{name!r} holds {json_type(value)}; fix or drop the line")
+    check_values(value, name)
+    return value
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a value says nothing: null, an empty list or object, or a text of white space."""
+    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def quoted(value: Any) -> str:
+    """Return a wrong value for a message to users: quoted if it is a short text, else its type."""
+    return repr(value) if isinstance(value, str) and len(value) <= 40 else json_type(value)
+
+
+def as_text(value: Any, name: str) -> str:
+    """Return a text, joined if it is a list of parts. Raise `BadRecord` for anything else."""
+    if isinstance(value, list):  # the OpenAI API writes a text as a list of parts
+        texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
+        if len(texts) != len(value) or not all(isinstance(text, str) for text in texts):
+            raise BadRecord(f"{name!r} has parts that are not text; drop the line")
+        value = "".join(texts)
+    if not isinstance(value, str):
+        raise BadRecord(f"{name!r} holds {json_type(value)}, not text; quote it or drop the line")
+    check_characters(value, name)
+    return value
+
+
+__all__ = [
+    "as_text",
+    "check_answers",
+    "is_blank",
+    "make_message",
+    "messages_in",
+    "parsed_as",
+    "quoted",
+    "read_messages",
+    "read_tools",
+    "read_turn",
+    "take_weights",
+]
