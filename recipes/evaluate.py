@@ -30,6 +30,7 @@ from hf_pretrain.stages.continuing import is_base_model
 from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments, format_results, write_results
 from hf_pretrain.stages.task_groups import compare_with_published, expand_tasks
 from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -42,6 +43,7 @@ from transformers.trainer_callback import PrinterCallback
 
 def main(model_args: ModelArguments, data_args: ValidationArguments, training_args: EvaluationArguments):
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
+    choose_cpu_threads(training_args)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
     # A hash of the text chooses the validation set, so these are the documents that training has left out.

@@ -215,6 +215,8 @@ class LMTrainingArguments(TrainingArguments):
         if self.disable_tqdm is None:
             self.disable_tqdm = not shows_bars()
         self.launcher = launcher()
+        # The choice of `launch.choose_cpu_threads`, in words.
+        self.threads = ""
         if self.accelerator_config is None:
             # Each rank reads a stream itself, because the trainer pads its last batch.
             self.accelerator_config = {"dispatch_batches": False}
@@ -318,7 +320,7 @@ class LMTrainingArguments(TrainingArguments):
     def launch_description(self) -> str:
         """Number of processes, device and precision, for the first line of a run's log."""
         if self.device.type == "cpu":
-            devices = "CPU"
+            devices = f"CPU ({self.threads})" if self.threads else "CPU"
         else:
             is_cuda, visible = self.device.type == "cuda", os.environ.get("CUDA_VISIBLE_DEVICES")
             devices = torch.cuda.get_device_name(self.device) if is_cuda else self.device.type

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
@@ -12,7 +13,7 @@ from transformers.utils import logging
 
 from ..reports.history import History
 from ..runtime.activity import Phase, activity
-from ..runtime.core_waits import NOTICEABLE_SHARE, CoreWaits
+from ..runtime.cores import CoreLoad, free_cores, num_cores
 from ..runtime.metrics import HEADLINES
 from .tracking import Trackers
 
@@ -60,18 +61,24 @@ class ProgressLinesCallback(PrinterCallback):
 
 
 class BusyCoresCallback(TrainerCallback):
-    """Warn once if a run on CPUs waits for cores."""
+    """Warn once if other programs use the cores of a run on CPUs."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._waits: CoreWaits | None = CoreWaits()
+        self._load: CoreLoad | None = CoreLoad()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self._waits is None or (share := self._waits.measure()) < NOTICEABLE_SHARE:
+        if self._load is None:
             return
-        self._waits = None
+        others, threads = self._load.measure(), torch.get_num_threads()
+        if threads + round(others) <= num_cores():
+            return
+        self._load = None
+        remedy = "End them"
+        if (free := free_cores(others)) < threads:
+            remedy += f", or stop this run and resume it with OMP_NUM_THREADS={free} --resume_from_checkpoint auto"
         logger.warning(
-            f"This process waits {share:.0%} of its time for a core: other programs, or more threads than cores, use "
-            "them. A step takes longer than on a quiet machine."
+            f"Other programs use {others:.1f} of {num_cores()} cores, and the {threads} thread(s) of this run wait for "
+            f"a core. A step takes longer than on a quiet machine. {remedy}."
         )
 
 

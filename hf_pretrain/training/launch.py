@@ -2,8 +2,8 @@
 The launch of a run: its device, checks of the launch command, and the process group of CPU ranks.
 
 The constructor of `TrainingArguments` chooses the device and starts the process group of GPU ranks. `choose_device`,
-`check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it. `complete_fsdp_args` runs when
-Trainer sets up accelerate.
+`check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it. `choose_cpu_threads` runs when the
+checkpoint to resume from is known, and `complete_fsdp_args` when Trainer sets up accelerate.
 """
 
 import atexit
@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.utils import strtobool
 
+from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..runtime.command_line import is_quiet
+from ..runtime.cores import choose_threads
 from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
 from ..runtime.devices import default_device_type, installed_plug_ins
 from ..runtime.installation import check_deepspeed
@@ -195,6 +197,19 @@ def check_device(args: "LMTrainingArguments") -> None:
         )
 
 
+def choose_cpu_threads(args: "LMTrainingArguments", checkpoint: str | None = None) -> None:
+    """
+    Choose the number of threads ([`~runtime.cores.choose_threads`]) of a single process on a CPU. Launchers divide the
+    cores among several processes. A resumed run keeps the number of its checkpoint.
+    """
+    if args.device.type != "cpu" or args.world_size > 1:
+        return
+    kept = None
+    if checkpoint is not None and Path(checkpoint, MANIFEST_NAME).exists():
+        kept = read_manifest(checkpoint)["run"].get("threads")
+    args.threads = choose_threads(kept)
+
+
 def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:
     """
     Return `fsdp_plugin_args` with a policy that casts nothing, or `None` for a run without accelerate's FSDP.
@@ -280,6 +295,7 @@ def launcher() -> str:
 __all__ = [
     "check_device",
     "check_launch",
+    "choose_cpu_threads",
     "choose_device",
     "complete_fsdp_args",
     "launcher",

@@ -24,7 +24,6 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.activity import activity
-from ..runtime.core_waits import NOTICEABLE_SHARE, CoreWaits
 from ..runtime.processes import on_main_process
 from ..weights.adapters import adapter_base, base_model_of, is_adapted
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
@@ -131,8 +130,6 @@ class _Clock(TrainerCallback):
         # The beginning of the training, and the end of each timed step.
         self.times: list[float] = []
         self.tokens_per_step = 0.0
-        # Share of its time that this process waited for a core, in the steps that count.
-        self.waiting_share = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -144,26 +141,20 @@ class _Clock(TrainerCallback):
         return (self.times[-1] - self.times[-1 - self.num_steps]) / self.num_steps
 
     def describe(self) -> str:
-        """Return the mean time of a step, its range if the steps differ by a fifth, and what slowed them down."""
+        """Return the mean time of a step, its range if the steps differ by a fifth."""
         times = self.times[-1 - self.num_steps :]
         seconds = sorted(end - start for start, end in itertools.pairwise(times))
         differ = seconds[-1] > 1.2 * seconds[0]
         spread = f", from {seconds[0]:.2f} to {seconds[-1]:.2f}" if differ else ""
-        text = f"{self.step_seconds:.2f} s per step (mean of {self.num_steps}{spread})"
-        if self.waiting_share > NOTICEABLE_SHARE:
-            text += f", waiting {self.waiting_share:.0%} of the time for a core that another program uses"
-        return text
+        return f"{self.step_seconds:.2f} s per step (mean of {self.num_steps}{spread})"
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.times, self._waits = [time.perf_counter()], CoreWaits()
+        self.times = [time.perf_counter()]
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step <= NUM_STEPS:
             if args.device.type != "cpu":
                 torch.accelerator.synchronize()
-            elif state.global_step in (1, min(NUM_STEPS, state.max_steps)):
-                # It measures since the last call, so the first step does not count.
-                self.waiting_share = self._waits.measure()
             self.times.append(time.perf_counter())
         if state.global_step == min(NUM_STEPS, state.max_steps):
             # Trainer counts the tokens when it logs.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.utils import logging
 
@@ -93,6 +94,7 @@ class RunDescription:
             "step": state.global_step,
             "num_tokens": state.num_input_tokens_seen,
             "world_size": args.world_size,
+            "threads": torch.get_num_threads(),
             "batch_size": args.per_device_train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
             "layout": self.layout,
@@ -145,6 +147,11 @@ class RunDescription:
             logger.warning(
                 f"{checkpoint} was saved by {then['world_size']} process(es) and {now['world_size']} resume it. Each "
                 "step takes the same rows, but random numbers (dropout) differ."
+            )
+        elif then["threads"] != now["threads"] and self.args.device.type == "cpu":
+            logger.warning(
+                f"{checkpoint} was saved by a run with {then['threads']} thread(s) and this run has {now['threads']}: "
+                f"sums differ in their last bits. For an exact resume, set OMP_NUM_THREADS={then['threads']}."
             )
         if inexact:
             logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")

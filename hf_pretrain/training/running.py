@@ -28,6 +28,7 @@ from .callbacks import (
     ProgressLinesCallback,
     SampleCallback,
 )
+from .launch import choose_cpu_threads
 from .optimizer_choice import keep_optimizer
 from .plan import begin_dry_run, format_plan
 from .reporting import (
@@ -63,8 +64,8 @@ class RunResults:
 
 def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
     """
-    Lock `output_dir`, choose the checkpoint to resume from and keep its optimizer, seed all random numbers, print the
-    devices, and record the run with all its arguments (`run_record.py`).
+    Lock `output_dir`, choose the checkpoint to resume from, keep its optimizer and its number of threads, seed all
+    random numbers, print the devices, and record the run with all its arguments (`run_record.py`).
 
     Args:
         training_args ([`LMTrainingArguments`]): the run's training arguments.
@@ -89,6 +90,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
             checkpoint_to_resume(training_args)
         begin_dry_run(training_args)
         keep_optimizer(training_args, others, checkpoint=None)
+        choose_cpu_threads(training_args)
         set_seed(training_args.seed)
         if training_args.process_index == 0:
             print(f"Dry run: {training_args.launch_description}")
@@ -101,6 +103,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
     keep_optimizer(training_args, others, checkpoint=checkpoint)
+    choose_cpu_threads(training_args, checkpoint)
     # Reseed: launchers consume different amounts of randomness.
     set_seed(training_args.seed)
 

@@ -11,7 +11,10 @@ from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.runtime.cores import num_cores
 from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.callbacks import BusyCoresCallback
+from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.run_trainer import RunTrainer
 from tests.toys import toy_model
 from tests.training.test_trainer import make_documents, make_trainer
@@ -149,3 +152,37 @@ def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
 
     never, often = trained("never"), trained("often", eval_strategy="steps", eval_steps=1)
     assert all(torch.equal(weight, often[name]) for name, weight in never.items())
+
+
+def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch, caplog):
+    trainer = make_run_trainer(tmp_path, max_steps=2)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        trainer.train()
+        checkpoint = str(tmp_path / "checkpoint-2")
+        torch.set_num_threads(3)
+        # The user's own variable wins. The run then warns.
+        choose_cpu_threads(trainer.args, checkpoint)
+        make_run_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
+        assert "2 thread(s) and this run has 3" in caplog.text and "set OMP_NUM_THREADS=2" in caplog.text
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        choose_cpu_threads(trainer.args, checkpoint)
+        assert torch.get_num_threads() == 2
+        assert "on CPU (2 of 3 threads, as before), float32" in trainer.args.launch_description
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_that_waits_for_cores_names_the_remedy(caplog):
+    callback = BusyCoresCallback()
+    callback.on_train_begin(None, None, None)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        callback._load.measure = lambda: float(num_cores())
+        for _ in range(2):
+            callback.on_log(None, None, None)
+    finally:
+        torch.set_num_threads(before)
+    assert caplog.text.count("resume it with OMP_NUM_THREADS=1 --resume_from_checkpoint auto") == 1
