@@ -149,7 +149,7 @@ class PaddingRowCollator:
 
     Args:
         collator (`Callable`): makes a batch from rows, one row of labels per feature.
-        is_training (`bool`): add `row_number` of shape `(batch_size,)` to the batch, -1 for a padding row.
+        is_numbered (`bool`): add `row_number` of shape `(batch_size,)` to the batch, -1 for a padding row.
         vocab_size (`int`, *optional*): number of ids that the model can embed; not checked without it.
 
     Raises:
@@ -160,11 +160,11 @@ class PaddingRowCollator:
         self,
         collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
         *,
-        is_training: bool,
+        is_numbered: bool,
         vocab_size: int | None = None,
     ):
         self.collator = collator
-        self.is_training = is_training
+        self.is_numbered = is_numbered
         self.vocab_size = vocab_size
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ class PaddingRowCollator:
         # Remove our own columns first: the wrapped collator may stack all columns that it gets.
         own = (PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN)
         batch = self.collator([{k: v for k, v in f.items() if k not in own} for f in features])
-        if self.is_training:
+        if self.is_numbered:
             batch[ROW_NUMBER_COLUMN] = torch.tensor([feature.get(ROW_NUMBER_COLUMN, -1) for feature in features])
         if is_padding_row.any() and "labels" in batch:
             if len(batch["labels"]) != len(features):

@@ -47,14 +47,17 @@ def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: 
         is_training (`bool`): `False` for evaluation, which neither accumulates nor warns.
 
     Raises:
-        `ValueError`: if gradient accumulation would add micro-batches that hold padding rows only.
+        `ValueError`: if the dataset is empty, or gradient accumulation would add micro-batches that hold padding rows
+            only.
     """
     if is_stream(dataset):
         return batch_size
-    # The rows of the rank with the largest share. `pad_rows` reports an empty dataset.
+    if len(dataset) == 0:
+        raise ValueError("The dataset has no rows.")
+    # The rows of the rank with the largest share.
     fitting = max(1, min(batch_size, math.ceil(len(dataset) / num_ranks)))
     num_batches = math.ceil(len(dataset) / (fitting * num_ranks))
-    if is_training and num_batches < accumulation and len(dataset):
+    if is_training and num_batches < accumulation:
         raise ValueError(
             f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
             f"{batch_size:,} per device, so that a step would be larger than the data. Use at most {num_batches:,}."
@@ -74,7 +77,6 @@ def pad_rows(
     *,
     seed: int,
     is_training: bool,
-    pads_streams: bool = True,
 ) -> tuple[Any, Callable[[Any], Any] | None]:
     """
     Return the dataset with padding rows up to a multiple of `multiple`, and a function that returns its sampler.
@@ -86,17 +88,10 @@ def pad_rows(
         multiple (`int`): rows of a global batch.
         seed (`int`): seed for the sampler of each epoch.
         is_training (`bool`): give each row its number, for reports about non-finite steps.
-        pads_streams (`bool`): pad a stream too.
-
-    Raises:
-        `ValueError`: if the dataset is empty.
     """
     if is_stream(dataset):
         # A stream has no length and no sampler. It pads itself when it ends.
-        padded_stream = PaddedStream(dataset, multiple=multiple, is_training=is_training)
-        return (padded_stream if pads_streams else dataset), None
-    if len(dataset) == 0:
-        raise ValueError("The dataset has no rows.")
+        return PaddedStream(dataset, multiple=multiple, is_training=is_training), None
     # Row numbers go into reports about non-finite steps. Evaluation writes no such reports.
     padded = PaddedDataset(dataset, is_numbered=is_training)
 

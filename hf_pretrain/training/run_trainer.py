@@ -85,6 +85,8 @@ class RunTrainer(Trainer):
             self.model.config.use_cache = use_cache
         if is_resumable:
             training_args.save_only_model = False
+        # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.add_callback(StopEvaluationCallback(self.ranks, self.signals))
         if isinstance(self.args, LMTrainingArguments) and is_adapted(self.model):
             # A recipe has done this before it wrote its record. In a notebook, the model comes first here.
@@ -160,26 +162,30 @@ class RunTrainer(Trainer):
         # NOTE: Trainer reads the collator from its attribute and takes no argument for it.
         source = self._row_source(dataset, description, batch_size, sampler_fn, is_training)
         collator: Any = self.data_collator
+        drops_last = self.args.dataloader_drop_last
         self.data_collator = source.collator or collator
+        # The flag is about training. An evaluation covers the whole set.
+        self.args.dataloader_drop_last = drops_last and is_training
         try:
             loader = super()._get_dataloader(
                 source.dataset, description, source.batch_size, source.sampler_fn, is_training, **kwargs
             )
         finally:
-            self.data_collator = collator
+            self.data_collator, self.args.dataloader_drop_last = collator, drops_last
         # A launcher sends SIGTERM to the whole process group. The run still needs its workers to finish the step.
         let_workers_survive_one_sigterm(inner_loader(loader))
         return loader
 
     # A run from its beginning to its end
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any):
         """
         Train as [`~transformers.Trainer.train`] does, and lock `output_dir` against other runs meanwhile.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): a checkpoint directory, or `True` for the newest
                 checkpoint in `output_dir` that verifies.
+            trial, args, kwargs: as for [`~transformers.Trainer.train`].
 
         Raises:
             `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, the ranks read different data, or the
@@ -190,6 +196,9 @@ class RunTrainer(Trainer):
         watch_launcher(launcher())
         with self.signals.listening():
             with self.ranks.naming_missing():
+                if self.model_init is not None:
+                    # NOTE: a search deletes the model of each trial, and Trainer builds the next one later.
+                    self.model = self.call_model_init(trial)
                 model = self.accelerator.unwrap_model(self.model)
                 self.description = RunDescription(self.args, self._layout, self.train_dataset, model)
                 self.description.check_same_data(self.ranks)
@@ -202,7 +211,7 @@ class RunTrainer(Trainer):
                 try:
                     # The page takes seconds, so write it after this block: the other ranks wait for the roll call.
                     with self.ranks.naming_missing():
-                        output = super().train(resume_from_checkpoint, *args, **kwargs)
+                        output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
                     if self.state.global_step == 0:
                         # Trainer only warns.
                         raise ValueError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
@@ -293,6 +302,8 @@ class RunTrainer(Trainer):
         end_all_ranks(status, self.signals)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        if not self.is_in_train:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = self._read_step(self.planned_batches or epoch_iterator, num_batches, device)
         self._throughput.begin()
         return batches

@@ -82,7 +82,8 @@ class MaskedLossTrainer(RunTrainer):
         super().__init__(model=model, args=args, data_collator=data_collator, **data, **kwargs)
         if data_collator is None:
             # transformers' default collators do not pad `input_ids` without a tokenizer, and make no labels.
-            pad_token_id = base_model_of(self.model).config.pad_token_id
+            # Configs of other packages may lack the field.
+            pad_token_id = getattr(base_model_of(self.model).config, "pad_token_id", None)
             self.data_collator: Any = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
         self._check_arguments()
         self._tracker = PositionTracker()
@@ -90,8 +91,11 @@ class MaskedLossTrainer(RunTrainer):
         self._is_evaluating = self._wants_loss_alone = False
         # One tensor (3,) per evaluated batch: the sum of w * CE, the sum of w, and the number of bytes.
         self._eval_sums: list[torch.Tensor] = []
+        self._token_bytes: torch.Tensor | None = None
         self._router_load = RouterLoad()
+        # Both are `None` outside `train`, where callers may take single steps.
         self._meter: Meter | None = None
+        self._num_documents: torch.Tensor | None = None
         # Per micro-batch of the current step: row numbers and input_ids, and whether the loss is finite.
         self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._step_is_finite: list[torch.Tensor] = []
@@ -136,19 +140,19 @@ class MaskedLossTrainer(RunTrainer):
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         """Pad the rows to whole global batches."""
         num_ranks, accumulation = self.data_parallel_size, self.args.gradient_accumulation_steps if is_training else 1
-        if not self.args.dataloader_drop_last:
+        drops_last = self.args.dataloader_drop_last
+        if not (is_training and drops_last):
             batch_size = fit_batch_size(dataset, batch_size, num_ranks, accumulation, is_training=is_training)
-        if not (is_training and self.args.dataloader_drop_last):
+        # With several ranks, accelerate would fill the last batch with repeated rows. A single process evaluates
+        # without full batches, so that its loader gives each row once and nothing else.
+        if not drops_last if is_training else num_ranks > 1:
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             multiple = batch_size * num_ranks * accumulation
-            # With several ranks, accelerate would fill the last batch of a stream with repeated rows. One process
-            # needs no full batches, and nothing would remove padding rows from its predictions.
-            pads_streams = is_training or num_ranks > 1
-            dataset, sampler_fn = pad_rows(
-                dataset, sampler_fn, multiple, seed=seed, is_training=is_training, pads_streams=pads_streams
-            )
+            dataset, sampler_fn = pad_rows(dataset, sampler_fn, multiple, seed=seed, is_training=is_training)
         vocab_size = getattr(self.accelerator.unwrap_model(self.model).config, "vocab_size", None)
-        collator = PaddingRowCollator(self.data_collator, is_training=is_training, vocab_size=vocab_size)
+        # The model takes no row numbers. `get_batch_samples` removes them in a run, and a caller's own loop does not.
+        is_numbered = is_training and self.is_in_train
+        collator = PaddingRowCollator(self.data_collator, is_numbered=is_numbered, vocab_size=vocab_size)
         return RowSource(dataset, batch_size, sampler_fn, collator)
 
     def _set_signature_columns_if_needed(self):
@@ -179,7 +183,8 @@ class MaskedLossTrainer(RunTrainer):
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._tracker.num_batches += len(batches)
-        self._meter.begin_step()
+        if self._meter is not None:
+            self._meter.begin_step()
         # Reports about non-finite steps need the row numbers, and the model has no such input.
         self._step_rows = [
             (batch.pop(ROW_NUMBER_COLUMN), batch["input_ids"]) for batch in batches if ROW_NUMBER_COLUMN in batch
@@ -208,6 +213,11 @@ class MaskedLossTrainer(RunTrainer):
         """
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
+        if batch_samples[0]["labels"].dim() != 2:
+            raise ValueError(
+                f"The labels have the shape {tuple(batch_samples[0]['labels'].shape)}. MaskedLossTrainer predicts "
+                "tokens, and needs one label per token. Use transformers' Trainer for a sequence classifier."
+            )
         columns = zip(*map(self._count, batch_samples), strict=True)
         weights, counts = (torch.stack(column).sum(0).to(device) for column in columns)
         if self._is_evaluating:
@@ -219,7 +229,8 @@ class MaskedLossTrainer(RunTrainer):
             # Tensor-parallel ranks see the same rows, so the sum counts each row once per such rank.
             weights, counts = weights / self.get_tp_size(), counts // self.get_tp_size()
         num_documents, num_tokens = counts.unbind()
-        self._meter.count_step(num_tokens)
+        if self._meter is not None:
+            self._meter.count_step(num_tokens)
         # A step of padding rows has weight zero. Dividing its zero loss by 1 instead of 0 gives zero, not NaN.
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
@@ -256,6 +267,10 @@ class MaskedLossTrainer(RunTrainer):
         return prepared
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if num_items_in_batch is None:
+            # The caller takes a step of its own, from this batch alone.
+            self._step_rows, self._step_is_finite = [], []
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         if self.compute_loss_func is not None or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
@@ -278,7 +293,8 @@ class MaskedLossTrainer(RunTrainer):
         )
         self._check_outputs(outputs)
         loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
-        self._meter.add_losses(parts)
+        if self._meter is not None:
+            self._meter.add_losses(parts)
         # DDP, FSDP and DeepSpeed average the gradients over the ranks. The loss is a share of a sum, so undo the mean.
         loss = self._mark_if_not_finite(loss * self.data_parallel_size)
         return (loss, outputs) if return_outputs else loss
@@ -312,8 +328,11 @@ class MaskedLossTrainer(RunTrainer):
         return not self._is_evaluating or self._wants_loss_alone
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        self._wants_loss_alone = prediction_loss_only
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._wants_loss_alone, self._is_evaluating = prediction_loss_only, True
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._is_evaluating = False
 
     def _combine_losses(
         self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
@@ -444,13 +463,7 @@ class MaskedLossTrainer(RunTrainer):
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
         self._eval_sums, self._router_load = [], RouterLoad()
-        self._is_evaluating = True
-        try:
-            output = super().evaluation_loop(
-                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
-            )
-        finally:
-            self._is_evaluating = False
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self._eval_sums:
             # The batches have no labels, or the caller passed its own `compute_loss_func`.
             return output

@@ -11,11 +11,18 @@ import torch._dynamo
 import torch.nn.functional as F
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
+from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM, MiniMindForSequenceClassification
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import efficiency
@@ -79,7 +86,7 @@ def make_trainer(tmp_path, rows, *, model=None, batch=8, accumulation=1, eval_ba
         **kwargs.pop("arguments", {}),
     }
     return MaskedLossTrainer(
-        model=model if model is not None else make_model(),
+        model=model if model is not None or "model_init" in kwargs else make_model(),
         args=LMTrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=batch,
@@ -277,6 +284,50 @@ def test_evaluation_is_one_ratio_at_any_batch_size(tmp_path, num_experts):
         assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-5)
 
 
+@pytest.mark.parametrize("prediction_loss_only", [True, False])
+def test_single_steps_outside_of_train_follow_the_formula(tmp_path, prediction_loss_only):
+    """As stock Trainer allows in a loop of one's own."""
+    documents = make_documents(weighted=True)
+    model = make_model(4)
+    ce_loss, aux_loss = written_out_loss(model, documents)
+    loss = ce_loss + 0.5 * aux_loss
+    loss.backward()
+
+    trainer = make_trainer(tmp_path, documents, model=make_model(4), batch=13, eval_batch=13)
+    (batch,) = trainer.get_eval_dataloader()
+    predicted, logits, labels = trainer.prediction_step(trainer.model, batch, prediction_loss_only)
+    assert predicted.item() == pytest.approx(ce_loss.item(), rel=1e-5)
+    assert (logits is None, labels is None) == (prediction_loss_only, prediction_loss_only)
+    (batch,) = trainer.get_train_dataloader()
+    assert trainer.model(**batch).loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert trainer.training_step(trainer.model, batch).item() == pytest.approx(loss.item(), rel=1e-5)
+    for parameter, expected in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6)
+    trainer = make_trainer(tmp_path, documents, model=make_model(4), batch=2, accumulation=7)
+    batches, num_items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 7, trainer.args.device)
+    shares = [trainer.training_step(trainer.model, batch, num_items).item() for batch in batches]
+    assert sum(shares) == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_evaluation_loader_gives_every_row_once(tmp_path, drop_last):
+    documents = make_documents()
+    for rows in (documents, Stream(documents), Dataset.from_list(documents)):
+        trainer = make_trainer(tmp_path, rows, eval_batch=4, arguments={"dataloader_drop_last": drop_last})
+        ids = [row[:3] for batch in trainer.get_eval_dataloader() for row in batch["input_ids"].tolist()]
+        assert ids == [document["input_ids"][:3] for document in documents]
+
+
+def test_each_trial_of_a_search_gets_its_model(tmp_path):
+    trainer = make_trainer(tmp_path, make_documents(), model_init=lambda trial: make_model(4))
+    losses = []
+    for _ in range(2):
+        losses.append(train(trainer)[-1]["loss"])
+        # As transformers does after each trial.
+        trainer.model = trainer.model_wrapped = None
+    assert losses[0] == losses[1]
+
+
 def test_compute_metrics_sees_every_row_once(tmp_path):
     seen = {}
 
@@ -337,6 +388,41 @@ def test_other_models_are_refused(tmp_path):
     config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     with pytest.raises(ValueError, match="has no `ce_loss`"):
         make_trainer(tmp_path, make_documents(), model=LlamaForCausalLM(config)).train()
+
+
+def test_sequence_classifiers_are_refused(tmp_path):
+    def collator(rows):
+        return {"input_ids": torch.tensor([row["input_ids"][:3] for row in rows]), "labels": torch.ones(len(rows))}
+
+    model = MiniMindForSequenceClassification(make_model().config)
+    trainer = make_trainer(tmp_path, make_documents(), model=model, data_collator=collator)
+    for act in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"labels have the shape \(\d,\).*Use transformers' Trainer"):
+            act()
+
+
+class Bigram(PreTrainedModel):
+    """A model of another package. Its config has no `pad_token_id`."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Embedding(64, 64)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        return {"logits": self.table(input_ids)}
+
+
+def test_a_config_may_lack_the_padding_id(tmp_path):
+    def loss(outputs, labels, num_items_in_batch):
+        return F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
+    rows = as_lists(make_documents())
+    trainer = MaskedLossTrainer(Bigram(PreTrainedConfig()), arguments, train_dataset=rows, compute_loss_func=loss)
+    assert trainer.train().training_loss > 0
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
@@ -559,7 +645,10 @@ def test_rows_of_a_batch_are_read_in_one_call(tmp_path):
             return super().__getitems__(keys)
 
     counted = Counted(rows.data, rows.info)
-    batches = list(make_trainer(tmp_path, counted, batch=8).get_train_dataloader())
+    trainer = make_trainer(tmp_path, counted, batch=8)
+    # Only a run numbers its rows, because the model takes no such input.
+    trainer.is_in_train = True
+    batches = list(trainer.get_train_dataloader())
     assert [len(keys) for keys in read] == [8, 8]
     # Thirteen rows in the sampler's order, then three padding rows without labels.
     numbers = [number for batch in batches for number in batch["row_number"].tolist()]
