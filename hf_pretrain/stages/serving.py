@@ -9,6 +9,7 @@ its memory.
 | with more bytes or tokens than the model has positions, or more stop strings than `MAX_STOP_STRINGS` | 400 |
 | with a chat template, or another argument of the rendering, in `chat_template_kwargs` | 400 |
 | with fields that raise an error while they are read, or that `generate` refuses | 400, with the error |
+| with fields of OpenAI's API that the server cannot honour, such as `n`, unless they ask for nothing | 400 |
 """
 
 import inspect
@@ -33,6 +34,7 @@ from ..runtime.command_line import is_quiet
 from ..runtime.installation import install_command
 from ..tokenizer.encoding import thinking_variables
 from .generating import MIN_TEMPERATURE
+from .stop_strings import StopCutter
 
 
 try:
@@ -55,6 +57,40 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
 # Maximum number of bytes of a request in addition to the prompt.
 _MAX_OTHER_BYTES = 2**16
+# Fields of OpenAI's API that would change an answer, and that the server ignores, with their values that ask for
+# nothing. All other fields take effect, or only keep records, such as `user`.
+_NEVER_HONOURED = (
+    *("access_programs", "audio", "background_options", "context_management", "conversation", "image"),
+    *("max_tool_calls", "moderation", "prediction", "previous_response_id", "reasoning_effort", "web_search_options"),
+)
+_IGNORED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_NEVER_HONOURED, ()) | {
+    "background": (False,),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "include": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "reasoning": ({},),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "text": ({"format": {"type": "text"}},),
+    "tool_choice": ("auto",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+}
+# The added fields take effect at other addresses.
+_IGNORED_AT = {
+    "/v1/chat/completions": _IGNORED_FIELDS,
+    "/v1/completions": _IGNORED_FIELDS | {"logit_bias": ({},)},
+    "/v1/responses": _IGNORED_FIELDS | {"prompt": ()},
+}
 # Names of the arguments of `apply_chat_template`. Other names in a request are variables of the template.
 _RENDERING_ARGUMENTS = {
     name
@@ -219,7 +255,7 @@ def _sampling(build: Callable[..., GenerationConfig]) -> Callable[..., Generatio
 def _check_stop_strings(given: Any) -> None:
     """Refuse stop strings that are too many, too long, or not text."""
     strings = [given] if isinstance(given, str) else given or []
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+    if not isinstance(strings, list) or not all(isinstance(string, str) and string for string in strings):
         raise HTTPException(400, f"stop: {given!r:.100} must be text, or a list of text.")
     if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_CHARS for string in strings):
         raise HTTPException(
@@ -238,6 +274,26 @@ def _check_generation_config(text: Any) -> None:
     for name in ("num_beams", "num_return_sequences"):
         if isinstance(config, dict) and config.get(name) not in (None, 1):
             raise HTTPException(400, f"{name} {config[name]!r:.100} is refused: a request gets one answer.")
+
+
+def _drop_ignored(request: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a request without the fields that ask for nothing. Refuse fields that the server would ignore."""
+    # Some clients send all fields, with null for the absent ones. OpenAI's API gives no stream unless asked for one.
+    fields = {"stream": False} | {name: value for name, value in request.items() if value is not None}
+    if fields.get("tool_choice") == "none":
+        for name in ("tool_choice", "tools"):
+            fields.pop(name, None)
+    for name, neutral in _IGNORED_AT[path].items():
+        if name not in fields:
+            continue
+        value = fields.pop(name)
+        # In Python, `0 == False`, but `logprobs: 0` asks for the probability of each token.
+        if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
+            raise HTTPException(400, f"{name}: {json.dumps(value):.100} is not supported. Leave it out.")
+    # transformers fails on empty ones.
+    return {
+        name: value for name, value in fields.items() if value not in ({}, []) or name not in ("stop", "logit_bias")
+    }
 
 
 class RequestGuard:
@@ -263,17 +319,23 @@ class RequestGuard:
         try:
             body = await self._read(receive)
             self._check_headers(Headers(scope=scope))
-            self._check_fields(body)
+            request = self._check_fields(body)
+            if scope["path"] in _IGNORED_AT:
+                request = _drop_ignored(request, scope["path"])
+                _check_stop_strings(request.get("stop"))
         except HTTPException as error:
             await JSONResponse({"detail": error.detail}, error.status_code)(scope, receive, send)
             return
         # The check has consumed the body, so replay it to the application.
+        body = json.dumps(request).encode()
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             # Later calls wait for the client to disconnect, as the application expects.
             return messages.pop() if messages else await receive()
 
+        if stops := request.get("stop"):
+            send = StopCutter(send, [stops] if isinstance(stops, str) else stops)
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes:
@@ -305,15 +367,15 @@ class RequestGuard:
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
 
-    def _check_fields(self, body: bytes) -> None:
-        """Refuse requests for another model, or with arguments of the rendering."""
+    def _check_fields(self, body: bytes) -> dict[str, Any]:
+        """Return the fields of a request. Refuse requests for another model, or with arguments of the rendering."""
         try:
             request = json.loads(body) if body else {}
         except (ValueError, RecursionError) as error:
             raise HTTPException(400, f"The body is not JSON: {error}") from error
         if not isinstance(request, dict):
             raise HTTPException(400, "The body is not a JSON object.")
-        if request.get("model", self.name) != self.name:
+        if request.get("model") not in (None, self.name):
             raise HTTPException(400, f"This server serves {self.name} only, not {request['model']!r:.100}.")
         kwargs = request.get("chat_template_kwargs") or {}
         if not isinstance(kwargs, dict):
@@ -324,6 +386,7 @@ class RequestGuard:
                 f"chat_template_kwargs may hold variables of the model's template, not {', '.join(sorted(taken))}.",
             )
         _check_generation_config(request.get("generation_config"))
+        return request
 
 
 __all__ = [

@@ -303,8 +303,100 @@ def test_a_request_may_ask_for_one_answer_only(server, name, stream):
     assert answer.status_code == 400 and f"{name} 3000" in answer.json()["detail"]
 
 
-def test_a_few_stop_strings_work(server):
-    assert ask(server, SUM[:1], stop=["four", "five"]).choices[0].message.content.endswith("It is four")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "stop",
+    # The last tokens of an answer, parts of tokens, the beginning of a string that does not come, the first of two.
+    ["four", ["ou"], "t is", "r.!", "missing", ["five", "four", " is"], "It", None, []],
+)
+def test_an_answer_ends_before_a_stop_string(server, stop, stream):
+    expected = "It is four."
+    for string in [stop] if isinstance(stop, str) else stop or []:
+        expected = expected.partition(string)[0]
+    answer = ask(server, SUM[:1], stop=stop, stream=stream, max_tokens=14)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    assert "".join(part.content or "" for part in parts) == expected
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "add them"
+    assert choices[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_also_ends_the_reasoning_and_a_completion(server, stream):
+    answer = ask(server, SUM[:1], stop=" them", stream=stream)
+    parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "add"
+    assert "".join(part.content or "" for part in parts) == ""
+    prompt = load_tokenizer(Path(server[1].parent / "out/run")).apply_chat_template(
+        SUM[:1], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    options = {"model": "out/run", "prompt": prompt, "temperature": 0, "stop": ["!", "fou"]}
+    answer = server[0].completions.create(stream=stream, **options)
+    assert "".join(chunk.choices[0].text for chunk in (answer if stream else [answer])) == "It is "
+
+
+@pytest.mark.parametrize(
+    ("path", "neutral", "refused"),
+    [
+        (
+            "/v1/chat/completions",
+            {"n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "parallel_tool_calls": True}
+            | {"response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "auto", "functions": []}
+            | {"user": "me", "metadata": {"a": "b"}, "store": True, "stream_options": {"include_usage": True}}
+            | {"logit_bias": {}, "frequency_penalty": 0, "service_tier": "auto", "stop": [], "tools": []},
+            {"n": 2, "logprobs": True, "top_logprobs": 3, "presence_penalty": 0.5, "parallel_tool_calls": False}
+            | {"response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "tool_choice": "required"}
+            | {"functions": [TOOL["function"]], "function_call": {"name": "f"}, "reasoning_effort": "low"}
+            | {"audio": {}, "prediction": {}, "web_search_options": {}, "verbosity": "low"},
+        ),
+        (
+            "/v1/completions",
+            {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logit_bias": {}, "presence_penalty": 0},
+            {"n": 2, "best_of": 2, "echo": True, "suffix": "x", "logit_bias": {"5": 1}, "presence_penalty": 1}
+            | {"logprobs": 0},
+        ),
+        (
+            "/v1/responses",
+            {"background": False, "include": [], "reasoning": {}, "text": {"format": {"type": "text"}}, "store": True}
+            | {"truncation": "disabled", "top_logprobs": 0, "tool_choice": "none", "tools": [TOOL]},
+            {"background": True, "include": ["a"], "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
+            | {"truncation": "auto", "top_logprobs": 1, "previous_response_id": "x", "conversation": "x"}
+            | {"prompt": {"id": "x"}, "max_tool_calls": 1, "tool_choice": "required"},
+        ),
+    ],
+)
+def test_each_field_takes_effect_or_is_refused(server, path, neutral, refused):
+    """Fields of OpenAI's API. Clients may send null or the default, too."""
+    body = {"model": "out/run", "temperature": 0}
+    question = {"chat": {"messages": SUM[:1]}, "comp": {"prompt": "two and two?"}, "resp": {"input": "two and two?"}}
+    body |= question[path[4:8]]
+    plain = post(server, path, body).json()
+    nothing = post(server, path, body | {name: None for name in [*refused, *neutral, "stop", "seed", "stream"]})
+    default = post(server, path, body | neutral)
+    texts = [answer.get("choices", answer.get("output")) for answer in (plain, nothing.json(), default.json())]
+    assert texts[0] and len({str(strip_ids(text)) for text in texts}) == 1
+    for name, value in refused.items():
+        answer = post(server, path, body | {name: value})
+        assert answer.status_code == 400 and answer.json()["detail"].startswith(f"{name}: "), (name, answer.text)
+
+
+def strip_ids(value):
+    """Return JSON without the ids of its parts."""
+    if isinstance(value, dict):
+        return {name: strip_ids(each) for name, each in value.items() if name != "id"}
+    return [strip_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def test_tools_that_may_not_be_called_are_not_offered(server):
+    answer = ask(server, WEATHER[:1], tools=[TOOL], tool_choice="none").choices[0].message
+    assert answer == ask(server, WEATHER[:1]).choices[0].message != ask(server, WEATHER[:1], tools=[TOOL])
+
+
+def test_a_response_is_a_stream_only_if_asked_for(server):
+    answer = server[0].responses.create(model="out/run", input="two and two?", temperature=0)
+    assert answer.output_text == "It is four."
+    stream = server[0].responses.create(model="out/run", input="two and two?", temperature=0, stream=True)
+    assert [event.type for event in stream][-1] == "response.completed"
 
 
 @pytest.mark.parametrize("size", [10_000_000, 300_000])
