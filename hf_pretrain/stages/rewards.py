@@ -26,6 +26,8 @@ from ..runtime.names import nearest_word
 PARTIAL_CREDIT = 0.2
 # With re.ASCII, a Chinese character next to a number is not part of the number.
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
+# A number with or without a unit beside it: 3.1069km, USD36.05.
+_QUANTITY = re.compile(r"(?:(?<![\w.])[-+])?(?<![\d.])\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\d|\.\d)", re.ASCII)
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # In Python a bool is an int; in JSON it is not.
 _JSON_TYPES: dict[str, Callable[[Any], bool]] = {
@@ -130,14 +132,15 @@ def solution_reward(
     """
     Return the share of the solution's values that the answer contains, as text or as a number.
 
-    MiniMind's agent stage checks its `gt` in the same way. Text inside tool calls does not count.
+    MiniMind's agent stage checks its `gt` in the same way, but also finds a number within a longer one (5 in 15). Here
+    a number counts only as a whole. Text inside tool calls does not count.
     """
     rewards: list[float | None] = []
     for completion, target in zip(completions, solution, strict=True):
         values = _values(target)
         # A value that the model only passes to a tool is not an answer.
         answer = _written_calls(answer_of(completion))[1].replace(",", "")
-        numbers = [float(number) for number in _NUMBER.findall(answer)]
+        numbers = [float(number) for number in _QUANTITY.findall(answer)]
         found = [_holds(answer, numbers, value.strip().replace(",", "")) for value in values]
         rewards.append(sum(found) / len(values) if values else None)
     return rewards

@@ -6,6 +6,7 @@ so the docstring is part of the prompt. `examples/agent_tools.py` holds the tool
 """
 
 import ast
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,15 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
 }
+# Names of the module `math` that an expression may hold. Their results have a bounded size, unlike that of `factorial`.
+_MATH = (
+    *("pi", "e", "sqrt", "cbrt", "exp", "log", "log2", "log10", "pow", "hypot", "fabs", "floor", "ceil", "trunc"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "degrees", "radians"),
+)
 # Python integers have no limit. Without this one, a model could fill the memory with 9**9**9.
-MAX_EXPONENT = 64
+MAX_BITS = 4096
 # Operators as models write them.
 _SPELLINGS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")"})
 
@@ -41,7 +48,7 @@ def calculator(expression: str) -> str:
         The value.
     """
 
-    def value(node: ast.AST) -> float:
+    def value(node: ast.AST) -> Any:
         match node:
             case ast.Expression(body=body):
                 return value(body)
@@ -51,13 +58,25 @@ def calculator(expression: str) -> str:
                 return _OPERATORS[type(op)](value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 numbers = value(left), value(right)
-                if isinstance(op, ast.Pow) and (abs(numbers[1]) > MAX_EXPONENT or abs(numbers[0]) > 1e6):
+                if isinstance(op, ast.Pow) and _is_too_large(*numbers):
                     raise ValueError(f"{expression!r} is too large to calculate.")
                 return _OPERATORS[type(op)](*numbers)
-        raise ValueError(f"{expression!r} holds something else than numbers, + - * / % ** and parentheses.")
+            case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _MATH:
+                return getattr(math, name)
+            case ast.Call(func=ast.Attribute() as function, args=arguments, keywords=[]):
+                return value(function)(*map(value, arguments))
+        raise ValueError(
+            f"{expression!r} holds something else than numbers, + - * / % **, parentheses and functions such as "
+            "math.sqrt. Write numbers without thousands separators."
+        )
 
     # Use `ast` instead of `eval`: the expression comes from a model, and may be any Python code.
     return str(value(ast.parse(expression.translate(_SPELLINGS).strip(), mode="eval")))
+
+
+def _is_too_large(base: Any, exponent: Any) -> bool:
+    """Return whether a power of integers has more than `MAX_BITS` bits. Python itself refuses too large floats."""
+    return isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_BITS
 
 
 def load_tools(names: list[str] | None) -> list[Callable[..., Any]] | None:

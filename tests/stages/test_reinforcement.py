@@ -424,10 +424,31 @@ def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
 
 
 def test_the_calculator_calculates_and_nothing_else():
-    assert calculator("12 * (3 + 4) / -2") == "-42.0" and calculator("（2^10 − 24）÷ 10") == "100.0"
-    for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.sqrt(4)"):
+    assert calculator("（2^10 − 24）÷ 10") == "100.0"
+    for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.factorial(9**9)", "math.__doc__"):
         with pytest.raises((ValueError, SyntaxError)):
             calculator(expression)
+    # MiniMind's calculator returns the tuple (12, 346).
+    with pytest.raises(ValueError, match="12,345\\+1.* without thousands separators"):
+        calculator("12,345+1")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("12 * (3 + 4) / -2", "+5 - 3", "1234567**2", "1000*(1+0.05)**100", "2**64 % 1000"),
+        *("math.sqrt(2)", "math.pi * 2**2", "math.pow(2, 10)", "math.log(8, 2)", "abs(-3)"),
+    ],
+)
+def test_the_calculator_equals_python_with_the_module_math(expression):
+    """MiniMind's calculator evaluates an expression with Python, without built-in functions and with `math`."""
+    try:
+        expected = str(eval(expression, {"__builtins__": {}, "math": math}))
+    except NameError:
+        with pytest.raises(ValueError, match="holds something else"):
+            calculator(expression)
+        return
+    assert calculator(expression) == expected
 
 
 def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():

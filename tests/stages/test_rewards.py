@@ -86,6 +86,26 @@ def test_the_solution_reward_equals_upstreams_share_of_gt():
     assert solution_reward(says("so 7 it is"), solution=["7"]) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("answer", "target", "is_found"),
+    [
+        ("It is 3.1069km.", "3.1069", True),
+        ("北京3.1069公里", "3.1069", True),
+        ("USD36.05", "36.05", True),
+        ("-4km away", "-4", True),
+        ("3.2e4 people", "32000", True),
+        ("12,345.50 in all", "12345.5", True),
+        # MiniMind finds these numbers within longer ones.
+        ("15 apples", "5", False),
+        ("3.10695km", "3.1069", False),
+        ("version 1.2.3", "1.2", False),
+        ("3.14e5", "3.14", False),
+    ],
+)
+def test_a_number_of_the_solution_may_have_a_unit_but_counts_as_a_whole(answer, target, is_found):
+    assert solution_reward(says(answer), solution=[[target]]) == [float(is_found)]
+
+
 def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
