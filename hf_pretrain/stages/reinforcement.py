@@ -9,8 +9,9 @@ reference model that is a copy of the initial policy, and an evaluation that rep
 
 import copy
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -26,10 +27,10 @@ from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..hub.model_card import RunFacts
 from ..runtime.installation import install_command
-from ..runtime.names import OpenChoices
+from ..runtime.names import OpenChoices, check_word
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
-from .rewards import REWARDS, answer_of, check_rewards, check_task, load_object
+from .rewards import REWARDS, answer_of, check_rewards, check_task, load_object, refusing_exit
 from .trl_support import RouterLossMixin
 
 
@@ -44,6 +45,31 @@ except ImportError as error:
 
 # Maximum number of nested brackets in a tool call. Real arguments have one or two levels.
 MAX_NESTING = 64
+# Numbers that TRL's config accepts, and that fail, or give a wrong run, when it generates or computes the loss.
+_RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("at least 2, because rewards are compared within a group", lambda number: number >= 2, ("num_generations",)),
+    (
+        "at least 1",
+        lambda number: number >= 1,
+        (
+            *("num_generations_eval", "num_iterations", "steps_per_generation", "generation_batch_size"),
+            *("max_completion_length", "max_new_tokens", "ref_model_sync_steps"),
+        ),
+    ),
+    ("above 0 and finite", lambda number: 0 < number < math.inf, ("temperature", "repetition_penalty")),
+    ("above 0 and at most 1", lambda number: 0 < number <= 1, ("top_p", "top_entropy_quantile")),
+    ("at least 0 and at most 1", lambda number: 0 <= number <= 1, ("min_p",)),
+    ("at least 0 and finite", lambda number: 0 <= number < math.inf, ("beta", "epsilon", "epsilon_high", "top_k")),
+    ("finite", math.isfinite, ("reward_weights",)),
+)
+_WORDS = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+# Maximum number of generations in a row in which no completion gets a reward.
+MAX_UNREWARDED = 10
 
 
 @dataclass
@@ -129,6 +155,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
         super().__post_init__()
+        _check_numbers(self.generation_kwargs or {}, "--generation_kwargs: ")
         # `bf16` and the device are known only after the constructor above.
         if self.use_transformers_continuous_batching and self.bf16:
             # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and never casts
@@ -146,10 +173,29 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             thinking = dict.fromkeys(("enable_thinking", "open_thinking"), self.enable_thinking)
             self.chat_template_kwargs = (self.chat_template_kwargs or {}) | thinking
 
+    def _check_amounts(self):
+        super()._check_amounts()
+        _check_numbers(vars(self), "--")
+        for name, words in _WORDS.items():
+            # TRL also takes the booleans of its older versions.
+            if isinstance(word := getattr(self, name), str):
+                check_word(f"--{name}", word, words)
+
     @property
     def method(self) -> str:
         """Name of the algorithm, and of its loss if it has several, for messages and the model card."""
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
+
+
+def _check_numbers(given: dict[str, Any], prefix: str) -> None:
+    """Raise `ValueError` for a number among `given` with which TRL cannot train; `prefix` stands before its name."""
+    for words, is_usable, names in _RANGES:
+        for name in names:
+            value = given.get(name)
+            for number in value if isinstance(value, list) else [value]:
+                # NaN is in no range.
+                if number is not None and not is_usable(number):
+                    raise ValueError(f"{prefix}{name} {number} must be {words}.")
 
 
 def task_check(
@@ -258,13 +304,20 @@ class _OnlineTrainer(RouterLossMixin):
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
             # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
             tokenizer.response_template = qwen3_template
+        self._num_unrewarded = 0
         # Replace the method of this object: TRL calls it on the tokenizer that it gets.
         tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response)
         # With beta = 0, TRL's constructor loads no reference model. Ours is set below.
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:
             args.beta, args.sync_ref_model = 0.0, False
-        super().__init__(model, args=args, **kwargs)
+        try:
+            # TRL creates the environments here.
+            with refusing_exit():
+                super().__init__(model, args=args, **kwargs)
+        except ValueError as error:
+            # TRL checks some flags only now, and `one_line_errors` shortens only errors that this package raises.
+            raise ValueError(str(error)) from error
         # TRL's constructor has read beta = 0 into `self.beta`. Restore the user's value in both places.
         args.beta, args.sync_ref_model = beta, is_synced
         self.beta = beta
@@ -321,10 +374,52 @@ class _OnlineTrainer(RouterLossMixin):
         prompts, completions = (list(self._logs[name])[every][-num_samples:] for name in ("prompt", "completion"))
         return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
 
+    @contextmanager
+    def _checking_rewards(self) -> Iterator[None]:
+        """Raise `ValueError` if the user's code within the block exits, or gives a reward that is infinite."""
+        with refusing_exit():
+            yield
+        # TRL would turn the advantages of the whole group into zeros. All ranks have the rewards of all ranks.
+        for name, rewards in self._logs["rewards"].items():
+            value = next((reward for reward in rewards if math.isinf(reward)), None)
+            if value is not None:
+                raise ValueError(
+                    f"The reward {name} gave {value} at step {self.state.global_step + 1}, from which nothing can be "
+                    "learnt. Return a finite number, or None for a completion without a reward."
+                )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run TRL's step, and check what the user's code does in it."""
+        with self._checking_rewards():
+            return super().training_step(*args, **kwargs)
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Generate and score, but return no loss: its mean over a group is near zero for any policy."""
-        super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with self._checking_rewards():
+            super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return None, None, None
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """
+        Log without the figures that no completion has, such as the mean of a reward that gave only `None`.
+
+        Raises:
+            `ValueError`: if no completion got a reward for `MAX_UNREWARDED` generations in a row, or in all steps.
+        """
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        if self.model.training:
+            for reward in metrics.get("reward", []):
+                self._num_unrewarded = self._num_unrewarded + 1 if math.isnan(reward) else 0
+        # NOTE: TRL would log None, which no display expects.
+        for name in [name for name, values in metrics.items() if all(map(math.isnan, values))]:
+            del metrics[name]
+        super().log(logs, *args, **kwargs)
+        if self._num_unrewarded >= min(MAX_UNREWARDED, self.state.max_steps):
+            raise ValueError(
+                f"No completion of the last {self._num_unrewarded} generation(s) got a reward: "
+                f"{', '.join(self.reward_func_names)} gave only None or NaN. The model learns nothing. Check "
+                "them on the completions that the log shows, and that the tasks have the columns they read."
+            )
 
 
 class MiniMindGRPOTrainer(_OnlineTrainer, GRPOTrainer):

@@ -12,7 +12,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from datasets import Dataset
@@ -418,7 +420,8 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        with refusing_exit():
+            module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
             f"{flag} {name}: the module {module_name} cannot be imported from the current directory or the "
@@ -431,11 +434,30 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
     return found
 
 
+@contextmanager
+def refusing_exit() -> Iterator[None]:
+    """
+    Raise `ValueError` if code of the user within the block calls `exit()`, which would end the run as a success.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        # The last frame is that of `exit` itself, a function of the module `site`.
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename
+        ]
+        raise ValueError(
+            f"A reward, tool or environment called exit({error.code!r}), in {frames[-1].filename}, line "
+            f"{frames[-1].lineno}. The run stops without a result. Return a value or raise an error there."
+        ) from error
+
+
 __all__ = [
     "REWARDS",
     "check_rewards",
     "check_task",
     "load_object",
     "load_reward_functions",
+    "refusing_exit",
     *(function.__name__ for function in REWARDS.values()),
 ]

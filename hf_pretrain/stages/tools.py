@@ -25,7 +25,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-# Names of the module `math` that an expression may hold. Their results have a bounded size, unlike that of `factorial`.
+# Names of the module `math` in an expression. The size of their results is bounded, unlike that of `factorial`.
 _MATH = (
     *("pi", "e", "sqrt", "cbrt", "exp", "log", "log2", "log10", "pow", "hypot", "fabs", "floor", "ceil", "trunc"),
     *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "degrees", "radians"),

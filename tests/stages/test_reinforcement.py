@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import sys
 import time
 
 import pytest
@@ -18,12 +19,14 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.tasks import TOOLS
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.reports.runs import read_run
+from hf_pretrain.runtime.command_line import is_mistake
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
 from hf_pretrain.stages.tools import calculator, load_tools
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import plan
 from hf_pretrain.training.plan import begin_dry_run, format_plan
+from hf_pretrain.training.running import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.hub_server import HubServer
@@ -76,10 +79,9 @@ def toy_trainer(tokenizer, tmp_path, *, model=None, algorithm="grpo", trainer=No
     return ALGORITHMS[algorithm](
         model or make_model(),
         args=arguments,
-        reward_funcs=long_reward,
         train_dataset=toy_tasks(),
         processing_class=tokenizer,
-        **(trainer or {}),
+        **{"reward_funcs": long_reward} | (trainer or {}),
     )
 
 
@@ -495,11 +497,93 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
         ({"remove_unused_columns": True}, "the rewards read"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
+        ({"num_generations": 0}, "--num_generations 0 must be at least 2"),
+        ({"temperature": 0.0}, "--temperature 0.0 must be above 0"),
+        ({"temperature": math.nan}, "--temperature nan must be above 0"),
+        ({"generation_kwargs": {"temperature": 0.0}}, "--generation_kwargs: temperature 0.0 must be above 0"),
+        ({"top_p": 0.0}, "--top_p 0.0 must be above 0 and at most 1"),
+        ({"top_k": -1}, "--top_k -1 must be at least 0"),
+        ({"num_iterations": 0}, "--num_iterations 0 must be at least 1"),
+        ({"steps_per_generation": 0}, "--steps_per_generation 0 must be at least 1"),
+        ({"max_completion_length": 0}, "--max_completion_length 0 must be at least 1"),
+        ({"beta": -1.0}, "--beta -1.0 must be at least 0"),
+        ({"reward_weights": [1.0, math.inf]}, "--reward_weights inf must be finite"),
+        ({"loss_type": "gpo"}, "--loss_type gpo is unknown; the nearest one is grpo"),
+        ({"scale_rewards": "groups"}, "--scale_rewards groups is unknown; the nearest one is group"),
     ],
 )
 def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
     with pytest.raises(ValueError, match=words):
         GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [({"reward_weights": [1.0, 2.0]}, "reward weights"), ({"sync_ref_model": True}, "sync_ref_model")],
+)
+def test_flags_that_only_trls_trainer_refuses_are_mistakes_of_the_user(tokenizer, tmp_path, flags, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        toy_trainer(tokenizer, tmp_path, **flags)
+    assert is_mistake(caught.value)
+
+
+def rewards_of_steps(*values: float | None):
+    """Return a reward function that gives each completion of step `n` the value `values[n]`."""
+    return lambda completions, trainer_state, **columns: [values[trainer_state.global_step]] * len(completions)
+
+
+def leave(*args, **columns):
+    sys.exit(0)
+
+
+class Lobby(Desk):
+    """An environment that leaves before the first answer."""
+
+    def reset(self, **row) -> str | None:
+        sys.exit()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "words"),
+    [
+        ("grpo", {"reward_funcs": leave}, r"called exit\(0\), in .*test_reinforcement.py, line \d+\. The run stops"),
+        ("rloo", {"reward_funcs": leave}, r"called exit\(0\), in .*test_reinforcement.py, line \d+\. The run stops"),
+        (
+            "grpo",
+            {"reward_funcs": None, "environment_factory": Lobby},
+            r"called exit\(None\), in .*test_reinforcement",
+        ),
+        ("grpo", {"reward_funcs": None, "environment_factory": leave}, r"called exit\(0\), in .*test_reinforcement"),
+        ("grpo", {"reward_funcs": rewards_of_steps(0.0, math.inf)}, "gave inf at step 2, .* Return a finite number"),
+        ("rloo", {"reward_funcs": rewards_of_steps(0.0, -math.inf)}, "gave -inf at step 2, .* Return a finite number"),
+        ("grpo", {"reward_funcs": rewards_of_steps(None, math.nan, None)}, r"last 3 generation\(s\) got a reward"),
+        ("rloo", {"reward_funcs": rewards_of_steps(None, math.nan, None)}, r"last 3 generation\(s\) got a reward"),
+    ],
+)
+def test_rewards_without_a_use_and_code_that_exits_stop_the_run(tokenizer, tmp_path, algorithm, options, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer=options, max_steps=3).train()
+    assert is_mistake(caught.value)
+
+
+def test_a_module_that_exits_when_it_is_imported_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaving_module.py").write_text("\nraise SystemExit\n")
+    with pytest.raises(ValueError, match=r"called exit\(None\), in .*leaving_module.py, line 2"):
+        load_reward_functions(["leaving_module:reward"])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_steps_without_a_reward_log_no_reward(tokenizer, tmp_path, capsys, algorithm):
+    options = {"reward_funcs": rewards_of_steps(1.0, None, 3.0, None), "eval_dataset": toy_tasks(4)}
+    trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer=options, max_steps=3)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    results = train_and_evaluate(trainer, checkpoint=None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"step \d/3: loss", line)]
+    assert [re.findall("reward ([^,]+)", line) for line in lines] == [["1.0000"], [], ["3.0000"]]
+    # After the last step, no completion gets a reward.
+    assert "eval_runtime" in results.metrics and "eval_reward" not in results.metrics
+    assert not [entry for entry in trainer.state.log_history if None in entry.values()]
 
 
 def test_the_method_names_the_loss_of_grpo(tmp_path):
