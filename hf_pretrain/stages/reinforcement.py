@@ -10,7 +10,7 @@ reference model that is a copy of the initial policy, and an evaluation that rep
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -187,7 +187,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
 
 
-def _check_numbers(given: dict[str, Any], prefix: str) -> None:
+def _check_numbers(given: Mapping[str, Any], prefix: str) -> None:
     """Raise `ValueError` for a number among `given` with which TRL cannot train; `prefix` stands before its name."""
     for words, is_usable, names in _RANGES:
         for name in names:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedConfig
 
 from ..data.formats import BadRecord
 from ..data.tasks import ANSWER_FORMATS
@@ -283,7 +284,7 @@ def load_reward_functions(names: list[str]) -> list[Callable[..., list[float | N
     or Hub id of a reward model, `owner/model`, which TRL loads itself.
 
     Raises:
-        `ValueError`: if nothing has such a name.
+        `ValueError`: if nothing has such a name, or a model is no sequence classifier with one label.
     """
     if not names:
         raise ValueError(f"--rewards is empty: pass one or more of {', '.join(REWARDS)}, or module.path:function.")
@@ -393,8 +394,36 @@ def _load_reward(name: str) -> Callable[..., list[float | None]] | str:
         return REWARDS[name]
     # TRL loads a reward model itself, by its Hub id or directory.
     if ":" not in name and "/" in name:
+        _check_reward_model(name)
         return name
     return load_object(name, flag="--rewards", known=REWARDS)
+
+
+def _check_reward_model(name: str) -> None:
+    """
+    Raise `ValueError` for a model that is no sequence classifier with one label.
+
+    transformers loads every other model with a random head, which would give random rewards, or fails.
+    """
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name)
+    except OSError as error:
+        raise ValueError(f"--rewards {name}: this model cannot be read. {error}") from error
+    architecture = ", ".join(config.get("architectures") or []) or "of no known architecture"
+    # Models with code of their own may have any name, but MiniMind's checkpoints also name the loader of classifiers.
+    has_loader = "AutoModelForSequenceClassification" in (config.get("auto_map") or {})
+    is_classifier = architecture.endswith("ForSequenceClassification") or (
+        has_loader and not architecture.endswith("ForCausalLM")
+    )
+    # A config without names for its labels has two.
+    num_labels = len(config.get("id2label") or range(2))
+    if is_classifier and num_labels == 1:
+        return
+    labels = f" with {num_labels} labels" if is_classifier else ""
+    raise ValueError(
+        f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
+        f"{architecture}{labels}. Pass another one, or a function (module.path:function) that calls this model."
+    )
 
 
 def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: bool = False) -> Any:

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
@@ -25,6 +26,7 @@ from hf_pretrain.stages.rewards import (
 )
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.data.test_conversations import VALUES
+from tests.toys import toy_model
 
 
 def says(*texts: str) -> list[list[dict]]:
@@ -267,8 +269,35 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def long(completions, **columns):\n    return [1.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    save_classifier(tmp_path / "owner/reward-model", num_labels=1)
     builtin, own, model = load_reward_functions(["format", "my_rewards:long", "owner/reward-model"])
     assert builtin is format_reward and own(["a", "b"]) == [1.0, 1.0] and model == "owner/reward-model"
+
+
+def save_classifier(path: Path, **fields) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForSequenceClassification(LlamaConfig(vocab_size=16, **sizes, **fields)).save_pretrained(path)
+
+
+def test_a_model_that_gives_no_single_score_is_no_reward(tmp_path):
+    save_classifier(tmp_path / "two-labels", num_labels=2)
+    toy_model().save_pretrained(tmp_path / "policy")
+    # The fields of internlm/internlm2-1_8b-reward, which MiniMind's trainers use.
+    internlm = {
+        "architectures": ["InternLM2ForRewardModel"],
+        "auto_map": {"AutoModel": "modeling_internlm2.InternLM2ForRewardModel"},
+    }
+    (tmp_path / "internlm2-1_8b-reward").mkdir()
+    (tmp_path / "internlm2-1_8b-reward/config.json").write_text(json.dumps(internlm))
+    for name, found in (
+        ("two-labels", "LlamaForSequenceClassification with 2 labels"),
+        ("policy", "MiniMindForCausalLM"),
+        ("internlm2-1_8b-reward", "InternLM2ForRewardModel"),
+    ):
+        with pytest.raises(ValueError, match=rf"--rewards .*{name}: .* one label, and this one is {found}\. Pass"):
+            load_reward_functions([f"{tmp_path}/{name}"])
+    with pytest.raises(ValueError, match="--rewards .*missing: this model cannot be read"):
+        load_reward_functions([f"{tmp_path}/missing"])
 
 
 @pytest.mark.parametrize(
