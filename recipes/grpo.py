@@ -12,6 +12,7 @@ empty `<think>` block before each answer, and `--use_vllm` generates with vLLM. 
 `--help-all` prints all flags.
 """
 
+from functools import partial
 from pathlib import Path
 
 from hf_pretrain.data.tasks import load_tasks
@@ -51,8 +52,9 @@ def main(
         task_args.dataset_name,
         validation_fraction=task_args.validation_fraction,
         seed=training_args.seed,
-        # The chat template itself describes the tools that the model can call.
+        # TRL gives the template the tools that the model can call.
         describe_tools=tools is None and environment is None,
+        render=partial(tokenizer.apply_chat_template, tokenize=False, **(training_args.chat_template_kwargs or {})),
         max_rejected_ratio=task_args.max_rejected_ratio,
         # Every rank reads the tasks, but only one may write the file of rejected lines.
         rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,

@@ -23,8 +23,10 @@ from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.names import check_word
+from ..tokenizer.special_tokens import CHAT_TEMPLATE_PATH
 from .corpora import load_embedded
 from .formats import BadRecord, check_values, drop_padding, file_format, read_file, write_json
 from .hub_datasets import load_hub_dataset
@@ -73,19 +75,47 @@ ANSWER_FORMATS = {
     ),
 }
 
-# The chat template's own words about tools. We write them into a system message, because TRL renders only tools that
-# it can call.
-TOOLS_INTRODUCTION = "These tools can be called, each described by one line of JSON:\n<tools>\n"
-TOOLS_INSTRUCTION = (
-    "</tools>\nTo call one, write its name and arguments as JSON:\n"
-    '<tool_call>\n{"name": <tool name>, "arguments": <object>}\n</tool_call>'
-)
+
+def _render_ours(messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> str:
+    """Render a conversation with the chat template of this package."""
+    (text,), _ = render_jinja_template(
+        [messages], tools=tools, chat_template=CHAT_TEMPLATE_PATH.read_text(encoding="utf-8")
+    )
+    return text
 
 
-def tools_message(tools: list[dict[str, Any]], system: str = "") -> str:
-    """Return the system message that the chat template writes for `tools`, with their JSON schemas."""
-    lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in tools)
-    return (f"{system}\n\n" if system else "") + TOOLS_INTRODUCTION + lines + TOOLS_INSTRUCTION
+def tools_message(
+    tools: list[dict[str, Any]], system: str | None = None, *, render: Callable[..., str] = _render_ours
+) -> str:
+    """
+    Return the system message in which a chat template describes `tools`. A template that knows no tools gets the words
+    of this package's template. TRL renders only tools that it can call, so the message has to contain the others.
+
+    Args:
+        tools (`list[dict]`): JSON schemas.
+        system (`str`, *optional*): the system message of the task.
+        render (`Callable`, *optional*): returns the text of `messages` with `tools`, like `apply_chat_template`; by
+            default with the template of this package.
+
+    Raises:
+        `ValueError`: if the template writes the tools elsewhere.
+    """
+
+    def begin(content: str | None, tools: list[dict[str, Any]] | None = None) -> str:
+        messages = [] if content is None else [{"role": "system", "content": content}]
+        return render([*messages, {"role": "user", "content": "?"}], tools=tools)
+
+    described = begin(system, tools)
+    if described == begin(system):
+        return tools_message(tools, system)
+    before, after = begin("<system>").split("<system>")
+    content = described.removeprefix(before).removesuffix(after)
+    if begin(content) != described:
+        raise ValueError(
+            "The tokenizer's chat template does not describe tools within a system message, so the tools of the tasks "
+            "cannot be written into their prompts. Pass functions by --tools, or write the tools into the prompts."
+        )
+    return content
 
 
 def _tool(name: str, description: str, **properties: str) -> dict[str, Any]:
@@ -174,8 +204,8 @@ def _idioms(generator: random.Random) -> Iterator[dict[str, Any]]:
         yield {"prompt": prompt, "solution": solution, "origins": origins[beginning]}
 
 
-def _tool_calls(generator: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield random requests that one of `TOOLS` serves, without end."""
+def _tool_calls(generator: random.Random, *, render: Callable[..., str] = _render_ours) -> Iterator[dict[str, Any]]:
+    """Yield random requests that one of `TOOLS` serves, without end; `render` as in [`tools_message`]."""
     while True:
         city, word, language = map(generator.choice, (_CITIES, _WORDS, _LANGUAGES))
         minutes = generator.randint(1, 60)
@@ -188,13 +218,16 @@ def _tool_calls(generator: random.Random) -> Iterator[dict[str, Any]]:
         )
         tools = generator.sample(TOOLS, len(TOOLS))
         yield {
-            "prompt": [{"role": "system", "content": tools_message(tools)}, {"role": "user", "content": content}],
+            "prompt": [
+                {"role": "system", "content": tools_message(tools, render=render)},
+                {"role": "user", "content": content},
+            ],
             "solution": [json.dumps({"name": name, "arguments": arguments})],
             "tools": json.dumps(tools),
         }
 
 
-EMBEDDED_TASKS: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
+EMBEDDED_TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "answer-format": _answer_formats,
     "arithmetic": _arithmetic,
     "idiom-task": _idioms,
@@ -204,12 +237,15 @@ EMBEDDED_TASKS: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] =
 TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
 
 
-def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def _load_embedded_tasks(
+    name: str, seed: int, render: Callable[..., str]
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of one embedded kind, each with the origins of the documents behind it."""
     task = name.removeprefix("embedded:")
     check_word("--dataset_name", name, [f"embedded:{task}" for task in EMBEDDED_TASKS])
     # With the name in the seed, each kind of task gets a different random sequence.
-    rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
+    options = {"render": render} if task == "tool-call" else {}
+    rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"), **options)
     # `zip` with a range also ends generators that never end themselves.
     for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
         # The split of tasks without documents hashes their prompt.
@@ -220,7 +256,9 @@ def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any],
 # Tasks from files and the Hub.
 
 
-def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
+def read_task(
+    record: Any, *, describe_tools: bool = True, render: Callable[..., str] = _render_ours
+) -> dict[str, Any]:
     """
     Read the task of one record, in TRL's or MiniMind's format.
 
@@ -231,6 +269,7 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     Args:
         record (`Any`): a parsed record, which must be a `dict`.
         describe_tools (`bool`, defaults to `True`): write the tools into the system message.
+        render (`Callable`, *optional*): the chat template that describes them ([`tools_message`]).
 
     Raises:
         `BadRecord`: if the record has neither format.
@@ -253,8 +292,8 @@ def read_task(record: Any, *, describe_tools: bool = True) -> dict[str, Any]:
     if schemas is not None:
         tools = write_json(schemas, "tools")
         if describe_tools:
-            system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else ""
-            prompt.insert(0, {"role": "system", "content": tools_message(schemas, system)})
+            system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else None
+            prompt.insert(0, {"role": "system", "content": tools_message(schemas, system, render=render)})
     target = record.get("gt", [])
     solution = [str(value) for value in (target if isinstance(target, list) else [target])]
     return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
@@ -328,6 +367,7 @@ def _load_tasks(
     name: str,
     seed: int,
     describe_tools: bool,
+    render: Callable[..., str],
     rejected: RejectedLines,
     types: _ColumnTypes,
     check: Callable[[dict[str, Any]], None] | None,
@@ -335,7 +375,7 @@ def _load_tasks(
     """Load the tasks of one name, each with the texts whose hashes decide between training and validation."""
     rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
-        rows = list(_load_embedded_tasks(name, seed))
+        rows = list(_load_embedded_tasks(name, seed, render))
         for task, _ in rows:
             types.add(task)
         return rows
@@ -344,7 +384,7 @@ def _load_tasks(
         try:
             if isinstance(record, BadRecord):
                 raise record
-            task = read_task(record, describe_tools=describe_tools)
+            task = read_task(record, describe_tools=describe_tools, render=render)
             if check is not None:
                 check(task)
             types.add(task)
@@ -363,6 +403,7 @@ def load_tasks(
     validation_fraction: float = 0.01,
     seed: int = 42,
     describe_tools: bool = True,
+    render: Callable[..., str] = _render_ours,
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
@@ -380,6 +421,7 @@ def load_tasks(
         seed (`int`, defaults to 42): seed of the embedded tasks.
         describe_tools (`bool`, defaults to `True`): write the tools of MiniMind's records into the system message. If
             the trainer can call the tools, the chat template describes them instead.
+        render (`Callable`, *optional*): the chat template that describes the tools of tasks ([`tools_message`]).
         max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines.
         check (`Callable`, *optional*): raises `BadRecord` for a task of the user that is unfit for training.
@@ -391,7 +433,7 @@ def load_tasks(
         `ValueError`: if a name leads to no task, too many lines are bad, or the training set is empty.
     """
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
-    reading = (seed, describe_tools, rejected, _ColumnTypes(), check)
+    reading = (seed, describe_tools, render, rejected, _ColumnTypes(), check)
     loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
     rows, origins = zip(*loaded, strict=True)
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -378,6 +379,46 @@ def test_tools_are_described_as_in_the_chat_template():
     ours = [{"role": "system", "content": tools_message(TOOLS, "Be brief.")}, question]
     render = tokenizer.apply_chat_template
     assert render(ours, tokenize=False) == render([system, question], tools=TOOLS, tokenize=False)
+
+
+# A template in Qwen's words, like that of MiniMind-3.
+QWEN_LIKE = """{%- if tools -%}
+{{- '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if messages[0].role == 'system' else '') + '# Tools' -}}
+{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}{{- '\\n</tools><|im_end|>\\n' -}}
+{%- elif messages[0].role == 'system' -%}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages if message.role != 'system' -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}"""
+WITHOUT_TOOLS = "{%- for message in messages -%}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor -%}"
+TOOLS_LAST = WITHOUT_TOOLS + "{%- if tools -%}{{ 'Tools: ' ~ (tools | tojson) }}{%- endif -%}"
+
+
+@pytest.mark.parametrize("system", ["Help.", ""])
+def test_tools_of_a_task_are_described_by_the_tokenizers_template(tmp_path, system):
+    head = {"role": "system", "content": system, "tools": json.dumps(TOOLS)}
+    question = {"role": "user", "content": "Five minutes, please."}
+    record = {"conversations": [head, question, {"role": "assistant", "content": ""}], "gt": ["5"]}
+    (tmp_path / "agent.jsonl").write_text(json.dumps(record) + "\n")
+    names = [str(tmp_path / "agent.jsonl"), "embedded:tool-call"]
+    tokenizer = train_tokenizer(["text"], vocab_size=300)
+
+    def prompts(template: str) -> tuple[str, str]:
+        tokenizer.chat_template = template
+        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        tasks, _ = load_tasks(names, validation_fraction=0.0, render=render)
+        return render(tasks[0]["prompt"]), render(tasks[1]["prompt"])
+
+    own, embedded = prompts(QWEN_LIKE)
+    assert own == tokenizer.apply_chat_template([head, question], tools=TOOLS, tokenize=False)
+    assert embedded.startswith("<|im_start|>system\n# Tools\n{") and embedded.count('"type": "function"') == 3
+    # A template that knows no tools gets the words of this package.
+    assert tools_message(TOOLS, system) in prompts(WITHOUT_TOOLS)[0]
+    with pytest.raises(
+        ValueError, match="does not describe tools within a system message.* Pass functions by --tools"
+    ):
+        prompts(TOOLS_LAST)
 
 
 def test_minimind_agent_records_become_tasks():
