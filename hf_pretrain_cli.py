@@ -26,7 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,18 +70,30 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(EXIT_MISTAKE)
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    # With a cutoff of 0, there is always a nearest word.
-    return difflib.get_close_matches(word, known, n=1, cutoff=0)[0]
+# Below this similarity, long flags share only parts such as `_size`.
+FLAG_SIMILARITY = 0.75
+
+
+def hint(word: str, known: Iterable[str], text: str = "; the nearest one is {}", *, cutoff: float = 0.6) -> str:
+    """Return `text` with the known word that is most similar to `word`, or "" below a similarity of `cutoff`."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return text.format(found[0]) if found else ""
+
+
+def port(text: str) -> int:
+    """Parse the number of a TCP port, as a type of argparse."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port from 1 to 65535")
+    return int(text)
 
 
 def choose(flag: str) -> Callable[[str], str]:
-    """Return an argparse type that accepts the known words of a flag. It refuses others and names the nearest one."""
+    """Return an argparse type that accepts the known words of a flag. It refuses others and names a similar one."""
     known = KNOWN_WORDS[flag]
 
     def check(word: str) -> str:
         if word not in known:
-            fail(f"--{flag} {word} is unknown; the nearest one is {nearest(word, known)}. All: {', '.join(known)}.")
+            fail(f"--{flag} {word} is unknown{hint(word, known)}. All: {', '.join(known)}.")
         return word
 
     return check
@@ -104,7 +116,7 @@ def make_parser() -> _Parser:
         type=choose("accelerate"),
         help="A config of recipes/accelerate_configs/, by default ddp; starts accelerate.",
     )
-    parser.add_argument("--master_port", type=int, help="Port of deepspeed and accelerate, by default 29500.")
+    parser.add_argument("--master_port", type=port, help="Port of deepspeed and accelerate, by default 29500.")
     parser.add_argument(
         "--preset",
         type=choose("preset"),
@@ -201,24 +213,56 @@ def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
     return flags
 
 
-def config_value(config: str | None, name: str, *, extended_by: tuple[Path, ...] = ()) -> Any:
-    """Return the value of a flag in a YAML file of a recipe, or in a file that it extends; `None` without a value."""
-    if config is None or Path(config).resolve() in extended_by:
-        return None
-    path = Path(config)
+class ConfigLoader(yaml.SafeLoader):
+    """YAML loader that refuses a key that stands twice. PyYAML silently takes the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_config(path: Path, *, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """
+    Return the keys and values of a YAML file. Its key `extends` may name another file, relative to this one, whose
+    values are the defaults.
+
+    Raises:
+        `ValueError`: if a file cannot be read, is not YAML, holds no mapping, or extends itself.
+    """
+    if path.resolve() in extended_by:
+        raise ValueError(f"--config {path} extends itself, perhaps through other files. Remove one `extends`.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        # PyYAML recognises UTF-16 in bytes.
+        content = yaml.load(path.read_bytes(), Loader=ConfigLoader)
+    except FileNotFoundError:
+        raise ValueError(f"--config {path}: no such file. Check the path.") from None
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read: {error.strerror}. Name a YAML file.") from None
+    except yaml.reader.ReaderError as error:
+        raise ValueError(f"--config {path} is not text in UTF-8 or UTF-16: {error}. Save it in UTF-8.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"--config {path} has too many nested brackets. Write `key: value` lines.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
+    parent = content.pop("extends", None)
+    if parent is None:
+        return content
+    return read_config(path.parent / str(parent), extended_by=(*extended_by, path.resolve())) | content
+
+
+def config_value(config: str | None, name: str) -> Any:
+    """Return the value of a flag in a YAML file of a recipe, or in a file that it extends; `None` without a value."""
+    try:
+        return None if config is None else read_config(Path(config)).get(name)
+    except ValueError:
         # The recipe reads the file, too, and prints what is wrong with it.
         return None
-    if not isinstance(content, dict):
-        return None
-    if name in content:
-        return content[name]
-    if "extends" not in content:
-        return None
-    parent = str(path.parent / str(content["extends"]))
-    return config_value(parent, name, extended_by=(*extended_by, path.resolve()))
 
 
 def writer_of(directory: str) -> str | None:
@@ -430,6 +474,8 @@ def print_completion(shell: str) -> None:
 
 
 def main() -> None:
+    if __doc__ is None:
+        fail("transformers needs docstrings, which PYTHONOPTIMIZE=2 and `python -OO` remove. Use PYTHONOPTIMIZE=1.")
     words = sys.argv[1:]
     if not words or words[0] in ("help", "-h", "--help"):
         print(__doc__.strip())
@@ -457,7 +503,7 @@ def main() -> None:
         start(command, os.environ | environment | {"PATH": path} | names)
     else:
         known = (*STAGES, *TOOLS, "list", "completion")
-        fail(f"{stage} is unknown; the nearest command is {nearest(stage, known)}. `hf-pretrain list` shows all.")
+        fail(f"{stage} is unknown{hint(stage, known, '; the nearest command is {}')}. `hf-pretrain list` shows all.")
 
 
 if __name__ == "__main__":

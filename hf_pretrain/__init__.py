@@ -12,6 +12,8 @@ from .runtime.help_cache import print_kept_help
 from .runtime.importing import collector_paused, hide_interrupts, limit_spinning, scipy_deferred
 
 
+if __doc__ is None:
+    raise ImportError("transformers needs docstrings, which PYTHONOPTIMIZE=2 and -OO remove. Use PYTHONOPTIMIZE=1.")
 # The imports below take seconds.
 print_kept_help()
 hide_interrupts()

@@ -27,6 +27,7 @@ from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.tokenizer.encoding import check_chat_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain_cli import port
 
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
@@ -87,9 +88,9 @@ if __name__ == "__main__":
     parser = RecipeParser(description=__doc__)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
-    parser.add_argument("--port", type=int, default=8000, help="TCP port")
+    parser.add_argument("--port", type=port, default=8000, help="TCP port")
     parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
-    parser.add_argument("--web_port", type=int, default=7860, help="TCP port of the chat page")
+    parser.add_argument("--web_port", type=port, default=7860, help="TCP port of the chat page")
     parser.add_argument("--compare", help="a second model, shown beside the first; it gets the next port")
     parser.add_argument("--device", default="auto", help="auto, or a device such as cpu or cuda:0")
     parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")

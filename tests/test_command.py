@@ -347,12 +347,22 @@ def read_text(path: Path) -> str:
         ("pretrain --ds zero3 --launcher torchrun", "--ds zero3 has no effect with torchrun. Leave it out, or"),
         ("pretrain --ds zero3 --accelerate ddp", "--accelerate ddp has no effect with deepspeed"),
         ("pretrain --master_port 1", "or choose --launcher deepspeed or accelerate."),
+        ("pretrain --master_port 65536 --ds zero2", "--master_port: '65536' must be a port from 1 to 65535"),
+        ("pretrain --launcher slurm", "--launcher slurm is unknown. All: torchrun, deepspeed, accelerate."),
+        ("frobnicate", "frobnicate is unknown. `hf-pretrain list` shows all."),
         ("pretrain --accelerate zero2 --deepspeed my.json", "--accelerate zero2 and --deepspeed my.json exclude each"),
     ],
 )
 def test_mistakes_end_with_one_line(words, message):
     result = run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), *words.split()])
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_optimized_bytecode_is_refused_in_one_line():
+    result = run([sys.executable, "-OO", str(ROOT / "hf_pretrain_cli.py"), "list"])
+    assert result.returncode == 2 and "error: transformers needs docstrings" in result.stderr
+    result = run([sys.executable, "-OO", "-c", "import hf_pretrain"])
+    assert result.stderr.splitlines()[-1].startswith("ImportError: transformers needs docstrings")
 
 
 def test_the_version_is_that_of_the_package():

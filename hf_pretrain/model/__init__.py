@@ -2,8 +2,8 @@
 The MiniMind model: configuration, presets, decoder, attention over packed sequences, experts and loss.
 
 This package may import `runtime` and nothing else; it knows nothing about tokenizers, data or training. The modules in
-`configuration_minimind.CODE_FILES` travel to the Hub with every checkpoint and import only each other. `presets` and
-`config_fields` do not travel.
+`configuration_minimind.CODE_FILES` travel to the Hub with every checkpoint and import only each other. `presets`
+does not travel.
 """
 
 from .configuration_minimind import MiniMindConfig

@@ -1,8 +1,8 @@
 """
-Check the types of the fields in configs that other programs wrote.
+Check the types and ranges of the fields of configs.
 
-The importers of MiniMind and transformers checkpoints run this check first. Without it, a string in place of a number
-would fail deep inside torch, with a message that does not name the field.
+`MiniMindConfig` and the importers of other checkpoints run this check first. Without it, a wrong value would fail deep
+inside torch, with a message that does not name the field. This file travels to the Hub with every checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,24 +25,31 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "a whole number of at least 1",
         _is_count,
-        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
-        "moe_intermediate_size max_position_embeddings num_experts_per_tok moe_k dim n_layers n_heads n_kv_heads "
+        "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size "
+        "moe_intermediate_size max_position_embeddings num_experts_per_tok moe_k dim n_heads n_kv_heads "
         "hidden_dim max_seq_len original_max_position_embeddings",
+    ),
+    (
+        # Python builds each layer, so a typing error would keep it busy until the memory is full.
+        "a whole number from 1 to 10,000",
+        lambda value: _is_count(value) and value <= 10_000,
+        "num_hidden_layers n_layers",
     ),
     (
         "a whole number of at least 0",
         lambda value: _is_count(value, least=0),
-        "num_experts num_local_experts n_routed_experts moe_num_experts",
+        "num_experts num_shared_experts num_local_experts n_routed_experts moe_num_experts",
     ),
     (
         "a number above 0",
         lambda value: _is_number(value) and value > 0,
         "rms_norm_eps norm_eps rope_theta factor beta_fast beta_slow",
     ),
+    ("a number of at least 0", lambda value: _is_number(value) and value >= 0, "initializer_range"),
     (
         "a number",
         _is_number,
-        "router_aux_loss_coef aux_loss_alpha initializer_range moe_norm_min attention_factor partial_rotary_factor",
+        "router_aux_loss_coef aux_loss_alpha moe_norm_min attention_factor partial_rotary_factor",
     ),
     ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, "dropout"),
     (
@@ -71,7 +78,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         what, is_right = _BY_FIELD.get(name, ("", lambda value: True))
         if value is not None and not is_right(value):
-            raise ValueError(f"The config says {name}={value!r}; it must be {what}. Correct the config file.")
+            raise ValueError(f"The config says {name}={value!r}; it must be {what}. Correct the config.")
         # `rope_parameters` and `rope_scaling` are objects with further fields.
         if isinstance(value, Mapping):
             check_fields(value)

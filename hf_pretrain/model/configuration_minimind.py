@@ -3,9 +3,10 @@ Configuration of the MiniMind architecture.
 
 One architecture covers three generations of MiniMind (https://github.com/jingyaogong/minimind). The fields `qk_norm`,
 `num_experts`, `num_shared_experts` and `norm_topk_prob` tell them apart. This file travels to the Hub with every
-checkpoint and imports nothing else of the package.
+checkpoint and imports only files that travel, too.
 """
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -25,9 +26,12 @@ if Version(transformers.__version__).release < (5, 23):
     )
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
+
+from .config_fields import check_fields
 
 
 # The versions of transformers that the tests run with, as in pyproject.toml.
@@ -44,7 +48,7 @@ FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
     *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "attention_check.py"),
-    *("experts.py", "loss.py"),
+    *("config_fields.py", "experts.py", "loss.py"),
 )
 AUTO_MAP = {
     "AutoConfig": "configuration_minimind.MiniMindConfig",
@@ -159,9 +163,9 @@ class MiniMindConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 32768
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     zero_init_residual: bool = False
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float | int = 1e-5
     use_cache: bool = True
     rope_parameters: dict | None = None
     tie_word_embeddings: bool = True
@@ -189,6 +193,7 @@ class MiniMindConfig(PreTrainedConfig):
                 setattr(self, name, kwargs.pop(alias))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        check_fields({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         self._check_sizes()
         if self.head_dim is None:
             # Configs of v1 and v2 have no such field.
@@ -210,9 +215,6 @@ class MiniMindConfig(PreTrainedConfig):
         NOTE: huggingface_hub's `@strict` wraps a `ValueError` of a `validate_*` method in its own type, so this method
         has another name.
         """
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
@@ -236,8 +238,6 @@ class MiniMindConfig(PreTrainedConfig):
             )
         if self.hidden_act not in ACT2FN:
             raise ValueError(f'hidden_act={self.hidden_act!r} is not an activation of transformers; use "silu".')
-        if not 0 <= self.dropout <= 1:
-            raise ValueError(f"dropout={self.dropout} must lie between 0 and 1.")
         if self.router_aux_loss_level not in ("sequence", "batch"):
             raise ValueError(
                 f'router_aux_loss_level="{self.router_aux_loss_level}" is unknown; use "sequence" or "batch".'
@@ -265,9 +265,9 @@ class MiniMindConfig(PreTrainedConfig):
         Build a config from the content of a `config.json`.
 
         Raises:
-            `ValueError`: if `format_version` is missing or newer than this code. A file without it was written by
-                MiniMind itself: `model_type` and tensor names are equal, but the rotary layout differs, so the weights
-                would load without an error and give wrong logits.
+            `ValueError`: if a value is wrong, or if `format_version` is missing or newer than this code. A file
+                without it was written by MiniMind itself: `model_type` and tensor names are equal, but the rotary
+                layout differs, so the weights would load without an error and give wrong logits.
         """
         if "model_type" not in config_dict:
             raise ValueError("This config has no `model_type`. Check that the path names a checkpoint directory.")
@@ -279,12 +279,15 @@ class MiniMindConfig(PreTrainedConfig):
                 "`hf_pretrain.weights.loading.load_upstream(path)` or "
                 "`hf-pretrain convert --from PATH --to DIR`."
             )
-        if version > FORMAT_VERSION:
+        if not isinstance(version, int) or version > FORMAT_VERSION:
             raise ValueError(
-                f"This checkpoint has format_version={version}, and this code reads up to {FORMAT_VERSION}. "
+                f"This checkpoint has format_version={version!r}, and this code reads up to {FORMAT_VERSION}. "
                 "Install a newer version of hf_pretrain."
             )
-        return super().from_dict(config_dict, **kwargs)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except StrictDataclassError as error:
+            raise ValueError(f"The config has a value of the wrong type: {error}. Correct the config.") from error
 
 
 __all__ = ["AUTO_MAP", "CODE_FILES", "FORMAT_VERSION", "MiniMindConfig"]

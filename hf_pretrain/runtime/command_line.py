@@ -32,7 +32,7 @@ import hf_pretrain_cli
 from .activity import shows_bars
 from .help_cache import STARTED_AS, keep_help
 from .help_text import HELP_TEXTS, FlagFormatter, format_groups
-from .names import check_word, nearest_word
+from .names import check_word
 
 
 EXIT_MISTAKE = 2
@@ -43,6 +43,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _LAUNCHER_SECONDS = 20.0
 # Flags that are read before the command line is parsed.
 _EARLY_FLAGS = re.compile(r"^--(log[_-]level|config)[=\n](.*)$", re.MULTILINE)
+_PATH_FLAGS = re.compile(r".+_(dir|path)|config|deepspeed|output|resume_from_\w+|runs|tokenizer|tools")
 # This package raises these for mistakes of the user: a wrong value, a missing extra, a missing or broken file.
 _MISTAKES = (ValueError, ImportError, OSError)
 
@@ -81,15 +82,22 @@ class RecipeParser(HfArgumentParser):
             keep_help(text)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments. Raise `ValueError` for an unknown one; the message names the nearest known one."""
+        """Parse all arguments. Raise `ValueError` for an unknown one; the message names a similar one."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             word = next((word for word in unknown if word.startswith("--")), unknown[0])
             actions = (action for action in (*self._actions, *self.launcher_flags) if action.help != argparse.SUPPRESS)
             known = [flag.lstrip("-") for action in actions for flag in action.option_strings if len(flag) > 2]
-            nearest = nearest_word(word.lstrip("-").split("=")[0], known)
-            raise ValueError(f"Unknown argument {word!r}; the nearest known one is --{nearest}.")
+            name, text = word.lstrip("-").split("=")[0], "; the nearest known one is --{}"
+            nearest = hf_pretrain_cli.hint(name, known, text, cutoff=hf_pretrain_cli.FLAG_SIMILARITY)
+            raise ValueError(f"Unknown argument {word!r}{nearest or '. `--help` lists the flags'}.")
         return namespace
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        # `Path("")` is the working directory.
+        if text == "" and _PATH_FLAGS.fullmatch(action.dest):
+            raise ValueError(f"--{action.dest} is empty. Name a file or directory, or leave the flag out.")
+        return super()._get_value(action, text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -224,7 +232,7 @@ def _mistake_in_worker(error: BaseException) -> str | None:
 
 def is_mistake(error: BaseException) -> bool:
     """
-    Return whether a `raise` statement of this package or of a recipe raised `error`.
+    Return whether a `raise` statement of this package, its command or a recipe raised `error`.
 
     Such a `ValueError`, `ImportError` or `OSError` tells the user what to do. The same exception from a library or
     from the interpreter (`int("x")`) is not a message for the user, so it keeps its traceback.
@@ -239,7 +247,7 @@ def is_mistake(error: BaseException) -> bool:
     module = str(traceback.tb_frame.f_globals.get("__name__"))
     instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
     return (
-        module.partition(".")[0] in (__package__.partition(".")[0], "__main__")
+        module.partition(".")[0] in (__package__.partition(".")[0], hf_pretrain_cli.__name__, "__main__")
         and instruction == dis.opmap["RAISE_VARARGS"]
     )
 

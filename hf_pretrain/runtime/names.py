@@ -1,12 +1,13 @@
 """Parse the names that users give to models and datasets: local paths, and ids on the Hugging Face Hub."""
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hf_pretrain_cli import hint
 
 
 # Datasets on ModelScope: modelscope://owner/name:file.jsonl@revision.
@@ -14,18 +15,11 @@ MODELSCOPE = "modelscope://"
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
-def nearest_word(word: str, known: Iterable[str]) -> str:
-    """Return the known word that is most similar to `word`, for a message about an unknown one."""
-    # With a cutoff of 0, there is always a nearest word.
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0)[0]
-
-
 def check_word(flag: str, word: str, known: Iterable[str]) -> None:
-    """Raise `ValueError` if a flag has an unknown value. The message names the nearest known one."""
+    """Raise `ValueError` if a flag has an unknown value. The message names a similar one."""
     known = list(known)
     if word not in known:
-        nearest = nearest_word(word, known)
-        raise ValueError(f"{flag} {word} is unknown; the nearest one is {nearest}. All: {', '.join(known)}.")
+        raise ValueError(f"{flag} {word} is unknown{hint(word, known)}. All: {', '.join(known)}.")
 
 
 class OpenChoices(tuple):
@@ -129,6 +123,5 @@ __all__ = [
     "is_path",
     "may_be_checkpoint",
     "model_name",
-    "nearest_word",
     "split_hub_name",
 ]

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from ..runtime.names import nearest_word
+from hf_pretrain_cli import hint
 
 
 class BosHFLM(HFLM):
@@ -147,8 +147,8 @@ def _index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "
         manager = TaskManager(include_path=include_path)
     for task in tasks:
         if not manager.match_tasks([task]):
-            nearest = nearest_word(task, manager.all_tasks)
-            raise ValueError(f"{flag}: lm-eval has no task {task!r}; the nearest one is {nearest!r}.")
+            nearest = hint(task, manager.all_tasks, "; the nearest one is '{}'")
+            raise ValueError(f"{flag}: lm-eval has no task {task!r}{nearest}.")
     return manager
 
 

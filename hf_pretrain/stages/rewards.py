@@ -20,9 +20,10 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedConfig
 
+from hf_pretrain_cli import hint
+
 from ..data.formats import BadRecord
 from ..data.tasks import ANSWER_FORMATS
-from ..runtime.names import nearest_word
 
 
 # Maximum reward of a wrong answer. An answer with some correct parts gets a proportional share of it.
@@ -442,7 +443,7 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
     module_name, colon, object_name = name.partition(":")
     if not colon:
         known = list(known)
-        names = f"one of {', '.join(known)} (the nearest one is {nearest_word(name, known)}), or " if known else ""
+        names = f"one of {', '.join(known)}{hint(name, known, ' (the nearest one is {})')}, or " if known else ""
         raise ValueError(f"{flag} {name} is unknown. Pass {names}module.path:function.")
     # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
     # Append it, so that a user's file cannot shadow an installed package.

@@ -77,8 +77,8 @@ class BusyCoresCallback(TrainerCallback):
         if (free := free_cores(others)) < threads:
             remedy += f", or stop this run and resume it with OMP_NUM_THREADS={free} --resume_from_checkpoint auto"
         logger.warning(
-            f"Other programs use {others:.1f} of {num_cores()} cores, and the {threads} thread(s) of this run wait for "
-            f"a core. A step takes longer than on a quiet machine. {remedy}."
+            f"Other programs use {others:.1f} of {num_cores()} cores, and {threads} thread(s) of this run wait for a "
+            f"core. A step takes longer than on a quiet machine. {remedy}."
         )
 
 

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from hf_pretrain_cli import FLAG_SIMILARITY, hint, read_config
+
 from ..runtime.command_line import RecipeParser
 from ..runtime.devices import default_device_type, has_bfloat16_units
-from ..runtime.names import nearest_word
 from ..weights.model_arguments import default_preset
 from .run_log import begin_log
 
@@ -35,30 +35,6 @@ def _known_aliases(dataclass_types: tuple[type, ...]) -> list[str]:
     return [alias.removeprefix("--") for field in fields for alias in field.metadata.get("aliases", [])]
 
 
-def read_config(path: Path, *, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """
-    Return the keys and values of a YAML file. Its key `extends` may name another file, relative to this one, whose
-    values are the defaults.
-
-    Raises:
-        `ValueError`: if a file does not exist, is not YAML, holds no mapping, or extends itself.
-    """
-    if path.resolve() in extended_by:
-        raise ValueError(f"--config {path} extends itself, perhaps through other files. Remove one `extends`.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--config {path}: no such file. Check the path.") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
-    parent = content.pop("extends", None)
-    if parent is None:
-        return content
-    return read_config(path.parent / str(parent), extended_by=(*extended_by, path.resolve())) | content
-
-
 def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: Any) -> list[str]:
     """
     Return a YAML file as command-line words, so that the parser checks its values like typed ones. `typed` holds the
@@ -68,8 +44,8 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: A
     content = read_config(Path(path))
     for key, value in content.items():
         if key not in known_keys and key not in aliases:
-            nearest = nearest_word(str(key), known_keys)
-            raise ValueError(f"{path}: unknown key `{key}`; the nearest known one is `{nearest}`.")
+            nearest = hint(str(key), known_keys, "; the nearest known one is `{}`", cutoff=FLAG_SIMILARITY)
+            raise ValueError(f"{path}: unknown key `{key}`{nearest}.")
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
             if value.keys() != {"bf16", "float32"}:
                 raise ValueError(f"{path}: `{key}` depends on the precision and must have the keys bf16 and float32.")

@@ -114,7 +114,11 @@ def _saves_on_each_machine(args: TrainingArguments) -> bool:
 
 
 def _num_restarts() -> int:
-    return max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = {name: os.environ.get(name) or "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
+    for name, count in counts.items():
+        if not count.isdecimal():
+            raise ValueError(f"The environment variable {name}={count} is not a number. Unset it, or correct it.")
+    return max(map(int, counts.values()))
 
 
 def _refuse_used(output_dir: Path) -> None:
@@ -147,7 +151,7 @@ def occupy_output_dir(args: LMTrainingArguments) -> None:
             hold_output_dir(args.output_dir, patience_seconds=_PATIENCE_SECONDS if is_resumed else 0)
         except OSError as error:
             print(
-                f"--output_dir {args.output_dir} cannot be written to: {error}. Choose another directory.",
+                f"error: --output_dir {args.output_dir} cannot be written to: {error}. Choose another directory.",
                 file=sys.stderr,
             )
             raise SystemExit(EXIT_NOT_SAVED) from error

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import yaml
 
+from hf_pretrain_cli import FLAG_SIMILARITY, ConfigLoader, hint
+
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
-from ..runtime.names import OpenChoices, check_choices, check_word, nearest_word
+from ..runtime.names import OpenChoices, check_choices, check_word
 
 
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
@@ -26,7 +28,7 @@ def default_preset() -> str:
     return "minimind2-small" if torch.cuda.is_available() else "tiny"
 
 
-class _FieldLoader(yaml.SafeLoader):
+class _FieldLoader(ConfigLoader):
     """YAML loader that reads 1e6 as a number. PyYAML reads it as text, because it has no decimal point."""
 
 
@@ -50,6 +52,8 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
     try:
         # `a=1, b={c: 2}` becomes `{a: 1, b: {c: 2}}`, a mapping in YAML's flow style.
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
+    except yaml.constructor.ConstructorError as error:
+        raise ValueError(f"{flag}: {error.problem}. Leave one of them out.") from None
     except yaml.YAMLError:
         # The loop below reports the text.
         fields = {text: None}
@@ -58,8 +62,8 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         if value is None:
             raise ValueError(f"{flag}: {name!r} is not of the form name=value.")
         if name not in known and name not in also_known:
-            nearest = nearest_word(str(name), {*known, *also_known})
-            raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig; the nearest one is {nearest}.")
+            nearest = hint(str(name), {*known, *also_known}, cutoff=FLAG_SIMILARITY)
+            raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig{nearest}.")
     check_fields(fields)
     return fields
 

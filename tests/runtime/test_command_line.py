@@ -30,6 +30,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, process_options, start
+from tests.toys import toy_model
 from tests.weights.test_conversion import GOLDEN
 
 
@@ -90,7 +91,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ),
         ("dpo", ["--algorithm", "ppo"], "--algorithm ppo is unknown; the nearest one is dpo. All: dpo"),
         ("grpo", ["--rewards", "nope", *RUN], "nope"),
-        ("distill", ["--kl", "sideways"], "--kl sideways is unknown; the nearest one is reverse. All: forward, rev"),
+        ("distill", ["--kl", "sideways"], "--kl sideways is unknown. All: forward, reverse"),
         ("evaluate", ["--use_cpu"], "No model in out/"),
         ("chat", ["--model_name_or_path", "nope"], NO_MODEL),
         ("chat", ["--top_k", "many"], "--top_k: invalid int value: 'many'"),
@@ -112,14 +113,78 @@ RUN = ("--use_cpu", "--output_dir", "run")
             "Unknown argument '--model_prese'; the nearest known one is --model_preset",
         ),
         ("tokenizer", ["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
+        # No flag is similar: not --tp_size, nor --run_name.
+        ("chat", ["--batch_size", "8"], "Unknown argument '--batch_size'. `--help` lists the flags."),
+        ("pretrain", ["--n_layerz", "8"], "Unknown argument '--n_layerz'. `--help` lists the flags."),
+        ("pretrain", ["--config_overrides", "depth=8", *RUN], "'depth' is not a field of MiniMindConfig."),
+        ("pretrain", ["--config_overrides", "dim=64,dim=32", *RUN], "'dim' stands twice. Leave one of them out."),
+        ("pretrain", ["--config_overrides", "n_layers=1000000000", *RUN], "must be a whole number from 1 to 10,000."),
+        ("pretrain", ["--config", "latin.yaml"], "latin.yaml is not text in UTF-8 or UTF-16: "),
+        ("pretrain", ["--config", "brackets.yaml"], "brackets.yaml has too many nested brackets"),
+        ("pretrain", ["--config", "twice.yaml"], "twice.yaml is not YAML: 'max_steps' stands twice"),
+        ("pretrain", ["--config", "utf-16.yaml"], "utf-16.yaml: unknown key `learning_rat`; the nearest known one is"),
+        ("pretrain", ["--config", "unlike.yaml"], "unlike.yaml: unknown key `batch_width`."),
+        ("pretrain", ["--config", "."], "--config . cannot be read: Is a directory. Name a YAML file."),
+        ("pretrain", ["--output_dir", ""], "--output_dir is empty. Name a file or directory, or leave the flag out."),
+        ("pretrain", ["--output_dir="], "--output_dir is empty."),
+        ("sft", ["--model_name_or_path", ""], "--model_name_or_path is empty."),
+        ("compare", [""], "--runs is empty."),
+        ("compare", [".", "--output", ""], "--output is empty."),
+        ("chat", ["--tools", ""], "--tools is empty."),
+        ("serve", ["--port", "65536"], "--port: '65536' must be a port from 1 to 65535."),
+        ("serve", ["--web_port", "-1"], "--web_port: '-1' must be a port from 1 to 65535."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     (tmp_path / "ds.json").write_text("no JSON")
+    (tmp_path / "latin.yaml").write_text("run_name: café", encoding="latin-1")
+    (tmp_path / "utf-16.yaml").write_text("learning_rat: 1", encoding="utf-16")
+    (tmp_path / "brackets.yaml").write_text("[" * 20_000)
+    (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
+    (tmp_path / "unlike.yaml").write_text("batch_width: 1\n")
     status, output = run(recipe, *words)
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 2 and len(errors) == 1 and message in errors[0], output
     assert "Traceback" not in output and "usage:" not in output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rms_norm_eps", -1),
+        ("max_position_embeddings", 0),
+        ("num_hidden_layers", 10**9),
+        ("initializer_range", -1),
+        ("head_dim", 0),
+        ("rope_theta", 0),
+        ("hidden_size", "64"),
+        ("qk_norm", "yes"),
+        ("format_version", "one"),
+    ],
+)
+def test_a_wrong_value_in_the_config_of_a_model_is_one_line(run, tmp_path, name, value):
+    train_tokenizer(["some words to learn from"] * 50, vocab_size=320).save_pretrained(tmp_path / "model")
+    toy_model(vocab_size=320).save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    config = json.loads(path.read_text())
+    (config["rope_parameters"] if name == "rope_theta" else config)[name] = value
+    path.write_text(json.dumps(config))
+    status, output = run("chat", "--model_name_or_path", "model", "--prompt", "hi")
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert status == 2 and len(errors) == 1 and name in errors[0] and "Traceback" not in output, output
+
+
+def test_an_output_directory_that_cannot_be_written_to_is_an_error_line(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    words = ["--dataset_name", "a.jsonl", "--use_cpu", "--output_dir", "file/run"]
+    status, output = run("pretrain", *words)
+    assert status == 74 and "error: --output_dir file/run cannot be written to: " in output, output
+
+
+def test_a_count_of_restarts_that_is_no_number_is_one_line(run, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
+    status, output = run("pretrain", *RUN)
+    assert status == 2 and "error: The environment variable SLURM_RESTART_COUNT=abc is not a number." in output
 
 
 @pytest.mark.slow
