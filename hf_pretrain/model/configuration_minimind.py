@@ -79,7 +79,8 @@ class MiniMindConfig(PreTrainedConfig):
         intermediate_size (`int`, *optional*): width of the SwiGLU. The default is `8/3 * hidden_size` rounded up to a
             multiple of 64, as in MiniMind v1 and v2.
         hidden_act (`str`, defaults to `"silu"`): name of the activation in transformers' `ACT2FN`.
-        max_position_embeddings (`int`, defaults to 32768): length of the rotary table in tokens.
+        max_position_embeddings (`int`, defaults to 32768): length of the rotary table in tokens. With YaRN, building a
+            model raises it to `original_max_position_embeddings * factor`, see [`MiniMindConfig.extend_positions`].
         initializer_range (`float`, defaults to 0.02): standard deviation of the initial weight matrices.
         zero_init_residual (`bool`, defaults to `False`): start the last matrix of each residual branch (`o_proj` and
             `down_proj`) at zero, so that a new model begins as the identity. It changes the first weights only.
@@ -207,6 +208,19 @@ class MiniMindConfig(PreTrainedConfig):
             # NOTE: TRL's trainers treat a model as one with experts if this coefficient is not 0.
             self.router_aux_loss_coef = 0.0
         super().__post_init__(**kwargs)
+
+    def extend_positions(self):
+        """
+        Raise `max_position_embeddings` to the length that YaRN extends the model to. The usual recipe adds
+        `rope_parameters` alone.
+        """
+        # This keeps the original length in `rope_parameters`, where it may be missing.
+        self.standardize_rope_params()
+        if self.rope_parameters["rope_type"] != "yarn":
+            return
+        original = self.rope_parameters["original_max_position_embeddings"]
+        extended = int(original * (self.rope_parameters["factor"] or 1))
+        self.max_position_embeddings = max(self.max_position_embeddings, extended)
 
     def _check_sizes(self):
         """

@@ -300,6 +300,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(MiniMindDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # `from_pretrained` sets fields of a config that exists already, so this cannot happen in the config.
+        config.extend_positions()
         self.rotary_emb = MiniMindRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from tests.model.test_modeling_minimind import to_half_split
 
 
 THETA, LENGTH, HEAD_DIM = 1e6, 256, 8
@@ -139,9 +140,10 @@ def test_scaling_matches_llama(rope_parameters, build_model, tmp_path):
         hidden_size=32,
         num_attention_heads=4,
         max_position_embeddings=LENGTH,
-        rope_parameters=dict(model.config.rope_parameters),
+        rope_parameters=dict(rope_parameters),
     )
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(LENGTH)[None])
+    length = LENGTH * 4 if rope_parameters.get("attention_factor") else LENGTH
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
     for table in (model, MiniMindForCausalLM.from_pretrained(tmp_path)):
         table = table.model.rotary_emb.pos_cis
         torch.testing.assert_close(table.real, cos[0, :, : HEAD_DIM // 2], rtol=0, atol=3e-7)
@@ -168,6 +170,35 @@ def test_scaling_by_input_length_is_refused(rope_type, build_model):
 def test_position_past_the_table_is_refused(inputs, build_model):
     with pytest.raises(ValueError, match=f"Position {LENGTH} lies past .* {LENGTH} positions"):
         build_model()(**inputs)
+
+
+def test_yarn_extends_the_table(build_model, tmp_path):
+    """The usual recipe names the scaling and leaves `max_position_embeddings` alone."""
+    build_model().save_pretrained(tmp_path / "short")
+    ids = torch.arange(3, 150).repeat(1, 8)[:, : 4 * LENGTH]
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    shared += ("intermediate_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    for parameters in (
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+    ):
+        model = MiniMindForCausalLM.from_pretrained(tmp_path / "short", rope_parameters=dict(parameters))
+        model.save_pretrained(tmp_path / "long")
+        for loaded in (model, MiniMindForCausalLM.from_pretrained(tmp_path / "long")):
+            assert loaded.config.max_position_embeddings == 4 * LENGTH
+            with pytest.raises(ValueError, match=f"Position {4 * LENGTH} lies past .* {4 * LENGTH} positions"):
+                loaded(torch.full((1, 4 * LENGTH + 1), 5))
+            llama = {name: getattr(build_model().config, name) for name in shared}
+            other = LlamaForCausalLM(LlamaConfig(**llama, rope_parameters=dict(parameters))).eval()
+            other.load_state_dict(to_half_split(loaded.state_dict(), HEAD_DIM))
+            torch.testing.assert_close(loaded(ids).logits, other(ids).logits, rtol=0, atol=2e-4)
 
 
 def test_generation_past_the_table_is_refused(build_model):
