@@ -35,7 +35,8 @@ LOCK_NAME = ".lock"
 _BEAT_SECONDS = 5.0
 # Take over a lock of another machine if its counter has not moved for this long.
 _SILENCE_SECONDS = 15.0
-# The locks of this process, by path.
+# The locks of this process, by the path that the caller gave. Do not make the path absolute: a relative path still
+# leads to the locked file if a directory above it is renamed.
 _held: dict[Path, "_Lock"] = {}
 
 
@@ -50,20 +51,27 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) ->
         `bool`: whether this call took the lock; `False` if this process held it already.
 
     Raises:
-        `ValueError`: if another run holds the lock.
+        `ValueError`: if another run holds the lock, or the working directory was deleted.
     """
-    path = Path(output_dir).absolute() / LOCK_NAME
+    path = Path(output_dir, LOCK_NAME)
     # A process may call this twice: the recipe locks before it reads the data, the trainer before it writes.
-    lock = _held.get(path)
-    if lock is not None and _is_file_at(lock.descriptor, path):
+    if any(_is_file_at(lock.descriptor, path) for lock in _held.values()):
         return False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:
+        # Every directory above can be created but the working directory.
+        raise ValueError(
+            f"--output_dir {output_dir} has no place any more, because the working directory was deleted. Start the "
+            "run again in another directory, or with an absolute --output_dir, which a run creates again."
+        ) from error
+    lock = _held.pop(path, None)
     if lock is not None:
         logger.warning(
             f"{output_dir} was renamed or deleted while the run wrote into it. Later checkpoints go into a "
             "new directory of this name."
         )
         lock.release()
-    path.parent.mkdir(parents=True, exist_ok=True)
     _held[path] = _Lock(path, patience_seconds)
     return True
 
@@ -83,9 +91,11 @@ def lock_holder(output_dir: str | Path) -> dict:
 
 def release_output_dir(output_dir: str | Path) -> None:
     """Release the lock of `output_dir`, if this process holds it."""
-    lock = _held.pop(Path(output_dir).absolute() / LOCK_NAME, None)
-    if lock is not None:
-        lock.release()
+    path = Path(output_dir, LOCK_NAME)
+    for key, lock in list(_held.items()):
+        # The caller may spell the path otherwise than before.
+        if key == path or _is_file_at(lock.descriptor, path):
+            _held.pop(key).release()
 
 
 class _Lock:

@@ -136,6 +136,32 @@ def test_a_renamed_output_directory_is_replaced(tmp_path, change, caplog):
         assert {path.name for path in (tmp_path / "elsewhere").glob("c*")} == {"checkpoint-1", "checkpoint-2"}
 
 
+@pytest.mark.parametrize("change", ["renamed", "deleted"])
+def test_a_renamed_or_deleted_working_directory(tmp_path, change, monkeypatch, caplog):
+    """A relative path follows the renamed directory. In a deleted one, nothing can be saved."""
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+
+    def act():
+        project.rename(tmp_path / "elsewhere") if change == "renamed" else shutil.rmtree(project)
+
+    arguments = {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer("run", make_documents(), arguments=arguments, callbacks=[AtStep(3, act)])
+    if change == "deleted":
+        with pytest.raises(ValueError, match="--output_dir run has no place any more, because the working directory"):
+            trainer.train()
+        return
+    trainer.train()
+    trainer.save_model()
+    assert "renamed or deleted" not in caplog.text and not project.exists()
+    assert {path.name for path in (tmp_path / "elsewhere/run").glob("checkpoint-*")} == {
+        "checkpoint-5",
+        "checkpoint-6",
+    }
+    assert (tmp_path / "elsewhere/run/config.json").is_file()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
 def test_unusable_shared_memory_is_refused_at_once(tmp_path, monkeypatch):
     def arguments(**flags):
