@@ -33,6 +33,7 @@ from ..model.loss import prediction_weights
 from ..runtime.names import check_choices
 from ..tokenizer.loading import load_tokenizer
 from ..training.efficiency import num_active_parameters
+from ..training.run_description import digest_weights
 from ..training.trainer import MaskedLossTrainer
 from ..weights.files import check_shards
 from .teacher_cache import ROW_COLUMN, TeacherCollator, cache_bytes, check_cacheable, keep_top, open_cache
@@ -229,6 +230,8 @@ class DistillationTrainer(MaskedLossTrainer):
         self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
         # Do not make the teacher a submodule of the student, because it must not be saved, sharded or counted with it.
         self.teacher: PreTrainedModel | None = teacher.to(self.args.device)
+        # Digest the weights, not the path: the weights in a directory may change.
+        self._fixed_weights["teacher"] = digest_weights(teacher.parameters())
         # For each evaluated batch, the sum of w * KL and the sum of w.
         self._eval_divergences: list[torch.Tensor] = []
         self._targets: dict[str, torch.Tensor] = {}
@@ -238,6 +241,9 @@ class DistillationTrainer(MaskedLossTrainer):
                 check_cacheable(self._row_sets(), distillation_args.cache_teacher_logits, self._shared_vocab_size)
             else:
                 self._ask_once(distillation_args.cache_teacher_logits)
+
+    def _other_arguments(self) -> list[Any]:
+        return [*super()._other_arguments(), self.distillation_args]
 
     def _row_sets(self) -> list[Dataset]:
         return [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
@@ -261,10 +267,6 @@ class DistillationTrainer(MaskedLossTrainer):
 
     def _ask_once(self, top_k: int):
         """Compute or open the cache of the teacher's log-probabilities, and free the teacher."""
-        # Hash the teacher's values, not its path: the weights in a directory may change.
-        weights = hashlib.blake2b(digest_size=8)
-        for parameter in self.teacher.parameters():
-            weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
         cache, numbered = open_cache(
             Path(self.args.output_dir, "teacher_logits"),
             self._row_sets(),
@@ -275,7 +277,7 @@ class DistillationTrainer(MaskedLossTrainer):
             described_by={
                 "teacher": type(self.teacher).__name__,
                 "config": hashlib.blake2b(self.teacher.config.to_json_string().encode(), digest_size=8).hexdigest(),
-                "weights": weights.hexdigest(),
+                "weights": self._fixed_weights["teacher"],
                 "temperature": self.distillation_args.temperature,
                 # Autocast rounds the logits, so each dtype has its own cache.
                 "dtype": str(self._autocast_dtype),

@@ -60,9 +60,17 @@ class PreferenceTrainingArguments(LMTrainingArguments):
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
     @property
+    def has_reference(self) -> bool:
+        return self.algorithm in ("dpo", "kto")
+
+    @property
     def needs_reference(self) -> bool:
         """True if training needs a frozen copy of the initial model."""
-        return self.algorithm in ("dpo", "kto") and not self.precompute_ref_log_probs
+        return self.has_reference and not self.precompute_ref_log_probs
+
+    @property
+    def loss_depends_on_micro_batch(self) -> bool:
+        return self.algorithm in ("kto", "orpo")
 
 
 @dataclass

@@ -30,6 +30,7 @@ from ..runtime.installation import install_command
 from ..runtime.names import OpenChoices, check_word
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
+from ..training.run_description import digest_weights
 from .rewards import REWARDS, answer_of, check_rewards, check_task, load_object, refusing_exit
 from .trl_support import RouterLossMixin
 
@@ -182,6 +183,11 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 check_word(f"--{name}", word, words)
 
     @property
+    def loss_depends_on_micro_batch(self) -> bool:
+        # The loss divides by the tokens of a micro-batch.
+        return self.loss_type == "bnpo"
+
+    @property
     def method(self) -> str:
         """Name of the algorithm, and of its loss if it has several, for messages and the model card."""
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
@@ -322,6 +328,7 @@ class _OnlineTrainer(RouterLossMixin):
         args.beta, args.sync_ref_model = beta, is_synced
         self.beta = beta
         if reference is not None:
+            self._fixed_weights["reference model"] = digest_weights(reference.parameters())
             self.ref_model = self._prepare_reference(reference)
 
     # NOTE: TRL's sampler draws all epochs from one generator, and a resumed run seeds it again. A run that resumes in

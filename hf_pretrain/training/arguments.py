@@ -94,7 +94,7 @@ class LMTrainingArguments(TrainingArguments):
     )
     allow_inexact_resume: bool = field(
         default=False,
-        metadata={"help": "Resume although data, batch size or seed differ, or the checkpoint has no manifest."},
+        metadata={"help": "Resume although settings or data differ, or the checkpoint has no manifest."},
     )
     on_nonfinite: str = field(
         default="stop",
@@ -270,6 +270,8 @@ class LMTrainingArguments(TrainingArguments):
         # The values that `--dry_run` replaces (`plan.py`).
         self.planned: dict[str, Any] = {}
         self.left_out: set[str] = set()
+        # The other arguments of the run (`begin_run`). A resume compares them.
+        self.other_arguments: tuple[Any, ...] = ()
         choose_optimizer(self)
         if turns_on_deepspeed(self):
             remove_stale_build_locks()
@@ -306,6 +308,16 @@ class LMTrainingArguments(TrainingArguments):
                 "--validation_fraction to change that."
             )
         self.eval_strategy, self.eval_on_start, self.load_best_model_at_end = "no", False, False
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with its first weights. Stages with such a loss override it."""
+        return False
+
+    @property
+    def loss_depends_on_micro_batch(self) -> bool:
+        """Whether the loss depends on the rows per device, not only on the rows of a step. Stages override it."""
+        return False
 
     @property
     def distributed_config(self) -> DistributedConfig | None:

@@ -33,8 +33,8 @@ class NonfiniteGuard:
             return True, f"{message} The run skips the step ({self.num_skipped} of {MAX_SKIPPED_STEPS})."
         return False, (
             f"{message} The run stopped before the update and wrote no checkpoint; the checkpoints in "
-            f"{self.output_dir} are intact. Look at the rows, lower --learning_rate, or skip such steps with "
-            "--on_nonfinite skip."
+            f"{self.output_dir} are intact. Look at the rows, skip such steps with --on_nonfinite skip, or "
+            "resume with a lower --learning_rate and --allow_inexact_resume."
         )
 
     def path(self, step: int) -> Path:

@@ -31,7 +31,7 @@ from ..runtime.metrics import HEADLINES
 from ..runtime.processes import num_local_processes
 from ..tokenizer.encoding import encode_prompt
 from .arguments import LMTrainingArguments
-from .optimizers import optimizer_name
+from .optimizers import complete_schedule_kwargs, optimizer_name
 from .run_record import COMMAND_VARIABLE
 
 
@@ -374,6 +374,7 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
     not_sharded = "DDP" if args.world_size > 1 else "one process"
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    schedule_kwargs = complete_schedule_kwargs(args, state.max_steps)
     # The ranks of a group share their rows.
     groups = f"groups of {args.tp_size} tensor-parallel processes" if args.tp_size > 1 else "processes"
     clipping = f"gradients clipped at {args.max_grad_norm:g}" if args.max_grad_norm else "gradients not clipped"
@@ -385,7 +386,7 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
             f"{args.rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
             f"accumulated x {args.world_size // args.tp_size} {groups})",
         ),
-        ("learning rate", f"{args.learning_rate:g}, {schedule} {args.lr_scheduler_kwargs or ''}".strip()),
+        ("learning rate", f"{args.learning_rate:g}, {schedule} {schedule_kwargs or ''}".strip()),
         ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),
         (
             "optimizer",

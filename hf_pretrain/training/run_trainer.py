@@ -42,7 +42,7 @@ from .reporting import write_run_card, write_run_page
 from .resuming import holding_output_dir, newest_of_all_machines
 from .router_load import RouterLoad, to_shares
 from .row_source import RowSource, inner_loader, is_stream, read_batches
-from .run_description import RunDescription
+from .run_description import RunDescription, digest_weights
 from .stopping import EvaluationStopped, StopEvaluationCallback, end_all_ranks, resume_hint
 
 
@@ -69,6 +69,15 @@ class RunTrainer(Trainer):
         # Batches that a dry run trains on instead (`memory_probe.py`).
         self.planned_batches: Iterator | None = None
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
+        # Digests of weights that change the updates but are in no checkpoint, by role. Compute them now: later, these
+        # weights are wrapped or sharded.
+        self._fixed_weights: dict[str, str] = {}
+        # Plain `TrainingArguments` lack the attribute.
+        if getattr(training_args, "has_reference", False) and isinstance(model, torch.nn.Module):
+            self._fixed_weights["reference model"] = digest_weights(model.parameters())
+        elif is_adapted(model):
+            frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+            self._fixed_weights["base model"] = digest_weights(frozen)
         is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
         # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `checkpoints.sharded` saves
         # it, so the constructor must not see the request.
@@ -151,8 +160,18 @@ class RunTrainer(Trainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        given = self.args.lr_scheduler_kwargs
+        # NOTE: Trainer reads them from the arguments. Restore them, because a later resume compares them.
         self.args.lr_scheduler_kwargs = complete_schedule_kwargs(self.args, num_training_steps)
-        return super().create_scheduler(num_training_steps, optimizer)
+        try:
+            return super().create_scheduler(num_training_steps, optimizer)
+        finally:
+            self.args.lr_scheduler_kwargs = given
+
+    def _other_arguments(self) -> list[Any]:
+        """Return the arguments of the run besides `args`. Subclasses that get more override this method."""
+        # Plain `TrainingArguments` lack the attribute.
+        return list(getattr(self.args, "other_arguments", ()))
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         """Return the rows that a data loader reads. Subclasses override this method instead of `_get_dataloader`."""
@@ -199,8 +218,16 @@ class RunTrainer(Trainer):
                 if self.model_init is not None:
                     # NOTE: a search deletes the model of each trial, and Trainer builds the next one later.
                     self.model = self.call_model_init(trial)
-                model = self.accelerator.unwrap_model(self.model)
-                self.description = RunDescription(self.args, self._layout, self.train_dataset, model)
+                self.description = RunDescription(
+                    self.args,
+                    self._layout,
+                    self.train_dataset,
+                    self.accelerator.unwrap_model(self.model),
+                    tokenizer=self.processing_class,
+                    others=self._other_arguments(),
+                    # Under ZeRO-3, each rank has digested its own shards.
+                    fixed_weights=self.ranks.gather(self._fixed_weights)[0],
+                )
                 self.description.check_same_data(self.ranks)
                 if resume_from_checkpoint is True:
                     resume_from_checkpoint = newest_of_all_machines(self.args)

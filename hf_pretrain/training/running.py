@@ -79,6 +79,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         `ValueError`: for a stream without `--max_steps`, if another run writes into `output_dir`, and in the cases of
             [`~training.resume_from_hub.pull_checkpoint`] and [`~training.resuming.checkpoint_to_resume`].
     """
+    training_args.other_arguments = others
     if streaming and training_args.max_steps < 1:
         raise ValueError(
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "

@@ -478,7 +478,7 @@ class MaskedLossTrainer(RunTrainer):
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"{description}: {metric_key_prefix}_loss is {loss} at step {self.state.global_step}. The weights are "
-                "broken. Resume from an earlier checkpoint with a lower --learning_rate."
+                "broken. Resume from an earlier checkpoint with a lower --learning_rate and --allow_inexact_resume."
             )
         output.metrics[f"{metric_key_prefix}_loss"] = loss
         # exp overflows float64 above 709.

@@ -211,22 +211,27 @@ def test_a_run_resumed_after_the_clock_was_set_back_keeps_its_new_checkpoints(tm
     assert "mtime may not be reliable" not in caplog.text
 
 
-def test_a_copied_checkpoint_of_an_earlier_version_can_be_resumed(tmp_path, caplog):
-    """The copy has other times, and its manifest lacks settings that later versions added."""
+def test_a_copied_checkpoint_can_be_resumed(tmp_path, caplog):
+    """The copy has other times. The schedule is constant, so more steps change no update, but another rate does."""
     arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.5}
     make_trainer(tmp_path / "first", make_documents(), arguments=arguments).train()
     copy = tmp_path / "copy/checkpoint-1"
     shutil.copytree(tmp_path / "first/checkpoint-1", copy, copy_function=shutil.copyfile)
     for path in (*copy.iterdir(), copy):
         os.utime(path, (0, 0))
-    run = read_manifest(copy)["run"]
-    del run["settings"]["adam_beta2"], run["order"]
-    write_manifest(copy, run)
     arguments |= {"max_steps": 2, "learning_rate": 0.25}
+    message = "--learning_rate was 0.5 and is now 0.25"
+    with pytest.raises(ValueError, match=f"would not be exact: {message}. Restore the earlier settings"):
+        make_trainer(tmp_path / "copy", make_documents(), arguments=arguments).train(resume_from_checkpoint=True)
+    arguments |= {"allow_inexact_resume": True}
     trainer = make_trainer(tmp_path / "copy", make_documents(), arguments=arguments)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 2
-    assert "with other settings: learning_rate 0.5 -> 0.25, max_steps 1 -> 2." in caplog.text
+    assert trainer.state.global_step == 2 and f"although {message}." in caplog.text
+    run = read_manifest(copy)["run"]
+    del run["order"]
+    write_manifest(copy, run)
+    with pytest.raises(ValueError, match="another version of hf_pretrain wrote its manifest.json"):
+        trainer.train(resume_from_checkpoint=str(copy))
 
 
 def test_a_model_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):

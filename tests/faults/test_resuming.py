@@ -139,7 +139,7 @@ def test_converted_shards_resume_in_one_process(stage, interrupted, workspace, r
 
 REFUSED = {
     "batch": (["--per_device_train_batch_size", "3"], "its global batch was 8 rows (1 process(es) x 4 x 2)", True),
-    "seed": (["--seed", "3"], "its seed was 42, this run's is 3", True),
+    "seed": (["--seed", "3"], "--seed was 42 and is now 3", True),
     "data": (["--max_length", "31"], "its data differed", True),
     "optimizer": (["--optim", "sgd"], "its optimizer was muon, this run's is sgd", False),
 }
