@@ -37,6 +37,7 @@ with one_line_errors():
         Serve,
         adapt_server,
         announce,
+        check_ports,
         end_with_stdin,
         template_kwargs,
     )
@@ -66,6 +67,7 @@ def main(args: argparse.Namespace) -> None:
         serve_page(__file__, vars(args), names, thinking=bool(kwargs.get("enable_thinking", True)))
         return
     name = args.model_name_or_path or find_newest_run()
+    check_ports(args.host, [args.port])
     # Load the tokenizer first, to report a wrong name in one line. The server would print a traceback.
     load_tokenizer(name)
     # Restrict the server to this model before it starts.

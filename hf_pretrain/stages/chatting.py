@@ -98,7 +98,7 @@ class Chat:
             `dict`: the answer as a message, with `reasoning_content` and `tool_calls` if it has them.
 
         Raises:
-            `ValueError`: if the conversation fills the model's positions.
+            `ValueError`: if the conversation fills the model's positions, or the chat template cannot render it.
         """
         tokenizer = self.generator.tokenizer
         # Encode the whole conversation again, because /system, /tools and /think change its beginning.

@@ -17,9 +17,11 @@ import json
 import logging as std_logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
@@ -112,6 +114,23 @@ def end_with_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()
+
+
+def check_ports(host: str, ports: list[int]) -> None:
+    """Raise `ValueError` for a port that cannot be used, before models are loaded."""
+    with ExitStack() as listeners:
+        for port in ports:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = listeners.enter_context(socket.socket(family))
+            # The connections of an earlier server may still be closing.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, port))
+            except (OSError, OverflowError) as error:
+                raise ValueError(
+                    f"Port {port} of {host} cannot be used: {error}. Choose another one with --port (with --compare, "
+                    "the second model gets the next one) or, for the chat page, --web_port."
+                ) from None
 
 
 def announce(name: str, url: str) -> None:
@@ -397,6 +416,7 @@ __all__ = [
     "Serve",
     "adapt_server",
     "announce",
+    "check_ports",
     "end_with_stdin",
     "template_kwargs",
 ]

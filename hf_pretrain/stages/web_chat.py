@@ -8,17 +8,17 @@ when it ends.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import aclosing, suppress
 from http.client import HTTPException
 from typing import Any
 
 from ..runtime.installation import install_command
+from .serving import check_ports
 
 
 try:
@@ -211,7 +211,7 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinkin
             f"--web_port {flags['web_port']} is the port of a model, too. The models use "
             f"{', '.join(map(str, ports))}: choose another --web_port or --port."
         )
-    _check_ports(flags["host"], [*ports, flags["web_port"]])
+    check_ports(flags["host"], [*ports, flags["web_port"]])
     endpoints = [Endpoint(name, f"http://{host}:{port}/v1") for name, port in zip(models, ports, strict=True)]
     servers: list[subprocess.Popen] = []
     # A service manager stops programs by SIGTERM, and the servers must stop with the page.
@@ -238,22 +238,6 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinkin
         )
     finally:
         _end(servers)
-
-
-def _check_ports(host: str, ports: list[int]) -> None:
-    """Raise `ValueError` for a port that is in use, before models are loaded."""
-    with ExitStack() as listeners:
-        for port in ports:
-            listener = listeners.enter_context(socket.socket())
-            # The connections of an earlier server may still be closing.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, port))
-            except (OSError, OverflowError) as error:
-                raise ValueError(
-                    f"Port {port} of {host} cannot be used: {error}. Choose other ports with --port (the model; "
-                    "--compare gets the next one) and --web_port (the page)."
-                ) from None
 
 
 def _start_server(recipe: str, flags: dict[str, Any]) -> subprocess.Popen:

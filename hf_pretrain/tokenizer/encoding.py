@@ -60,14 +60,24 @@ def encode_prompt(
 
     Returns:
         `list[int]`: token ids, the generation prompt included.
+
+    Raises:
+        `ValueError`: if the chat template fails.
     """
-    rendered = tokenizer.apply_chat_template(
-        guard_control_tokens(tokenizer, messages),
-        tools=guard_control_tokens(tokenizer, tools),
-        add_generation_prompt=True,
-        tokenize=False,
-        **thinking_variables(enable_thinking),
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            guard_control_tokens(tokenizer, messages),
+            tools=guard_control_tokens(tokenizer, tools),
+            add_generation_prompt=True,
+            tokenize=False,
+            **thinking_variables(enable_thinking),
+        )
+    except Exception as error:  # a user's template may raise any error
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path} cannot render the conversation: "
+            f"{error or type(error).__name__}. Change the template, or the conversation (in a chat, with /system, "
+            "/tools or /reset)."
+        ) from error
     return encode_rendered(tokenizer, rendered)[0]
 
 

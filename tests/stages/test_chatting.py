@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.runtime.command_line import is_mistake
 from hf_pretrain.stages.chatting import Chat
 from hf_pretrain.stages.generating import Generator, PartsStreamer
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -157,6 +158,24 @@ def test_an_answer_ends_where_the_positions_do(chat):
             chat.answer(list)
     finally:
         config.max_position_embeddings = positions
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('The roles must alternate.') }}", "The roles must alternate"),
+        ("{{ messages + 1 }}", "can only concatenate list"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_fails_is_reported(chat, template, reason):
+    chat.generator.tokenizer.chat_template = template
+    chat.say("two and two?")
+    with pytest.raises(
+        ValueError, match=f"^The chat template of .* cannot render the conversation: .*{reason}"
+    ) as info:
+        chat.answer(list)
+    assert is_mistake(info.value)
 
 
 def test_an_interrupt_keeps_the_partial_answer(chat):

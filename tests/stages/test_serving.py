@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.stages.serving import CBGenerateManager, ReasoningMode, _sampling, template_kwargs
+from hf_pretrain.stages.serving import CBGenerateManager, ReasoningMode, _sampling, check_ports, template_kwargs
 from hf_pretrain.tokenizer.encoding import encode_prompt
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.invariants.launching import ROOT, cpu_environment, free_port
@@ -218,6 +219,20 @@ def test_mistakes_are_reported_in_one_line(words, message):
     command = [sys.executable, str(ROOT / "recipes/serve.py"), *words]
     result = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(talker):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        command = [sys.executable, str(ROOT / "recipes/serve.py"), "--model_name_or_path", str(talker)]
+        result = subprocess.run(
+            [*command, "--port", str(port)], env=cpu_environment(), capture_output=True, text=True, timeout=300
+        )
+    assert result.returncode == 2 and f"error: Port {port} of 127.0.0.1 cannot be used" in result.stderr
+    with pytest.raises(ValueError, match="Port 70000 of localhost cannot be used"):
+        check_ports("localhost", [70000])
 
 
 # Refused requests
