@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import shlex
 import sys
 import time
 
@@ -25,6 +26,7 @@ from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
 from hf_pretrain.stages.tools import calculator, load_tools
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import plan
+from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.plan import begin_dry_run, format_plan
 from hf_pretrain.training.running import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
@@ -584,6 +586,92 @@ def test_steps_without_a_reward_log_no_reward(tokenizer, tmp_path, capsys, algor
     # After the last step, no completion gets a reward.
     assert "eval_runtime" in results.metrics and "eval_reward" not in results.metrics
     assert not [entry for entry in trainer.state.log_history if None in entry.values()]
+
+
+# MiniMind's own losses
+
+
+def minimind_loss(model, reference, batch: dict[str, torch.Tensor], rewards: torch.Tensor, loss_type: str):
+    """Return the loss of MiniMind's `train_grpo.py`, written out: beta 0.1, six generations, on-policy."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    length = batch["completion_ids"].shape[1]
+
+    def log_probabilities(policy):
+        logits = torch.nn.functional.linear(
+            policy.model(input_ids=ids, attention_mask=mask).last_hidden_state, policy.lm_head.weight
+        )
+        return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0][:, -length:]
+
+    policy, expected = log_probabilities(model), log_probabilities(reference).detach()
+    groups = rewards.view(-1, 6)
+    deviation = ((groups - groups.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True).sqrt()
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (deviation + 1e-4)).view(-1, 1)
+    ratio = torch.exp(policy - policy.detach())
+    if loss_type == "cispo":
+        gain = ratio.clamp(max=5.0).detach() * advantages * policy
+    else:
+        gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    kl = torch.exp(expected - policy) - (expected - policy) - 1
+    tokens = batch["completion_mask"]
+    return (((0.1 * kl - gain) * tokens).sum(1) / tokens.sum(1)).mean()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
+def test_the_documented_command_has_the_gradients_of_minimind(tokenizer, tmp_path, loss_type):
+    page = (ROOT / "docs/from-minimind.md").read_text(encoding="utf-8")
+    words = shlex.split(re.search(r"```bash\nhf-pretrain grpo (.*?)```", page, re.DOTALL)[1].replace("\\\n", " "))
+    # Only sizes and the precision differ from the page.
+    own = [
+        "--output_dir",
+        str(tmp_path),
+        "--bf16",
+        "false",
+        "--use_cpu",
+        "--max_completion_length",
+        "8",
+        "--eval_strategy",
+        "no",
+    ]
+    *_, args = parse_args(
+        ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments, stage="grpo", argv=[*words, *own]
+    )
+    given = torch.rand(12, generator=torch.Generator().manual_seed(2))
+    model = make_model()
+    trainer = MiniMindGRPOTrainer(
+        model,
+        args=args,
+        reward_funcs=lambda completions, **columns: given.tolist(),
+        train_dataset=toy_tasks(),
+        processing_class=tokenizer,
+    )
+    assert trainer.generation_config.temperature == 0.8
+    # Away from the reference, so that the KL term has a gradient.
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    model.train()
+    prompts = toy_tasks(2)["prompt"]
+    batch = trainer._prepare_inputs([{"prompt": prompts[number // 6]} for number in range(12)])
+    trainer.current_gradient_accumulation_steps = 1
+    # TRL shuffles the completions of a step. Their advantages name their rewards.
+    groups = given.view(2, 6)
+    unshuffled = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    rows = torch.cdist(unshuffled[:, None], batch["advantages"][:, None]).argmin(1)
+    assert sorted(rows.tolist()) == list(range(12))
+    ordered = {name: batch[name][rows] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+    ours = gradient(trainer.compute_loss(model, batch))
+    theirs = gradient(minimind_loss(model, trainer.ref_model, ordered, given, loss_type))
+    # The factor of the sample deviation, also in --beta and --max_grad_norm.
+    factor = math.sqrt(5 / 6)
+    assert args.beta == pytest.approx(0.1 * factor, rel=1e-3) and args.max_grad_norm == pytest.approx(factor, rel=1e-3)
+    assert torch.dist(ours, factor * theirs) < 2e-3 * theirs.norm()
+    assert torch.dist(ours, theirs) > 0.05 * theirs.norm()
 
 
 def test_the_method_names_the_loss_of_grpo(tmp_path):
