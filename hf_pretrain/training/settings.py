@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from .deepspeed_support import find_deepspeed_config
-
 
 # Arguments that change no update: where and when the run writes, evaluates and reports, and how it resumes.
 _HARMLESS = {
@@ -92,9 +90,8 @@ def describe_settings(args: TrainingArguments, others: Iterable[Any] = ()) -> di
     is_endless = schedule in _ENDLESS_SCHEDULES and (schedule == "constant" or not 0 < args.warmup_steps < 1)
     if is_endless or args.max_steps > 0:
         harmless = harmless | {"num_train_epochs"} | ({"max_steps"} if is_endless else set())
-    values["deepspeed"] = {
-        name: value for name, value in (find_deepspeed_config(args) or {}).items() if name not in _DEEPSPEED_HARMLESS
-    }
+    deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
+    values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
     return {
         name: plain(value) if name in CONTENT_FLAGS else _without_directories(plain(value))
         for name, value in values.items()
