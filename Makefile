@@ -8,7 +8,7 @@
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
 # make race                                                compare the time to a validation loss with other programs
-# make tokenizer | test | test-quick | faults | quality
+# make tokenizer | test | test-quick | test-oldest | faults | quality
 # make docs                                                the documentation as a website, in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
 
@@ -31,7 +31,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick faults quality docs clean help
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick test-oldest faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -65,6 +65,14 @@ QUICK := tests/model tests/tokenizer tests/data tests/checkpoints tests/runtime 
   tests/test_library_contract.py tests/test_project_files.py
 test-quick: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not distributed" $(QUICK) $(ARGS)
+
+# The tests of what transformers changes most, with the oldest version that pyproject.toml accepts. Python finds it in
+# front of the installed one; all other packages stay the same.
+OLDEST := $(abspath $(VENV))/oldest
+test-oldest: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) "transformers==5.23.*"
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" tests/model \
+	  tests/checkpoints tests/training/test_trainer.py tests/stages/test_chatting.py tests/test_library_contract.py $(ARGS)
 
 # Run all fault tests and write faults.json. N=300 kills 300 runs at random moments.
 faults: $(VENV)/.installed-test

@@ -5,7 +5,8 @@ Let `w[t]` be the weight of predicting token `t` from the tokens before it. Then
 
     sum of w * CE / sum of w   +   router_aux_loss_coef * sum of aux_d over documents / number of documents
 
-The sums run over all micro-batches of all ranks. This file travels to the Hub with every checkpoint and imports
+The sums run over all micro-batches of all ranks. With `router_aux_loss_level="batch"`, `aux` is one product of means
+over each micro-batch instead, and depends on its size. This file travels to the Hub with every checkpoint and imports
 nothing of the package.
 """
 

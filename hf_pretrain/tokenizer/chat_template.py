@@ -46,6 +46,14 @@ _UNMARKED = {
 }  # fmt: skip
 
 
+def add_marks(template: str) -> str:
+    """Mark what the assistant generates in a template of MiniMind's own tokenizers; return others unchanged."""
+    if not _MARKED.search(template):
+        for unmarked, marked in _UNMARKED.items():
+            template = template.replace(unmarked, marked)
+    return template
+
+
 def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
     """
     Make sure that a tokenizer's chat template marks the text that the assistant generates.
@@ -72,10 +80,7 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
                 f"--chat_template {chat_template}: no such file. Pass the path of a Jinja template, or minimind."
             )
         tokenizer.chat_template = path.read_text(encoding="utf-8")
-    template = tokenizer.chat_template or ""
-    if not _MARKED.search(template):
-        for unmarked, marked in _UNMARKED.items():
-            template = template.replace(unmarked, marked)
+    template = add_marks(tokenizer.chat_template or "")
     if not _MARKED.search(template):
         raise ValueError(
             "The tokenizer's chat template does not mark what the assistant generates with {% generation %} and "
@@ -193,4 +198,4 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, previous)
 
 
-__all__ = ["mark_template"]
+__all__ = ["add_marks", "mark_template"]

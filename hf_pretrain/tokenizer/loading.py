@@ -18,6 +18,7 @@ from transformers.utils import logging
 from hf_pretrain_cli import writer_of
 
 from ..runtime.names import may_be_checkpoint, split_hub_name
+from .chat_template import add_marks
 from .special_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE_PATH
 
 
@@ -51,7 +52,9 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     """
     Load a tokenizer from a directory or from the Hub.
 
-    A tokenizer with our control tokens but without a response template, such as minimind-3's, gets our template.
+    A tokenizer with our control tokens but without a response template, such as minimind-3's, gets our template. The
+    chat templates of MiniMind's own tokenizers get marks around the text of the assistant, so that TRL's
+    `assistant_only_loss` works.
 
     Args:
         name_or_path (`str` or `Path`): a directory or Hub id.
@@ -90,6 +93,8 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if tokenizer.response_template is None and control_tokens.issuperset([BOS_TOKEN, EOS_TOKEN, *MARKS]):
         tokenizer.response_template = json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8"))
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = add_marks(tokenizer.chat_template)
     return tokenizer
 
 

@@ -9,7 +9,8 @@ where `w` is the weight of predicting a token, `CE` its cross-entropy in nats an
 document. All sums run over all micro-batches of all ranks (`model/loss.py`). DDP, FSDP and DeepSpeed average gradients
 over the data-parallel ranks. The trainer therefore divides each micro-batch's sums by the totals of the whole step,
 and multiplies its loss by the number of data-parallel ranks. The gradient is then the gradient of one process with one
-big batch.
+big batch. The exception are models with `router_aux_loss_level="batch"`, such as imported minimind-3 models with
+experts: their router loss is a product of means over a micro-batch, so it depends on the size of the micro-batch.
 
 If the rows do not fill the last global batch of an epoch, padding rows of weight zero fill it; no row is repeated. The
 validation loss is one ratio of sums over the whole set.

@@ -68,6 +68,7 @@ def load_model(
         config = load_config(args, tokenizer)
     check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=args.tokenizer_name_or_path or "the trained one")
 
+    _warn_about_router(args, config)
     attn_implementation = "packed" if args.attn_implementation == "auto" else args.attn_implementation
     loading: dict[str, Any] = {
         "config": config,
@@ -87,12 +88,6 @@ def load_model(
         return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
     if args.model_name_or_path:
         return load_native_checkpoint(args.model_name_or_path, **loading)
-    if config.num_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        given = [word for word in (args.config_overrides or "").split(",") if word and "norm_topk_prob" not in word]
-        logger.warning(
-            "The router divides the weight of its one expert by itself (norm_topk_prob), so the cross-entropy gives "
-            f"it no gradient. Pass --config_overrides {','.join([*given, 'norm_topk_prob=False'])} to train it."
-        )
     # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under every
     # launcher. The constructor reads the attention implementation from the config, not from an argument.
     config._attn_implementation = attn_implementation
@@ -100,6 +95,29 @@ def load_model(
     if distributed is not None:
         return MiniMindForCausalLM.from_pretrained(None, state_dict=model.state_dict(), **loading)
     return model
+
+
+def _warn_about_router(args: ModelArguments, config: MiniMindConfig) -> None:
+    """Warn about a router that does not learn, and about a router loss that depends on the batch size."""
+
+    def flag(name: str, value: Any) -> str:
+        given = [word for word in (args.config_overrides or "").split(",") if word and name not in word]
+        return f"--config_overrides {','.join([*given, f'{name}={value}'])}"
+
+    if not config.num_experts:
+        return
+    # A loaded model keeps the value that it was trained with.
+    if not args.model_name_or_path and config.num_experts_per_tok == 1 and config.norm_topk_prob:
+        logger.warning(
+            "The router divides the weight of its one expert by itself (norm_topk_prob), so the cross-entropy gives "
+            f"it no gradient. Pass {flag('norm_topk_prob', False)} to train it."
+        )
+    if config.router_aux_loss_coef and config.router_aux_loss_level == "batch":
+        logger.warning(
+            "The router loss of this model is one over all tokens of a micro-batch (router_aux_loss_level=batch, as "
+            "in minimind-3), so batch size, accumulation and number of processes change what is learnt. Pass "
+            f"{flag('router_aux_loss_level', 'sequence')} for one per document, which they do not change."
+        )
 
 
 __all__ = ["load_config", "load_model"]

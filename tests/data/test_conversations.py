@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Json, List
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from hf_pretrain.data.arguments import ChatArguments, SourceArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
@@ -157,8 +158,7 @@ def test_ids_equal_those_of_apply_chat_template(tokenizer):
 @pytest.mark.parametrize("name", ["v1", "v3"])
 def test_templates_of_minimind_get_marks_and_render_the_same(name):
     tokenizer = load_tokenizer(TOKENIZERS / name)
-    original = tokenizer.chat_template
-    mark_template(tokenizer)
+    original = AutoTokenizer.from_pretrained(TOKENIZERS / name).chat_template
     assert tokenizer.chat_template != original
     for record, _ in MARKED.values():
         conversation = json.loads(read_conversation(record))
@@ -172,6 +172,26 @@ def test_templates_of_minimind_get_marks_and_render_the_same(name):
     ids, mask = encode_conversation(tokenizer, [USER, ANSWER, USER, last])
     trained = tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
     assert trained == {"v1": "4</s>4</s>", "v3": "4<|im_end|><think>\nso\n</think>\n\n4<|im_end|>"}[name]
+
+
+@pytest.mark.parametrize("name", ["v1", "v3", "ours"])
+def test_trl_trains_on_the_answers_alone(tokenizer, build_model, tmp_path, name):
+    trl = pytest.importorskip("trl")
+    if name != "ours":
+        tokenizer = load_tokenizer(TOKENIZERS / name)
+    arguments = trl.SFTConfig(
+        str(tmp_path), assistant_only_loss=True, max_length=64, use_cpu=True, bf16=False, report_to="none", max_steps=1
+    )
+    trainer = trl.SFTTrainer(
+        build_model(vocab_size=max(tokenizer.get_vocab().values()) + 1),
+        arguments,
+        train_dataset=Dataset.from_list([{"messages": [USER, ANSWER, USER, ANSWER]}]),
+        processing_class=tokenizer,
+    )
+    labels = next(iter(trainer.get_train_dataloader()))["labels"]
+    end = tokenizer.eos_token
+    assert tokenizer.decode(labels[labels != -100]) == f"4{end}4{end}"
+    trainer.train()
 
 
 def test_a_template_without_marks_is_refused(tokenizer, tmp_path):
