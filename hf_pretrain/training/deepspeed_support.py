@@ -71,9 +71,18 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
 
 def check_deepspeed_optimizer(config: dict[str, Any], args: TrainingArguments) -> None:
     """
-    Raise `ValueError` if the DeepSpeed config would change Muon or its updates, or if accelerate would replace an
-    optimizer whose state is offloaded.
+    Raise `ValueError` if the DeepSpeed config would change the optimizer, its state or its updates, or if accelerate
+    would replace an optimizer whose state is offloaded.
     """
+    if (args.bf16 or args.fp16) and not config.get("zero_optimization", {}).get("stage", 0):
+        # NOTE: in half precision without ZeRO, DeepSpeed creates the optimizer's state by a step with gradients of
+        # zero. AdamW counts this step, so its first update is a quarter too small. ZeRO makes no such step.
+        precision = "bf16" if args.bf16 else "fp16"
+        raise ValueError(
+            f"The DeepSpeed config has stage 0, and the run trains in {precision}: DeepSpeed would make a step of the "
+            f"optimizer before the training, and the run would save {precision} weights. Use stage 1 "
+            "(ds_configs/zero1.json), or train in float32 (--bf16 false)."
+        )
     optimizer = optimizer_name(args)
     if optimizer == "muon":
         for block in ("optimizer", "scheduler"):

@@ -77,6 +77,19 @@ def test_a_deepspeed_config_that_muon_cannot_follow_is_refused(tmp_path, config,
     check_deepspeed_optimizer(config, args)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"stage": 0}}, {"zero_optimization": {"stage": 1}}])
+def test_half_precision_needs_zero(tmp_path, config, precision):
+    """Without ZeRO, AdamW's first step would be its second: a toy's losses then differ by 0.04 within six steps."""
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    check_deepspeed_optimizer(config, args)
+    setattr(args, precision, True)
+    message = rf"has stage 0, and the run trains in {precision}: .* Use stage 1 \(ds_configs/zero1.json\)"
+    is_refused = config != {"zero_optimization": {"stage": 1}}
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        check_deepspeed_optimizer(config, args)
+
+
 @pytest.mark.parametrize(
     ("given", "saved", "expected"),
     [

@@ -266,7 +266,7 @@ def test_accelerates_fsdp_gets_a_policy_that_casts_nothing(monkeypatch):
 
 
 def test_deepspeed_cannot_skip_steps(tmp_path):
-    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True)
+    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True, bf16=False)
     check_deepspeed_config({}, args)
     args.on_nonfinite = "skip"
     with pytest.raises(ValueError, match="--on_nonfinite skip is not possible under DeepSpeed"):
@@ -277,7 +277,9 @@ def test_deepspeed_cannot_skip_steps(tmp_path):
     ("config", "limit", "warns"), [({}, 2.0, True), ({}, 0.0, False), ({"gradient_clipping": 2.0}, 2.0, False)]
 )
 def test_a_limit_that_deepspeed_ignores_gives_a_warning(tmp_path, caplog, config, limit, warns):
-    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True, max_grad_norm=limit)
+    args = LMTrainingArguments(
+        str(tmp_path / "run"), use_cpu=True, bf16=False, max_grad_norm=limit, optim_preset="adamw"
+    )
     check_deepspeed_config(config, args)
     assert ("--max_grad_norm 2 has no effect" in caplog.text) == warns
 
