@@ -2,7 +2,7 @@
 Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-eval.
 
     hf-pretrain evaluate
-    hf-pretrain evaluate --model_name_or_path out/mine --dataset_name my/*.jsonl --max_length 512
+    hf-pretrain evaluate --model_name_or_path out/mine --dataset_name my/test.jsonl --validation_fraction 1
     hf-pretrain evaluate --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
     hf-pretrain evaluate --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny
     hf-pretrain evaluate --tasks minimind,small --validation_fraction 0
@@ -56,7 +56,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     if rows.eval is None and not training_args.tasks:
         raise ValueError(
             f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
-            f"{', '.join(data_args.dataset_name)} to evaluate on. Use 0.99 to evaluate on nearly all of them."
+            f"{', '.join(data_args.dataset_name)} to evaluate on. Use 1 to evaluate on all of them."
         )
 
     activity.begin("evaluating")

@@ -33,7 +33,10 @@ class SourceArguments:
     )
     validation_fraction: float = field(
         default=0.01,
-        metadata={"help": "Share of documents for validation, chosen by a hash of the text or of the first question."},
+        metadata={
+            "help": "Share of documents for validation, chosen by a hash of the text or of the first question; 1 lets "
+            "`evaluate` take all."
+        },
     )
     train_fraction: float = field(
         default=1.0, metadata={"help": "Share of the remaining documents to train on, chosen by the same hash."}
@@ -136,7 +139,10 @@ class DataArguments(SourceArguments):
         own: dict[str, Any] = {"schema": self.schema, "text_column": self.text_column, "streaming": self.streaming}
         train, validation = super().load_documents(training_args, **own | reading)
         # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
-        return (train.shuffle(seed=training_args.seed, buffer_size=10_000) if self.streaming else train), validation
+        # An evaluation gets an empty training set, which is no stream.
+        if isinstance(train, IterableDataset):
+            train = train.shuffle(seed=training_args.seed, buffer_size=10_000)
+        return train, validation
 
     def prepare_rows(
         self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast

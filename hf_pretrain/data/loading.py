@@ -61,6 +61,7 @@ def load_documents(
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     repeats: dict[str, float] | None = None,
+    is_evaluation: bool = False,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
     Load the training set and the validation set.
@@ -86,7 +87,8 @@ def load_documents(
             Without weights, the datasets are concatenated. The validation set never repeats documents.
         streaming (`bool`, defaults to `False`): read the data while training. The validation set then comes from the
             first 50,000 documents of each name. The run does not train on later documents with such a hash either.
-        validation_fraction (`float`, defaults to 0.01): share of the documents in the validation set; 0 for none.
+        validation_fraction (`float`, defaults to 0.01): share of the documents in the validation set; 0 for none, and
+            1 for all in an evaluation.
         train_fraction (`float`, defaults to 1.0): share of the remaining documents in the training set, chosen by the
             same hash. The validation set stays the same.
         seed (`int`, defaults to 42): seed of the mixture.
@@ -98,6 +100,7 @@ def load_documents(
             offset (the byte in the decompressed file where the line starts, if there are lines) and reason.
         repeats (`dict[str, float]`, *optional*): this function adds how often one pass over a mixture reads each name,
             for [`~data.preparation.describe_repeats`]. It is unknown for streams.
+        is_evaluation (`bool`, defaults to `False`): return an empty training set.
 
     Returns:
         `tuple`: training set and validation set, each with the single column `text`.
@@ -107,7 +110,10 @@ def load_documents(
             an argument is out of range.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
-    _check_arguments(dataset_names, weights, validation_fraction, train_fraction, max_rejected_ratio)
+    _check_arguments(dataset_names, weights, train_fraction, max_rejected_ratio)
+    if not (0 <= validation_fraction < 1 or (is_evaluation and validation_fraction == 1)):
+        limit = "at most" if is_evaluation else "below"
+        raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and {limit} 1.")
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
     column = text_column if schema == "text" else None
@@ -129,6 +135,8 @@ def load_documents(
     validation = datasets.concatenate_datasets(
         [split_documents(head, 0.0, validation_fraction, num_proc) for head in heads]
     )
+    if is_evaluation:
+        return validation.select([]), validation
     # The training set gets the hashes above the hashes of the validation set. By default, `stop` must be exactly 1.0:
     # a rounded sum below 1.0 could drop a document.
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
@@ -166,7 +174,6 @@ def load_documents(
 def _check_arguments(
     dataset_names: list[str],
     weights: list[float] | None,
-    validation_fraction: float,
     train_fraction: float,
     max_rejected_ratio: float,
 ) -> None:
@@ -181,8 +188,6 @@ def _check_arguments(
         raise ValueError(
             f"dataset_weights={weights} must be finite and above 0; leave a dataset out instead of weighting it 0."
         )
-    if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1.")
     if not 0 < train_fraction <= 1:
         raise ValueError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
     if not 0 <= max_rejected_ratio <= 1:

@@ -68,7 +68,7 @@ def load_rows(
     repeats: dict[str, float] = {}
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_documents = data_args.load_documents(
-            training_args, keep_rejected=keep_rejected, repeats=repeats
+            training_args, keep_rejected=keep_rejected, repeats=repeats, is_evaluation=is_evaluation
         )
         # Check the type: `callable` is no test, because a tokenizer can be called, too.
         if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -13,11 +13,17 @@ from transformers import TrainingArguments
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.hub.model_card import RunFacts
-from hf_pretrain.stages.evaluation import EvaluationArguments, format_results, write_results
+from hf_pretrain.stages.evaluation import (
+    EvaluationArguments,
+    ValidationArguments,
+    format_results,
+    write_results,
+)
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
+from recipes.evaluate import main
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import write_jsonl
@@ -259,6 +265,22 @@ def test_the_recipe_gives_the_final_metrics_of_the_run(run, launcher, tmp_path):
     assert result.stdout.count(f"validation  loss (nats per token)  {final['eval_loss']:.4f}") == 1
     assert not (directory / "evaluation.json").exists()
     assert str(directory.parent) not in (tmp_path / "evaluation.json").read_text()
+
+
+def test_a_test_file_is_evaluated_whole(model, tokenizer, talker, tmp_path):
+    texts = [example["text"] for example in EXAMPLES] * 2
+    data = write_jsonl(tmp_path / "test.jsonl", [f"{text} {number}" for number, text in enumerate(texts)])
+    words = ["--model_name_or_path", str(talker), "--dataset_name", data, "--results_dir", str(tmp_path)]
+    words += ["--max_length", "128", "--use_cpu", "--bf16", "false", "--disable_tqdm", "true"]
+    kinds = (ModelArguments, ValidationArguments, EvaluationArguments)
+    with pytest.raises(ValueError, match="selects no document of .* Use 1 to evaluate on all of them"):
+        main(*parse_args(*kinds, stage="evaluate", argv=words))
+    main(*parse_args(*kinds, stage="evaluate", argv=[*words, "--validation_fraction", "1"]))
+    ids = encode_documents([f"{text} {number}" for number, text in enumerate(texts)], tokenizer)
+    scores = torch.cat([log_probabilities(model, document) for document in ids])
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert results["held_out"]["eval_loss"] == pytest.approx(-scores.mean().item(), rel=1e-4)
+    assert "6 documents" in results["data"]
 
 
 def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks, tmp_path):
