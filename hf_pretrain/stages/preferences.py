@@ -88,6 +88,14 @@ class KTOTrainingArguments(PreferenceTrainingArguments, KTOConfig):
         default="sequential", metadata={"help": "Must be sequential: the KL estimate needs a fixed order."}
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.per_device_train_batch_size < 2 and self.loss_type != "apo_zero_unpaired":
+            raise ValueError(
+                f"--per_device_train_batch_size {self.per_device_train_batch_size} must be at least 2: KTO estimates "
+                "its KL from the other answers in the batch of a device."
+            )
+
 
 @dataclass
 class ORPOTrainingArguments(PreferenceTrainingArguments, ORPOConfig):

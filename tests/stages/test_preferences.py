@@ -323,6 +323,12 @@ def test_a_template_whose_prompt_depends_on_the_answer():
             assert v3.decode(pair["prompt_ids"] + pair[name]) + "\n" == rendered
 
 
+def test_kto_needs_two_answers_for_its_kl(build_trainer):
+    with pytest.raises(ValueError, match="--per_device_train_batch_size 1 must be at least 2"):
+        build_trainer(algorithm="kto", per_device_train_batch_size=1)
+    build_trainer(algorithm="kto", per_device_train_batch_size=1, loss_type="apo_zero_unpaired")
+
+
 def test_a_small_validation_set_is_evaluated(build_trainer):
     trainer = build_trainer(per_device_eval_batch_size=8)
     assert trainer.evaluate()["eval_loss"] > 0  # two pairs
