@@ -15,13 +15,17 @@ from pathlib import Path
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.runs import REPORT_NAME, read_runs
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.writing import check_output
 
 
 def main(args: argparse.Namespace) -> None:
+    path = args.runs[0] / REPORT_NAME if len(args.runs) == 1 else Path("comparison.html")
+    if args.output is not None:
+        check_output(args.output, "--output")
+        path = Path(args.output)
     runs, left_out = read_runs(args.runs)
     for reason in left_out:
         print(f"Left out: {reason}")
-    path = args.output or (args.runs[0] / REPORT_NAME if len(args.runs) == 1 else Path("comparison.html"))
     write_page(runs, path)
     print(f"Wrote {path}. Open it in a browser.")
 
@@ -30,7 +34,7 @@ if __name__ == "__main__":
     parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument(
-        "--output", type=Path, help="file to write; by default report.html in the run's directory, or comparison.html"
+        "--output", help="file to write; by default report.html in the run's directory, or comparison.html"
     )
     add_debug_flag(parser)
     with one_line_errors():

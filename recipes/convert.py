@@ -24,11 +24,10 @@ from hf_pretrain.hub.repository import create_repository, push_folder
 from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.runtime.names import model_name
-from hf_pretrain.runtime.writing import check_writable
 from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
 from hf_pretrain.weights.configs import UPSTREAM_FIELDS
-from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
+from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, replaced_files, upstream_stage
 from hf_pretrain.weights.loading import load_upstream
 from hf_pretrain.weights.model_arguments import parse_fields
 from hf_pretrain.weights.perplexity import validation_documents
@@ -36,7 +35,7 @@ from hf_pretrain.weights.perplexity import validation_documents
 
 def main(args: argparse.Namespace) -> None:
     # Check before the download of a large model.
-    check_writable(Path(args.to), overwrite=args.overwrite)
+    replaced_files(args.to, overwrite=args.overwrite)
     config = args.config
     # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
@@ -102,7 +101,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--stage", help="for upstream: first part of the file name; by default the source's, or full_sft"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the model that is in --to")
+    parser.add_argument("--overwrite", action="store_true", help="replace the files of the model that is in --to")
     parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
     parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")

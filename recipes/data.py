@@ -27,6 +27,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from hf_pretrain.data.cleaning import (
@@ -37,6 +38,7 @@ from hf_pretrain.data.cleaning import (
     check_sources,
     held_out_texts,
     output_files,
+    replaced_files,
     write_cleaned,
 )
 from hf_pretrain.data.inspection import describe, render, survey_records
@@ -44,6 +46,7 @@ from hf_pretrain.data.records import describe_splits, list_sources, plain_text, 
 from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.runtime.installation import install_command
+from hf_pretrain.runtime.writing import written_whole
 from hf_pretrain.stages.task_groups import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -81,10 +84,9 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def clean(args: argparse.Namespace) -> None:
-    output, dropped, report_path = output_files(args.output)
-    existing = next((path for path in (output, dropped, report_path) if path.exists()), None)
-    if existing is not None and not args.overwrite:
-        raise ValueError(f"{existing} exists. Choose another --output, or replace it with --overwrite.")
+    find_replaced = partial(replaced_files, args.output, overwrite=args.overwrite)
+    find_replaced()
+    output, dropped, report_path = output_files(Path(args.output))
     rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
     with activity.on_stderr(bars=False):
         activity.begin("downloading")
@@ -102,10 +104,15 @@ def clean(args: argparse.Namespace) -> None:
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
             "The command drops only records that equal one of them."
         )
-    with activity.on_stderr():
-        report = write_cleaned(read_records(sources, text_column=args.text_column), output, rules, held_out)
-    content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
-    report_path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with (
+        written_whole(output.parent, lock=f".{output.name}.lock", replaces=find_replaced) as scratch,
+        activity.on_stderr(),
+    ):
+        records = read_records(sources, text_column=args.text_column)
+        report = write_cleaned(records, scratch / output.name, rules, held_out)
+        content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        (scratch / report_path.name).write_text(text, encoding="utf-8")
     print(f"{report}\nWrote {output}, {dropped.name} and {report_path.name}.")
 
 
@@ -138,7 +145,7 @@ def make_parser() -> RecipeParser:
     look.add_argument("--seed", type=int, default=0, help="seed that selects the records to print")
     rules = parser.add_argument_group("clean")
     default = CleaningRules()
-    rules.add_argument("--output", type=Path, default=Path("clean.jsonl"), help="JSONL file to write")
+    rules.add_argument("--output", default="clean.jsonl", help="JSONL file to write")
     rules.add_argument("--overwrite", action="store_true", help="replace --output and the two files beside it")
     rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
     rules.add_argument(

@@ -8,12 +8,15 @@ bytes per token on the validation set. With more bytes per token, the same text 
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.hub.repository import create_repository, push_folder
 from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.locking import LOCK_NAME
+from hf_pretrain.runtime.writing import check_empty, check_output, written_whole
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.loading import save_tokenizer
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
@@ -47,9 +50,9 @@ class TokenizerArguments:
 
 
 def main(args: TokenizerArguments) -> None:
+    check_output(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
-    if output_dir.is_dir() and any(output_dir.iterdir()):
-        raise ValueError(f"--output_dir {output_dir} is not empty. Choose another directory, or remove this one.")
+    check_empty(output_dir, "--output_dir")
     if args.push_to_hub:
         # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
@@ -65,7 +68,10 @@ def main(args: TokenizerArguments) -> None:
         tokenizer = load_or_train_tokenizer(
             None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
         )
-    save_tokenizer(tokenizer, output_dir)
+    with written_whole(
+        output_dir, lock=LOCK_NAME, replaces=partial(check_empty, output_dir, "--output_dir")
+    ) as scratch:
+        save_tokenizer(tokenizer, scratch)
     print(f"The tokenizer has {len(tokenizer)} entries and is in {output_dir}")
 
     # The tokenizer was not trained on these documents.

@@ -11,8 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-
-MANIFEST_NAME = "manifest.json"
+from ..runtime.writing import MANIFEST_NAME
 
 
 def write_manifest(directory: Path, run: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.processes import on_saving_processes
+from ..runtime.writing import refused_write
 from ..tokenizer.loading import save_tokenizer
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME
@@ -36,7 +37,6 @@ from .manifest import find_damage, flush, write_manifest
 
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 
 
 def checkpoint_bytes(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> int:
@@ -163,14 +163,9 @@ class CheckpointWriter:
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
-            # NOTE: the writers of safetensors and torch raise errors without an errno.
-            free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
-            # A RuntimeError may have any cause. It counts as a full disk only if a writer raised it and the free space
-            # is too small for a checkpoint.
-            is_writers = isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error)
-            is_full = free < self.checkpoint_bytes() and is_writers
-            if getattr(error, "errno", None) not in _DISK_ERRORS and not is_full:
+            if not refused_write(error):
                 raise
+            free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
             if self.args.should_save:
                 shutil.rmtree(target.parent / SAVING, ignore_errors=True)
             self._end_unsaved(target, error, free)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..runtime.activity import activity
 from ..runtime.installation import install_command
+from ..runtime.writing import check_output
 from .corpora import COPY
 from .formats import BadRecord, check_values, write_json
 from .records import Record, find_schema, plain_text
@@ -267,6 +268,21 @@ def output_files(path: Path) -> tuple[Path, Path, Path]:
     return path, path.with_name(f"{path.name}.dropped"), path.with_name(path.name + _REPORT_SUFFIX)
 
 
+def replaced_files(path: str | Path, *, overwrite: bool) -> list[Path]:
+    """
+    Return the files that a cleaning with the output `path` replaces.
+
+    Raises:
+        `ValueError`: if there are some, without `overwrite`; if `path` is empty, a directory, or inside a checkpoint.
+    """
+    check_output(path, "--output")
+    existing = [file for file in output_files(Path(path)) if file.exists()]
+    for file in existing:
+        if not overwrite or file.is_dir():
+            raise ValueError(f"{file} exists. Choose another --output, or replace a file with --overwrite.")
+    return existing
+
+
 def check_sources(sources: list[str], path: Path) -> None:
     """
     Raise `ValueError` if a cleaning with the output `path` would replace a source, if a source is a report, or in the
@@ -307,38 +323,30 @@ def write_cleaned(
 
     Args:
         records (`Iterable[Record]`): the result of [`~data.records.read_records`].
-        path (`Path`): the file to write. Its directory is created.
+        path (`Path`): the file to write. A caller that wants a whole file or none renames it afterwards
+            ([`~runtime.writing.written_whole`]).
         rules ([`CleaningRules`]): the limits.
         held_out ([`OverlapFinder`]): the held-out texts, which the good records must not overlap.
 
     Raises:
-        `ValueError`: if no record is good; no file is written then.
+        `ValueError`: if no record is good.
     """
     report, phase = CleaningReport(), activity.begin("cleaning")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    paths = output_files(path)[:2]
-    scratch, dropped_scratch = (file.with_name(f".{file.name}") for file in paths)
-    try:
-        with scratch.open("w", encoding="utf-8") as kept, dropped_scratch.open("w", encoding="utf-8") as dropped:
-            for record, line, reason in clean_records(records, rules, held_out):
-                report.num_records += 1
-                phase.text = f"cleaning, {report.num_records:,} records"
-                if reason:
-                    report.dropped[reason] += 1
-                    where = {"source": record.source, "line": record.line, "reason": record.reason or reason}
-                    dropped.write(json.dumps(where | {"start": record.text[:80]}, ensure_ascii=False) + "\n")
-                else:
-                    report.num_kept += 1
-                    kept.write(line + "\n")
-        if not report.num_kept:
-            reasons = "; ".join(f"{number:,} x {reason}" for reason, number in report.dropped.most_common(3))
-            raise ValueError(f"No record is left of {report.num_records:,}, so {path} is not written: {reasons}.")
-        # Rename the files once they are complete, so that no half file has these names.
-        for file in paths:
-            file.with_name(f".{file.name}").replace(file)
-    finally:
-        scratch.unlink(missing_ok=True)
-        dropped_scratch.unlink(missing_ok=True)
+    path, dropped_path, _ = output_files(path)
+    with path.open("w", encoding="utf-8") as kept, dropped_path.open("w", encoding="utf-8") as dropped:
+        for record, line, reason in clean_records(records, rules, held_out):
+            report.num_records += 1
+            phase.text = f"cleaning, {report.num_records:,} records"
+            if reason:
+                report.dropped[reason] += 1
+                where = {"source": record.source, "line": record.line, "reason": record.reason or reason}
+                dropped.write(json.dumps(where | {"start": record.text[:80]}, ensure_ascii=False) + "\n")
+            else:
+                report.num_kept += 1
+                kept.write(line + "\n")
+    if not report.num_kept:
+        reasons = "; ".join(f"{number:,} x {reason}" for reason, number in report.dropped.most_common(3))
+        raise ValueError(f"No record is left of {report.num_records:,}, so {path.name} is not written: {reasons}.")
     return report
 
 
@@ -356,5 +364,6 @@ __all__ = [
     "held_out_texts",
     "normalize",
     "output_files",
+    "replaced_files",
     "write_cleaned",
 ]

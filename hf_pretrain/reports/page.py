@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from ..runtime.metrics import HEADLINES
+from ..runtime.writing import written_whole
 from .charts import COLOURS, Line, heat_map, line_chart
 from .expected import find_expected
 from .runs import Run
@@ -68,15 +69,10 @@ def write_page(runs: list[Run], path: Path) -> None:
         events=_events(runs),
         has_samples=any(run.of_kind("samples") for run in runs),
     )
-    # Renaming is atomic, so a browser never reads half a page.
-    scratch = path.with_name(f".{path.name}")
-    # A sample may hold half of a surrogate pair, which UTF-8 cannot write.
-    try:
-        scratch.write_text(text, encoding="utf-8", errors="replace")
-        scratch.replace(path)
-    finally:
-        # On a full disk, half of the page is left.
-        scratch.unlink(missing_ok=True)
+    # A browser must not read half a page.
+    with written_whole(path.parent) as scratch:
+        # A sample may hold half of a surrogate pair, which UTF-8 cannot write.
+        (scratch / path.name).write_text(text, encoding="utf-8", errors="replace")
 
 
 def find_differences(runs: list[Run]) -> dict[str, list[Any]]:

@@ -33,12 +33,12 @@ from .activity import shows_bars
 from .help_cache import STARTED_AS, keep_help
 from .help_text import HELP_TEXTS, FlagFormatter, format_groups
 from .names import check_word
+from .writing import refused_write
 
 
 EXIT_MISTAKE = 2
 # EX_IOERR of sysexits.h: the output could not be written.
 EXIT_NOT_SAVED = 74
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # After the first rank has stopped, every supported launcher ends the others within this many seconds.
 _LAUNCHER_SECONDS = 20.0
 # Flags that are read before the command line is parsed.
@@ -183,7 +183,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except Exception as error:
         mistake = str(error) if is_mistake(error) else _mistake_in_worker(error)
-        refusal = None if mistake is not None else _refusal_of_a_disk(error)
+        # An OSError of this package may be about a disk, too.
+        refusal = _refusal_of_a_disk(error) if mistake is None or isinstance(error, OSError) else None
         if "--debug" in sys.argv or (mistake is None and refusal is None):
             raise
         # The other ranks would repeat the first rank's line, so they first give the launcher time to end them.
@@ -195,20 +196,23 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(EXIT_NOT_SAVED if refusal else EXIT_MISTAKE) from None
 
 
-def _refusal_of_a_disk(error: BaseException | None) -> str | None:
+def _refusal_of_a_disk(error: BaseException) -> str | None:
     """Return a message if a disk refused a write, even behind a library's own error; otherwise `None`."""
-    # NOTE: `datasets` checks the free space itself and raises an OSError without an errno.
-    while not (
-        error is None
-        or (isinstance(error, OSError) and (error.errno in _DISK_ERRORS or "Not enough disk space" in str(error)))
-    ):
-        error = error.__cause__ or error.__context__
-    if error is None:
+    cause: BaseException | None = error
+    while cause is not None and not refused_write(cause):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return None
     # The error does not tell whether a library was reading or writing there.
-    advice = "Check the permissions" if getattr(error, "errno", None) == errno.EACCES else "Free some space"
+    advice = "Free some space"
+    if getattr(cause, "errno", None) == errno.EACCES:
+        advice = "Check the permissions"
+    elif "File too large" in str(cause):
+        advice = "Raise the limit on the size of files (`ulimit -f`)"
+    # An error of this package names the directory.
     return (
-        f"{error}. {advice} or choose other directories: caches are in HF_HOME={HF_HOME}, temporary files in "
+        f"{error if is_mistake(error) else cause}. {advice} or choose other directories: caches are in "
+        f"HF_HOME={HF_HOME}, temporary files in "
         f"{tempfile.gettempdir()} (TMPDIR)."
     )
 

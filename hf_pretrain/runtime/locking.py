@@ -40,12 +40,13 @@ _SILENCE_SECONDS = 15.0
 _held: dict[Path, "_Lock"] = {}
 
 
-def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) -> bool:
+def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0, lock_name: str = LOCK_NAME) -> bool:
     """
     Lock `output_dir` until [`release_output_dir`] or the end of this process. Create the directory if necessary.
 
     Args:
         patience_seconds (`float`, *optional*, defaults to 0): how long to wait for another run to end.
+        lock_name (`str`, *optional*): the name of the file; one for each result that a directory may hold.
 
     Returns:
         `bool`: whether this call took the lock; `False` if this process held it already.
@@ -53,7 +54,7 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0) ->
     Raises:
         `ValueError`: if another run holds the lock, or the working directory was deleted.
     """
-    path = Path(output_dir, LOCK_NAME)
+    path = Path(output_dir, lock_name)
     # A process may call this twice: the recipe locks before it reads the data, the trainer before it writes.
     if any(_is_file_at(lock.descriptor, path) for lock in _held.values()):
         return False
@@ -89,9 +90,9 @@ def lock_holder(output_dir: str | Path) -> dict:
     return {}
 
 
-def release_output_dir(output_dir: str | Path) -> None:
+def release_output_dir(output_dir: str | Path, *, lock_name: str = LOCK_NAME) -> None:
     """Release the lock of `output_dir`, if this process holds it."""
-    path = Path(output_dir, LOCK_NAME)
+    path = Path(output_dir, lock_name)
     for key, lock in list(_held.items()):
         # The caller may spell the path otherwise than before.
         if key == path or _is_file_at(lock.descriptor, path):
@@ -170,8 +171,8 @@ def _open_locked(path: Path, patience_seconds: float) -> int:
         os.close(descriptor)
         if time.monotonic() >= deadline:
             raise ValueError(
-                f"--output_dir {path.parent} is in use by {_describe(holder)}. Wait for that run, stop it, or choose "
-                f"another --output_dir. If that process is gone, delete {path}."
+                f"{path.parent} is in use by {_describe(holder)}. Wait for that process, stop it, or choose another "
+                f"place to write to. If that process is gone, delete {path}."
             )
         if not has_told:
             logger.warning(

@@ -1,77 +1,144 @@
-"""Write the files of a directory completely or not at all."""
+"""Write results completely or not at all."""
 
+import errno
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME
 
+from .locking import LOCK_NAME, hold_output_dir, release_output_dir
 
-# Subdirectory for files that a save or an export has not finished yet.
+
+# The beginning of the names of directories that hold unfinished files.
 ASIDE = ".saving"
+MANIFEST_NAME = "manifest.json"
+# A directory with these files is a checkpoint. Every additional or changed file counts as damage there.
+_CHECKPOINT_FILES = (MANIFEST_NAME, "trainer_state.json")
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 
 
-def check_writable(directory: Path, *, overwrite: bool = False) -> None:
-    """
-    Raise `ValueError` for a directory that is not empty; with `overwrite`, for one that holds anything but a model's
-    files.
-    """
+def check_output(path: str | Path, flag: str) -> None:
+    """Raise `ValueError` for an output path that is empty, or inside a checkpoint."""
+    if not str(path).strip():
+        raise ValueError(f"{flag} is empty, which would mean the current directory. Name the place to write to.")
+    resolved = Path(path).expanduser().resolve()
+    for directory in (resolved, *resolved.parents):
+        if all((directory / name).is_file() for name in _CHECKPOINT_FILES):
+            raise ValueError(
+                f"{flag} {path} is inside the checkpoint {directory}. A run cannot resume from a checkpoint with "
+                "other files. Choose another place."
+            )
+
+
+def check_empty(directory: Path, flag: str) -> list[Path]:
+    """Raise `ValueError` for an output directory that holds files. Return the files to replace, which are none."""
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file, not a directory; choose another name.")
-    entries = [path for path in directory.iterdir() if path.name != ASIDE] if directory.exists() else []
-    if not entries:
-        return
-    if not overwrite:
-        raise ValueError(
-            f"{directory} exists and is not an empty directory; choose another, or replace it with --overwrite."
-        )
-    # Never delete directories: some hold a run's checkpoints.
-    others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
-    if others or not any(path.name == CONFIG_NAME or path.suffix == ".gguf" for path in entries):
-        found = f"the directory {others[0]}" if others else f"no model, but {entries[0].name}"
-        raise ValueError(
-            f"--overwrite replaces the files of a model, and {directory} holds {found}; choose another, or delete it."
-        )
+        raise ValueError(f"{flag} {directory} is a file, not a directory. Choose another name.")
+    if directory.exists() and not all(map(is_unfinished, directory.iterdir())):
+        raise ValueError(f"{flag} {directory} is not empty. Choose another directory, or remove this one.")
+    return []
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a file or directory belongs to a write that has not ended, or was killed."""
+    return path.name == LOCK_NAME or path.name.startswith(ASIDE)
+
+
+def refused_write(error: BaseException) -> bool:
+    """Return whether an error means that a disk, a quota or a limit refused a write."""
+    # NOTE: the writers of safetensors, torch, NumPy and `datasets` raise errors without an errno.
+    if isinstance(error, SafetensorError):
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        return code is not None and int(code[1]) in _DISK_ERRORS
+    if isinstance(error, RuntimeError):
+        return "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _DISK_ERRORS or bool(
+        re.search(r"Not enough disk space|requested and \d+ written", str(error))
+    )
 
 
 @contextmanager
-def written_whole(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def written_whole(
+    directory: str | Path, *, lock: str | None = None, replaces: Callable[[], Iterable[Path]] = tuple
+) -> Iterator[Path]:
     """
-    Yield a directory to write into, and move its files into `directory` when the block ends.
+    Yield an empty directory to write into, and move its files into `directory` when the block ends.
 
-    The earlier files in `directory` are deleted. config.json arrives last, so a directory with a config is complete.
-    If the block fails, nothing in `directory` changes.
+    The files replace others of the same names. config.json arrives last, so a directory with a config is complete. If
+    anything fails, `directory` is as it was before.
+
+    Args:
+        directory (`str` or `Path`): is created if necessary.
+        lock (`str`, *optional*): the name of a lock file in `directory`, which is held within the block. Without it,
+            another process may write the same files meanwhile; one of them then wins.
+        replaces (`Callable`, *optional*): is called under the lock, and returns the files in `directory` that the new
+            ones replace. They are moved aside before the first new file arrives.
 
     Raises:
-        `ValueError`: in the cases of [`check_writable`], before anything is written.
-        `OSError`: if writing failed. The message names the directory.
+        `ValueError`: if another process holds the lock.
+        `OSError`: if a disk refuses a write. The message names the directory.
     """
-    check_writable(directory, overwrite=overwrite)
+    directory = Path(directory)
     is_new = not directory.exists()
-    aside = directory / ASIDE
-    # A killed process may have left its files.
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    is_held = lock is not None and hold_output_dir(directory, lock_name=lock)
+    prefix = f"{ASIDE}{'' if lock in (None, LOCK_NAME) else lock}-"
+    scratch = None
     try:
-        yield aside
-        for path in directory.iterdir():
-            if path != aside:
-                path.unlink()
-        for path in sorted(aside.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name)):
-            # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
-            os.replace(path, directory / path.name)
-        aside.rmdir()
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        if is_held:
+            _remove_leftovers(directory, prefix)
+        replaced = [*replaces()]
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
+        new, old = scratch / "new", scratch / "old"
+        new.mkdir()
+        old.mkdir()
+        yield new
+        arrivals = sorted(new.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name))
+        # config.json leaves first and arrives last.
+        departures = sorted(replaced, key=lambda path: path.name != CONFIG_NAME)
+        _move([(path, old / path.name) for path in departures] + [(path, directory / path.name) for path in arrivals])
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not refused_write(error):
+            raise
+        raise OSError(f"{directory} could not be written, and nothing was kept: {error}") from error
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if is_held:
+            release_output_dir(directory, lock_name=lock or LOCK_NAME)
         if is_new:
-            directory.rmdir()
-        # safetensors reports a full disk with its own type of exception.
-        if isinstance(error, (OSError, SafetensorError)):
-            raise OSError(f"{directory} could not be written, and nothing was kept: {error}") from error
+            # After an error, the directory is empty.
+            with suppress(OSError):
+                directory.rmdir()
+
+
+def _move(moves: list[tuple[Path, Path]]) -> None:
+    """Rename files one after the other. If one fails, undo the earlier ones."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
+            os.replace(source, target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            os.replace(target, source)
         raise
 
 
-__all__ = ["ASIDE", "check_writable", "written_whole"]
+def _remove_leftovers(directory: Path, prefix: str) -> None:
+    """Delete the unfinished files of killed processes that held the same lock."""
+    for path in directory.iterdir():
+        if path.name.startswith(prefix):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+__all__ = ["ASIDE", "MANIFEST_NAME", "check_empty", "check_output", "is_unfinished", "refused_write", "written_whole"]

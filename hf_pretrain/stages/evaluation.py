@@ -15,6 +15,7 @@ from ..data.arguments import ChatArguments
 from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
 from ..runtime.installation import install_command
 from ..runtime.metrics import METRICS
+from ..runtime.writing import check_output
 from ..training.arguments import LMTrainingArguments
 from .task_groups import GROUPS, format_comparison
 
@@ -95,7 +96,7 @@ class EvaluationArguments(LMTrainingArguments):
         Return the model to evaluate, and set `output_dir` to the directory of its results.
 
         Raises:
-            `ValueError`: if there is no model, or no place for the results.
+            `ValueError`: if there is no model, or no place for the results. A checkpoint is none.
         """
         name = model_name_or_path or self.run_dir or find_newest_run()
         if model_name_or_path is None and not Path(name, "config.json").is_file():
@@ -111,6 +112,7 @@ class EvaluationArguments(LMTrainingArguments):
                 "--push_to_hub pushes the model's directory together with the results: leave out --results_dir."
             )
         self.output_dir = self.results_dir or name
+        check_output(self.output_dir, "--results_dir")
         return name
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..checkpoints.directory import SAVING, abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
+from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..checkpoints.machines import require_same_files, share_checkpoint
 from ..reports.history import HISTORY_NAME
 from ..reports.runs import RECORD_NAME, REPORT_NAME, read_launches
 from ..runtime.command_line import EXIT_NOT_SAVED
-from ..runtime.locking import LOCK_NAME, hold_output_dir, lock_holder, release_output_dir
+from ..runtime.locking import hold_output_dir, lock_holder, release_output_dir
 from ..runtime.processes import on_main_process, on_processes, on_saving_processes
+from ..runtime.writing import is_unfinished
 from .arguments import LMTrainingArguments
 from .run_log import LOG_NAME
 
@@ -30,7 +31,7 @@ _PATIENCE_SECONDS = 30.0
 # (`acdirmax`) that a file was not there.
 _VISIBLE_SECONDS = 90.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
-_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME, LOCK_NAME, LOG_NAME, HISTORY_NAME, SAVING}
+_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME, LOG_NAME, HISTORY_NAME}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
@@ -122,7 +123,9 @@ def _num_restarts() -> int:
 
 
 def _refuse_used(output_dir: Path) -> None:
-    if output_dir.is_dir() and any(path.name not in _NO_RUN for path in output_dir.iterdir()):
+    if output_dir.is_dir() and any(
+        path.name not in _NO_RUN and not is_unfinished(path) for path in output_dir.iterdir()
+    ):
         launches = read_launches(output_dir)
         if launches and launches[-1].get("ended"):
             raise ValueError(

@@ -23,6 +23,7 @@ from huggingface_hub import get_token
 from transformers.utils import logging
 
 from ..reports.runs import RECORD_NAME
+from ..runtime.writing import written_whole
 from .arguments import LMTrainingArguments
 
 
@@ -97,11 +98,9 @@ def _write(path: Path, entries: list[dict[str, Any]]) -> None:
     token = get_token()
     if token:
         text = text.replace(token, "<token>")
-    # Renaming is atomic: a crash leaves either the old record or the new one.
-    scratch = path.with_name(f".{path.name}")
     try:
-        scratch.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-        scratch.replace(path)
+        with written_whole(path.parent) as scratch:
+            (scratch / path.name).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         # The run matters more than its record.
         logger.warning(f"{path} could not be written: {error}. The run continues without its record.")

@@ -19,6 +19,7 @@ from ..runtime.devices import describe_found
 from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
+from ..runtime.writing import check_output
 from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
@@ -96,6 +97,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         if training_args.process_index == 0:
             print(f"Dry run: {training_args.launch_description}")
         return None
+    check_output(training_args.output_dir, "--output_dir")
     # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
     occupy_output_dir(training_args)

@@ -10,20 +10,22 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
-from ..model.configuration_minimind import MiniMindConfig
+from ..model.configuration_minimind import CODE_FILES, MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.locking import LOCK_NAME
 from ..runtime.names import split_hub_name
-from ..runtime.writing import check_writable, written_whole
+from ..runtime.writing import check_output, is_unfinished, written_whole
 from ..tokenizer.loading import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare, compare_gguf
 from .configs import V3_YARN, write_stock_fields, write_upstream_fields
-from .gguf import check_gguf, gguf_layout, write_gguf, write_modelfile
+from .gguf import FILE_NAME, check_gguf, gguf_layout, write_gguf, write_modelfile
 from .layouts import LAYOUTS, describe_layout, to_half_split
 from .loading import load_upstream
 
@@ -36,6 +38,53 @@ GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q
 # Our names of the stages, and the names in the file names of MiniMind's scripts.
 UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
 CARD_NAME = "README.md"
+# The files that a model consists of, in any format.
+_MODEL_FILES = re.compile(
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
+    r"|merges\.txt|tokenizer\.model|chat_template\.jinja|README\.md|Modelfile"
+    r"|(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_\d+(_moe)?\.pth|"
+    + "|".join(map(re.escape, (FILE_NAME, *CODE_FILES)))
+)
+
+
+def replaced_files(directory: str | Path, *, overwrite: bool = False) -> list[Path]:
+    """
+    Return the files in `directory` that a new model replaces. Other files stay.
+
+    Raises:
+        `ValueError`: if `directory` is a file, empty as text or inside a checkpoint; without `overwrite`, if it is not
+            empty; with it, if it holds files but no model, or directories, which may be a run's checkpoints.
+    """
+    check_output(directory, "--to")
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file, not a directory; choose another name.")
+    entries = [path for path in directory.iterdir() if not is_unfinished(path)] if directory.exists() else []
+    if not entries:
+        return []
+    if not overwrite:
+        raise ValueError(
+            f"{directory} exists and is not an empty directory; choose another, or replace it with --overwrite."
+        )
+    others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
+    if others or not _holds_model(directory):
+        found = f"the directory {others[0]}" if others else f"no model, but {entries[0].name}"
+        raise ValueError(
+            f"--overwrite replaces the files of a model, and {directory} holds {found}; choose another, or delete it."
+        )
+    return [path for path in entries if _MODEL_FILES.fullmatch(path.name)]
+
+
+def _holds_model(directory: Path) -> bool:
+    """Return whether a directory holds a GGUF file of ours, or the config of a model."""
+    if (directory / FILE_NAME).is_file():
+        return True
+    try:
+        fields = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    # Other programs have a config.json, too.
+    return isinstance(fields, dict) and not {"model_type", "architectures"}.isdisjoint(fields)
 
 
 def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
@@ -176,7 +225,7 @@ def export(
         model_name (`str`, *optional*): the name of the model in a GGUF file.
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
         card (`Callable`, *optional*): returns the model card, given the report as text.
-        overwrite (`bool`, *optional*): replace the model in `output_dir`.
+        overwrite (`bool`, *optional*): replace the files of the model in `output_dir`; other files stay.
         documents (`list[list[int]]`, *optional*): for GGUF, token ids to measure the perplexity on, before and after.
 
     Returns:
@@ -184,11 +233,12 @@ def export(
 
     Raises:
         `ValueError`: if the format cannot hold the model (naming the feature and the formats that can); for an unknown
-            format or dtype, a directory that is not empty, or weights that overflow `dtype`.
+            format or dtype, weights that overflow `dtype`, or a directory that is in use, not empty, or inside a
+            checkpoint.
+        `OSError`: if a disk refuses a write.
         `RuntimeError`: if the written model has the dtype of `model` but not its logits, or logits that are not
             finite.
     """
-    output_dir = Path(output_dir)
     if format not in EXPORT_FORMATS:
         raise ValueError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
     source_dtype = str(model.dtype).removeprefix("torch.")
@@ -196,7 +246,8 @@ def export(
     known = GGUF_TYPES if format == "gguf" else DTYPES
     if dtype not in known:
         raise ValueError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
-    check_writable(output_dir, overwrite=overwrite)
+    find_replaced = partial(replaced_files, output_dir, overwrite=overwrite)
+    find_replaced()
     generation = generation or default_generation(model.config)
     target = {"upstream": generation, "gguf": gguf_layout(model.config)}.get(format, format)
     if format == "gguf":
@@ -232,7 +283,7 @@ def export(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(converted.config, name, getattr(tokenizer, name))
             setattr(converted.generation_config, name, getattr(tokenizer, name))
-    with written_whole(output_dir, overwrite=overwrite) as aside:
+    with written_whole(output_dir, lock=LOCK_NAME, replaces=find_replaced) as aside:
         if format == "gguf":
             path = write_gguf(
                 converted, aside, model_name=model_name, tokenizer=tokenizer, tensor_type=GGUF_TYPES[dtype]
@@ -316,6 +367,7 @@ __all__ = [
     "check_fits",
     "default_generation",
     "export",
+    "replaced_files",
     "unsupported_feature",
     "to_state_dict",
     "to_stock_model",

@@ -21,6 +21,7 @@ from hf_pretrain.data.cleaning import (
     DuplicateFinder,
     OverlapFinder,
     check_sources,
+    clean_records,
     find_flaw,
     held_out_texts,
     normalize,
@@ -301,26 +302,28 @@ def test_dates_of_a_table_become_text(tmp_path):
     assert written == row | {"at": "2024-01-02T03:04:05", "day": "2024-01-02", "of": [{"time": "03:04:05"}]}
 
 
-def test_nothing_is_written_if_nothing_is_kept(tmp_path):
+def test_nothing_is_written_if_nothing_is_kept(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["short", "briefly"])
-    output = tmp_path / "new" / "b.jsonl"
-    with pytest.raises(ValueError, match="No record is left of 2.*2 x shorter than 20 characters"):
-        write_cleaned(read_records([source]), output, CleaningRules(), OverlapFinder([]))
-    assert list(output.parent.iterdir()) == []
+    with pytest.raises(SystemExit):
+        run_command("clean", source, "--output", str(tmp_path / "new/b.jsonl"))
+    assert "No record is left of 2, so b.jsonl is not written: 2 x shorter than 20" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
-def test_a_cleaning_that_fails_leaves_earlier_files_alone(tmp_path):
-    earlier = [tmp_path / "b.jsonl", tmp_path / "b.jsonl.dropped"]
+def test_a_cleaning_that_fails_leaves_earlier_files_alone(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", sentences(2))
+    earlier = [tmp_path / f"b.jsonl{suffix}" for suffix in ("", ".dropped", ".report.json")]
     for path in earlier:
         path.write_text("earlier")
 
-    def records():
-        yield from read_records([write_jsonl(tmp_path / "a.jsonl", sentences(2))])
+    def fail(*args):
+        yield from clean_records(*args)
         raise OSError("the disk is gone")
 
+    monkeypatch.setattr("hf_pretrain.data.cleaning.clean_records", fail)
     with pytest.raises(OSError, match="the disk is gone"):
-        write_cleaned(records(), earlier[0], CleaningRules(), OverlapFinder([]))
-    assert [path.read_text() for path in earlier] == ["earlier"] * 2
+        run_command("clean", source, "--output", str(earlier[0]), "--overwrite")
+    assert [path.read_text() for path in earlier] == ["earlier"] * 3
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", *(path.name for path in earlier)}
 
 

@@ -373,8 +373,7 @@ def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        # torch.save raises its own type of error.
-        with pytest.raises(RuntimeError if format == "upstream" else OSError):
+        with pytest.raises(OSError, match=f"{out} could not be written, and nothing was kept"):
             export(model, out, format, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -395,10 +394,17 @@ def test_a_failed_export_leaves_nothing(build_model, tmp_path):
 
 
 def test_only_a_model_is_replaced(build_model, tmp_path):
+    others = {"thesis.tex": "one", "train.jsonl": "two", "notes.json": "three"}
     export(build_model(), tmp_path / "out", "gguf")
-    export(build_model(qk_norm=True), tmp_path / "out", "qwen3", overwrite=True)
+    for name, text in others.items():
+        (tmp_path / "out" / name).write_text(text)
+    for format, fields in (("upstream", {}), ("minimind", {}), ("qwen3", {"qk_norm": True})):
+        export(build_model(**fields), tmp_path / "out", format, overwrite=True)
     assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "qwen3"
-    assert not (tmp_path / "out" / FILE_NAME).exists()
+    # The model of each format is gone, and nothing else.
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", *others}
+    assert {name: (tmp_path / "out" / name).read_text() for name in others} == others
     (tmp_path / "out/checkpoint-4").mkdir()
     with pytest.raises(ValueError, match="replaces the files of a model, and .* holds the directory checkpoint-4"):
         export(build_model(), tmp_path / "out", "llama", overwrite=True)
@@ -406,6 +412,11 @@ def test_only_a_model_is_replaced(build_model, tmp_path):
     (tmp_path / "notes/thesis.tex").touch()
     with pytest.raises(ValueError, match="holds no model, but thesis.tex"):
         export(build_model(), tmp_path / "notes", "llama", overwrite=True)
+    # Other programs have a config.json, too.
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program/config.json").write_text('{"theme": "dark"}')
+    with pytest.raises(ValueError, match="holds no model, but config.json"):
+        export(build_model(), tmp_path / "program", "llama", overwrite=True)
 
 
 @pytest.mark.parametrize(

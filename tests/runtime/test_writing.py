@@ -1,0 +1,196 @@
+"""Results are written completely or not at all, by one process at a time, and nowhere else than the user said."""
+
+import multiprocessing
+import os
+import resource
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_pretrain.checkpoints.manifest import find_damage, write_manifest
+from hf_pretrain.runtime import writing
+from hf_pretrain.runtime.locking import LOCK_NAME
+from hf_pretrain.runtime.writing import written_whole
+from hf_pretrain.tokenizer.training import train_tokenizer
+from tests.invariants.launching import ROOT
+from tests.toys import toy_model, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """Return a directory with a toy model, texts, and the checkpoint of a run."""
+    path = tmp_path_factory.mktemp("writing")
+    texts = [f"The river {number} runs under the stone {number**5:x}." for number in range(60)]
+    tokenizer = train_tokenizer(texts, vocab_size=320)
+    # Large enough that its weights exceed the limit below, and the other files do not.
+    model = toy_model(vocab_size=320, hidden_size=128)
+    for directory in (path / "toy", path / "run/checkpoint-5"):
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    (path / "run/checkpoint-5/trainer_state.json").write_text("{}")
+    write_manifest(path / "run/checkpoint-5", {"step": 5})
+    write_jsonl(path / "t.jsonl", texts)
+    return path
+
+
+@pytest.fixture
+def recipe(workspace, monkeypatch, capsys):
+    """Return a function that runs a recipe in the workspace, and returns its status and what it writes to stderr."""
+    monkeypatch.chdir(workspace)
+
+    def run(name: str, *words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{name}.py"), *words])
+        status = 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as error:
+            status = error.code
+        return status, capsys.readouterr().err
+
+    return run
+
+
+# Each command without the value of its last flag, and the name of a result.
+COMMANDS = {
+    "convert": (["convert", "--from", "toy", "--to"], "out"),
+    "upstream": (["convert", "--from", "toy", "--format", "upstream", "--to"], "out"),
+    "tokenizer": (["tokenizer", "--dataset_name", "t.jsonl", "--vocab_size", "300", "--output_dir"], "out"),
+    "clean": (["data", "clean", "t.jsonl", "--min_chars", "1", "--near_duplicates", "0", "--output"], "out.jsonl"),
+    "compare": (["compare", "run", "--output"], "out.html"),
+    "evaluate": (["evaluate", "--model_name_or_path", "toy", "--dataset_name", "t.jsonl", "--results_dir"], "out"),
+    "pretrain": (
+        ["pretrain", "--dataset_name", "t.jsonl", "--model_name_or_path", "toy", "--max_steps", "1", "--use_cpu"]
+        + ["--bf16", "false", "--max_length", "64", "--save_strategy", "no", "--output_dir"],
+        "out",
+    ),
+}
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_output_goes_into_a_checkpoint(command, recipe, workspace):
+    words, result = COMMANDS[command]
+    before = files(workspace)
+    for target in (f"run/checkpoint-5/{result}", *(["run/checkpoint-5"] if "." not in result else [])):
+        status, error = recipe(*words, target)
+        assert status == 2 and f"{target} is inside the checkpoint {workspace}/run/checkpoint-5" in error
+    assert files(workspace) == before and not find_damage(workspace / "run/checkpoint-5")
+
+
+def test_an_evaluated_checkpoint_stays_intact(recipe, workspace):
+    status, error = recipe("evaluate", "--model_name_or_path", "run/checkpoint-5", "--dataset_name", "t.jsonl")
+    assert status == 2 and "--results_dir run/checkpoint-5 is inside the checkpoint" in error
+
+
+@pytest.mark.parametrize("command", ["convert", "tokenizer", "clean", "compare"])
+def test_an_empty_path_is_no_directory(command, recipe, workspace):
+    words, _ = COMMANDS[command]
+    before = files(workspace)
+    for more in ([], ["--overwrite"] if command in ("convert", "clean") else []):
+        status, error = recipe(*words, "", *more)
+        assert status == 2 and f"{words[-1]} is empty" in error
+    assert files(workspace) == before
+
+
+@pytest.mark.parametrize("command", ["convert", "upstream", "tokenizer", "clean", "pretrain"])
+def test_a_refused_write_is_one_line(command, recipe, workspace):
+    """The limit is like a quota: some writers report it without an errno."""
+    words, result = COMMANDS[command]
+    limit = 1000 if command in ("clean", "tokenizer") else 100_000
+    if command == "tokenizer":
+        # Train the tokenizer, which is then in the cache.
+        assert recipe(*words, "first")[0] == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        status, error = recipe(*words, result)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 74 and "Traceback" not in error, error
+    if command == "pretrain":
+        assert "out/config.json could not be saved: " in error and not (workspace / "out/config.json").exists()
+    else:
+        # Nothing stays, and the message names the place.
+        assert "could not be written, and nothing was kept" in error and not (workspace / result).exists()
+        assert not list(workspace.glob(".*"))
+
+
+def compete(words: list[str], directory: str, barrier, results) -> None:
+    """Run a recipe that waits for the others before it writes, and report its status."""
+    os.chdir(directory)
+    ready = written_whole
+
+    def wait_and_write(*args, **kwargs):
+        barrier.wait()
+        return ready(*args, **kwargs)
+
+    writing.written_whole = wait_and_write
+    sys.modules["hf_pretrain.weights.exporting"].written_whole = wait_and_write
+    sys.argv = [str(ROOT / f"recipes/{words[0]}.py"), *words[1:]]
+    status = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        status = error.code
+    results.put(status)
+
+
+@pytest.mark.parametrize("command", ["convert", "tokenizer", "clean"])
+def test_of_two_processes_one_writes(command, workspace, recipe):
+    import hf_pretrain.weights.exporting  # noqa: F401
+
+    words, result = COMMANDS[command]
+    target = f"two-{command}-{result}"
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    arguments = ([*words, target], str(workspace), barrier, results)
+    children = [context.Process(target=compete, args=arguments) for _ in range(2)]
+    for child in children:
+        child.start()
+    assert sorted(results.get(timeout=300) for _ in children) == [0, 2]
+    for child in children:
+        child.join()
+    # The result is whole, and equals that of one process.
+    recipe(*words, f"one-{command}-{result}")
+    if command == "clean":
+        assert (workspace / target).read_bytes() == (workspace / f"one-{command}-{result}").read_bytes()
+        assert not list(workspace.glob(".*"))
+    else:
+        two, one = files(workspace / target), files(workspace / f"one-{command}-{result}")
+        assert two.keys() == one.keys() and all(two[name] == one[name] for name in two if name != "README.md")
+
+
+def test_a_failed_rename_is_undone(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("old")
+    (tmp_path / "weights").write_text("old")
+    before, rename, seen = files(tmp_path), os.replace, []
+
+    def fail_at_fourth(source, target):
+        seen.append(source)
+        if len(seen) == 4:
+            raise PermissionError(13, "refused")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_at_fourth)
+    with pytest.raises(OSError, match="nothing was kept"):
+        with written_whole(tmp_path, lock=LOCK_NAME, replaces=lambda: list(tmp_path.glob("[!.]*"))) as scratch:
+            (scratch / "config.json").write_text("new")
+            (scratch / "weights").write_text("new")
+    assert len(seen) > 4 and files(tmp_path) == before
+
+
+def test_leftovers_of_a_killed_process_are_removed_under_its_lock(tmp_path):
+    if os.fork() == 0:
+        with written_whole(tmp_path, lock=LOCK_NAME) as scratch:
+            (scratch / "half").write_text("half")
+            os._exit(9)
+    os.wait()
+    assert list(tmp_path.glob(".saving-*"))
+    with written_whole(tmp_path, lock=LOCK_NAME) as scratch:
+        (scratch / "whole").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
