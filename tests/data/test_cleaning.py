@@ -542,7 +542,7 @@ def test_a_reader_may_end_before_the_last_line(tmp_path):
         (["clean", "--output", "a.jsonl", "--overwrite"], "a.jsonl is an input"),
         (["clean", "--held_out", "a.jsonl", "--held_out_column", "question"], "a.jsonl:1 cannot be read"),
         (["clean", "--min_chars", "10000"], "No record is left of 3"),
-        (["clean", "--output", ""], "the command writes JSONL"),
+        (["clean", "--output", ""], "--output is empty"),
         (["clean", "--held_out", ""], "The name of a dataset is empty"),
     ],
 )
