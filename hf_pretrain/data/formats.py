@@ -378,17 +378,21 @@ def _explain(error: csv.Error) -> str:
 
 def holds_array(path: Path) -> bool:
     """Return whether a `.json` or `.jsonl` file holds one JSON array instead of one object per line."""
-    lines = (line for _, _, line in _lines(_decompressed(path)) if line.strip())
+    lines = (line.strip() for _, _, line in _lines(_decompressed(path)) if line.strip())
     try:
         first = next(lines, b"")
+        if file_format(path) == ".json":
+            return first.startswith(b"[")
+        # JSONL may have lines that are arrays, and each of them is a bad line.
+        if not re.match(rb"\[\s*(\{|$)", first):
+            return False
+        last = first
+        for line in lines:
+            last = line
     except BadRecord:
         # UTF-16: the reader of lines says so.
         return False
-    if file_format(path) == ".json":
-        return first.lstrip().startswith(b"[")
-    # JSONL may have lines that are arrays, and each of them is a bad line.
-    starts_array = re.match(rb"\s*\[\s*(\{|$)", first) is not None
-    return starts_array and (next(lines, None) is None or isinstance(_parse_json(first), BadRecord))
+    return last.endswith(b"]") and (last is first or isinstance(_parse_json(first), BadRecord))
 
 
 def _read_array(data: bytes) -> Iterator[tuple[int, None, Any]]:

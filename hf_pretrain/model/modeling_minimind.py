@@ -74,6 +74,8 @@ KNOWN_ARGUMENTS = frozenset(
         *("cu_seq_lens_k", "max_length_k", "seq_idx"),
         # without effect: a decoder has no segments and computes neither loss nor logits
         *("token_type_ids", "num_items_in_batch", "skip_logits"),
+        # without effect: `generate` uses them for stop strings and drafts, and passes them on to `forward`
+        *("tokenizer", "assistant_tokenizer"),
     }
 )
 
@@ -262,7 +264,8 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        stored = [config for config in (model.config, model.generation_config) if config is not None]
+        # Heads other than the language model's do not generate.
+        stored = [model.config, *([model.generation_config] if model.can_generate() else [])]
         if "use_cache" not in kwargs and any(config.use_cache is False for config in stored):
             # NOTE: Trainer turns the cache off in the config of the model that it trains, and earlier versions of
             # this package saved that setting. It makes generating 400 tokens ten times slower.
