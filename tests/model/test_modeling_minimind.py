@@ -124,8 +124,6 @@ HEADS = {
 def test_unknown_arguments_are_refused(build_model, input_ids, model_class):
     model = model_class(build_model().config).eval()
     ignored = {"token_type_ids": input_ids, "seq_idx": input_ids, "num_items_in_batch": 3, "return_dict": True}
-    # `generate` passes it on.
-    ignored["tokenizer"] = object()
     expected = model(input_ids).to_tuple()
     # A value of None says nothing under any name.
     for found, value in zip(model(input_ids, **ignored, new_mask=None).to_tuple(), expected, strict=True):
@@ -353,6 +351,11 @@ def test_greedy_is_the_argmax_without_cache(model, input_ids):
     greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     assert torch.equal(model.generate(input_ids, **greedy), expected)
     assert torch.equal(model.generate(input_ids, **greedy, use_cache=False), expected)
+    # `generate` passes all of these, or what it makes of them, on to `forward`.
+    passed = {"tokenizer": object(), "output_attentions": True, "output_hidden_states": True}
+    for arguments in (passed, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 7}, {"assistant_model": model}):
+        # Assisted decoding takes one row.
+        assert torch.equal(model.generate(input_ids[:1], **greedy, **arguments), expected[:1]), arguments
     static = model.generate(input_ids, **greedy, cache_implementation="static")
     assert torch.equal(static, expected)
 

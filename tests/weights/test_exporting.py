@@ -267,7 +267,7 @@ V3_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
         ({"attention_factor": 1.25}, 32768, False),
         ({"truncate": False}, 32768, False),
         ({"factor": 8.0}, 32768, False),
-        ({}, 2048, False),  # v3 scales only a table that is longer than the original
+        ({}, 2048, True),  # building the model extends the table to 32,768 positions
     ],
 )
 def test_v3_holds_only_its_own_yarn(change, positions, fits, build_model, tmp_path):
