@@ -75,4 +75,4 @@ def test_skipping_is_refused_under_deepspeed(workspace, tmp_path):
 
 def test_an_unknown_reaction_is_refused(workspace, tmp_path):
     result = run(command(workspace, tmp_path / "run", "--on_nonfinite", "never"))
-    assert result.returncode != 0 and "--on_nonfinite never is unknown; the nearest one is stop" in result.stdout
+    assert result.returncode != 0 and "--on_nonfinite never is unknown. All: stop, skip." in result.stdout
