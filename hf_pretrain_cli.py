@@ -116,7 +116,9 @@ def make_parser() -> _Parser:
         type=choose("accelerate"),
         help="A config of recipes/accelerate_configs/, by default ddp; starts accelerate.",
     )
-    parser.add_argument("--master_port", type=port, help="Port of deepspeed and accelerate, by default 29500.")
+    parser.add_argument(
+        "--master_port", type=port, metavar="N", help="Port of deepspeed and accelerate, by default 29500."
+    )
     parser.add_argument(
         "--preset",
         type=choose("preset"),

@@ -9,14 +9,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
+from ..runtime.writing import ASIDE
 from ..weights.files import check_shards
 from .manifest import MANIFEST_NAME, find_damage, read_manifest
 
 
 logger = logging.get_logger(__name__)
-
-# The subdirectory that a checkpoint is written into before it gets its name.
-SAVING = ".saving"
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
@@ -132,8 +130,9 @@ def set_aside(path: Path, why: str = "damaged") -> Path:
 
 
 def remove_leftovers(output_dir: str | Path) -> None:
-    """Delete the half-written checkpoint of a killed run. No save may be in progress in `output_dir`."""
-    shutil.rmtree(Path(output_dir, SAVING), ignore_errors=True)
+    """Delete the unfinished files of a killed run. No save may be in progress in `output_dir`."""
+    for path in Path(output_dir).glob(f"{ASIDE}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def find_newest_run(directory: str = "out") -> str:
@@ -169,7 +168,6 @@ def find_runs(directory: str = "out") -> list[str]:
 
 
 __all__ = [
-    "SAVING",
     "abandon_later_checkpoints",
     "checkpoint_path",
     "find_newest_run",

@@ -15,7 +15,8 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..runtime.processes import on_saving_processes
-from .directory import SAVING, remove_leftovers, set_aside, summarize
+from ..runtime.writing import ASIDE
+from .directory import remove_leftovers, set_aside, summarize
 from .manifest import MANIFEST_NAME, find_damage, flush
 
 
@@ -52,7 +53,7 @@ def share_checkpoint(path: Path, args: TrainingArguments, *, source: int) -> Non
     """
     manifests = on_saving_processes(args, lambda: _manifest(path))
     is_missing = args.should_save and manifests[args.process_index] != manifests[source]
-    directory = path.parent / SAVING / path.name if is_missing else path
+    directory = path.parent / ASIDE / path.name if is_missing else path
 
     def make_room() -> None:
         if is_missing:

@@ -27,11 +27,11 @@ from transformers.utils import CONFIG_NAME
 
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.processes import on_saving_processes
-from ..runtime.writing import refused_write
+from ..runtime.writing import ASIDE, refused_write
 from ..tokenizer.loading import save_tokenizer
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME
-from .directory import SAVING, remove_leftovers, set_aside, summarize
+from .directory import remove_leftovers, set_aside, summarize
 from .machines import equalize
 from .manifest import find_damage, flush, write_manifest
 
@@ -100,14 +100,14 @@ class CheckpointWriter:
         def publish(source: Path) -> None:
             _publish_checkpoint(source, target, run)
 
-        return self._writing(target.parent / SAVING / target.name, target, publish, add_files)
+        return self._writing(target.parent / ASIDE / target.name, target, publish, add_files)
 
     def writing_model(self, target: Path) -> AbstractContextManager[Path]:
         """
         Return a block that gets a directory to write a model into. After the block, move its files into the directory
         `target`. All ranks must enter the block.
         """
-        return self._writing(target / SAVING / "model", target / CONFIG_NAME, partial(_publish_model, target=target))
+        return self._writing(target / ASIDE / "model", target / CONFIG_NAME, partial(_publish_model, target=target))
 
     @contextmanager
     def _writing(
@@ -167,7 +167,7 @@ class CheckpointWriter:
                 raise
             free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
             if self.args.should_save:
-                shutil.rmtree(target.parent / SAVING, ignore_errors=True)
+                shutil.rmtree(target.parent / ASIDE, ignore_errors=True)
             self._end_unsaved(target, error, free)
 
     def _end_unsaved(self, target: Path, error: Exception, free: int) -> NoReturn:

@@ -162,9 +162,7 @@ def load_documents(
         # Every dataset derived from the stream inherits this text. A resumed run compares it with the text in its
         # checkpoint.
         described = [part.info.description for part in rows]
-        # Leave out the default share: the text must equal the one in checkpoints of earlier versions without the flag.
-        shares = (validation_fraction,) if train_fraction == 1 else (validation_fraction, train_fraction)
-        train.info.description = str((described, weights, *shares))
+        train.info.description = str((described, weights, validation_fraction, train_fraction))
     else:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
         train.info.description = "; ".join(filter(None, (share, rejected.describe_counts())))

@@ -165,7 +165,8 @@ def _check_fields(message: dict[str, Any]) -> None:
         others += [name for name in ("tool_calls", "reasoning_content") if not is_blank(message.get(name))]
     for name in others:
         words = set(re.findall("[a-z]+", str(name).lower()))
-        if words & _MEANINGFUL and name != "tool_call_id":
+        # Names, identifiers and counts describe a message.
+        if words & _MEANINGFUL and not str(name).endswith(("_id", "_name", "_tokens")):
             role = message["role"]
             raise BadRecord(
                 f"a message of the {role} has the field {quoted(name)}, which cannot be trained; remove it"
@@ -210,7 +211,9 @@ def _read_weight(message: dict[str, Any]) -> float:
         if not isinstance(value, (bool, int, float)) or not 0 <= value < 1e9:
             raise BadRecord(f"a message has a {name!r} that is no boolean or number of 0 or more; correct it")
         value = not value if name == "masked" else value
-        if value and message["role"] != "assistant":
+        # Some files give each message the weight 1.
+        is_neutral = "weight" in name and value == 1
+        if value and not is_neutral and message["role"] != "assistant":
             role = message["role"]
             raise BadRecord(
                 f"a message of the {role} asks for training ({name!r}); only answers have weights; remove it"

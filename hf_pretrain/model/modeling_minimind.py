@@ -70,7 +70,7 @@ KNOWN_ARGUMENTS = frozenset(
         *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),
         # packed sequences
         *("cu_seq_lens_q", "max_length_q", "packed_documents"),
-        # without effect: keys have the lengths of the queries, and their documents are those of `position_ids`
+        # without effect beside `position_ids`, which say the same
         *("cu_seq_lens_k", "max_length_k", "seq_idx"),
         # without effect: a decoder has no segments and computes neither loss nor logits
         *("token_type_ids", "num_items_in_batch", "skip_logits"),
@@ -403,7 +403,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
         Raises:
             `ValueError`: for both or neither of `input_ids` and `inputs_embeds`, two caches, a position past the
-                rotary table, or packed positions together with padding in `attention_mask`.
+                rotary table, packed sequences without `position_ids`, or packed positions together with padding in
+                `attention_mask`.
             `TypeError`: for an argument that this code does not know, see [`_check_names`].
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -417,6 +418,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
         is_paged = cache is not None and not isinstance(cache, Cache)
         if not is_paged:
             self._check_names(kwargs)
+            packed = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if kwargs.get(name) is not None]
+            if packed and position_ids is None:
+                raise ValueError(f"{packed[0]} needs position_ids, which restart at 0 where a document begins.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         seq_len = inputs_embeds.shape[1]
@@ -669,6 +673,10 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
     """MiniMind with one score per sequence, for reward models. It has no router loss."""
 
+    # NOTE: here and below. Trainer takes `**kwargs` in `forward` for a sign that it divides by `num_items_in_batch`.
+    # It does not, so Trainer must divide by the number of micro-batches.
+    accepts_loss_kwargs = False
+
     def __init__(self, config: MiniMindConfig):
         # NOTE: here and below, skip the constructor of the generic class. It builds the model with AutoModel, which
         # asks the user a second time whether to run this code from the Hub.
@@ -682,6 +690,8 @@ class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMi
 class MiniMindForTokenClassification(GenericForTokenClassification, MiniMindPreTrainedModel):
     """MiniMind with a score per token and label. It has no router loss."""
 
+    accepts_loss_kwargs = False
+
     def __init__(self, config: MiniMindConfig):
         super(GenericForTokenClassification, self).__init__(config)
         self.num_labels = config.num_labels
@@ -693,6 +703,8 @@ class MiniMindForTokenClassification(GenericForTokenClassification, MiniMindPreT
 
 class MiniMindForQuestionAnswering(GenericForQuestionAnswering, MiniMindPreTrainedModel):
     """MiniMind with two scores per token: the answer begins here, and it ends here. It has no router loss."""
+
+    accepts_loss_kwargs = False
 
     def __init__(self, config: MiniMindConfig):
         super(GenericForQuestionAnswering, self).__init__(config)

@@ -43,7 +43,7 @@ EXIT_NOT_SAVED = 74
 _LAUNCHER_SECONDS = 20.0
 # Flags that are read before the command line is parsed.
 _EARLY_FLAGS = re.compile(r"^--(log[_-]level|config)[=\n](.*)$", re.MULTILINE)
-_PATH_FLAGS = re.compile(r".+_(dir|path)|config|deepspeed|output|resume_from_\w+|runs|tokenizer|tools")
+_PATH_FLAGS = re.compile(r".+_(dir|path)|config|deepspeed|output|resume_from_\w+|runs|source|tokenizer|tools")
 # This package raises these for mistakes of the user: a wrong value, a missing extra, a missing or broken file.
 _MISTAKES = (ValueError, ImportError, OSError)
 

@@ -96,7 +96,7 @@ class EvaluationArguments(LMTrainingArguments):
         Return the model to evaluate, and set `output_dir` to the directory of its results.
 
         Raises:
-            `ValueError`: if there is no model, or no place for the results. A checkpoint is none.
+            `ValueError`: if there is no model or no place for the results, or `results_dir` is in a checkpoint.
         """
         name = model_name_or_path or self.run_dir or find_newest_run()
         if model_name_or_path is None and not Path(name, "config.json").is_file():

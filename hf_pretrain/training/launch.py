@@ -200,13 +200,15 @@ def check_device(args: "LMTrainingArguments") -> None:
 def choose_cpu_threads(args: "LMTrainingArguments", checkpoint: str | None = None) -> None:
     """
     Choose the number of threads ([`~runtime.cores.choose_threads`]) of a single process on a CPU. Launchers divide the
-    cores among several processes. A resumed run keeps the number of its checkpoint.
+    cores among several processes. A resumed run keeps the number of its checkpoint, unless several processes wrote it:
+    then its random numbers differ anyway.
     """
     if args.device.type != "cpu" or args.world_size > 1:
         return
     kept = None
     if checkpoint is not None and Path(checkpoint, MANIFEST_NAME).exists():
-        kept = read_manifest(checkpoint)["run"].get("threads")
+        run = read_manifest(checkpoint)["run"]
+        kept = run.get("threads") if run["world_size"] == 1 else None
     args.threads = choose_threads(kept)
 
 

@@ -127,7 +127,9 @@ class RunDescription:
         self.settings, self.fixed_weights = describe_settings(args, others), fixed_weights or {}
         self.adapter = _describe_adapter(model)
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
-        self.tokenizer = _digest(str(sorted(tokenizer.get_vocab().items()))) if is_tokenizer else None
+        # GRPO renders its prompts during the training.
+        words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template) if is_tokenizer else None
+        self.tokenizer = _digest(str(words)) if words else None
         self._is_stream = isinstance(dataset, datasets.IterableDataset)
 
     def after(self, state: TrainerState) -> dict[str, Any]:
@@ -135,12 +137,12 @@ class RunDescription:
         args = self.args
         # Only in these cases does the order of the rows, or the loss, depend on the batch size or the workers.
         order: dict[str, Any] = {}
-        rows_per_device = {"rows per device": args.per_device_train_batch_size}
+        rows_per_device = {"per_device_train_batch_size": args.per_device_train_batch_size}
         # Plain `TrainingArguments` lack the attribute.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "loss_depends_on_micro_batch", False):
             order = rows_per_device
         elif self._is_stream and args.dataloader_num_workers > 1:
-            order = {"loader workers": args.dataloader_num_workers, **rows_per_device}
+            order = {"dataloader_num_workers": args.dataloader_num_workers, **rows_per_device}
         return {
             "step": state.global_step,
             "num_tokens": state.num_input_tokens_seen,
@@ -232,10 +234,7 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
             f"its global batch was {batch[0]} rows ({then['data_ranks']} process(es) x {then['batch_size']} x "
             f"{then['accumulation']}) and this run's is {batch[1]}: rows would be skipped or seen twice"
         )
-    if then["order"] != now["order"]:
-        inexact.append(
-            f"its updates depended on {then['order'] or 'no batch size'}, this run's on {now['order'] or 'none'}"
-        )
+    inexact += _changes(then["order"], now["order"], then["order"].keys() | now["order"].keys())
     names = (then["settings"].keys() | now["settings"].keys()) - CONTENT_FLAGS
     return fatal + shape, inexact + scale + _changes(then["settings"], now["settings"], names)
 
@@ -281,10 +280,10 @@ def _compare_contents(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     inexact = []
     if then["data"] != now["data"]:
-        counts = f"{then['data'] or 'unknown'} then, {now['data'] or 'unknown'} now"
-        inexact.append(f"its data differed ({counts}{flags(DATA_FLAGS)})")
+        rows = [run["data"].get("rows", "an unknown number of") for run in (then, now)]
+        inexact.append(f"its data differed ({rows[0]} rows then, {rows[1]} now{flags(DATA_FLAGS)})")
     if then["tokenizer"] != now["tokenizer"]:
-        inexact.append(f"its tokenizer had another vocabulary{flags({'tokenizer_name_or_path'})}")
+        inexact.append(f"its tokenizer had another vocabulary or chat template{flags({'tokenizer_name_or_path'})}")
     if then["config"] != now["config"]:
         fields = _changes(then["config"], now["config"], then["config"].keys() | now["config"].keys(), flag="")
         inexact.append(f"its model had another config ({', '.join(fields)}{flags(MODEL_FLAGS)})")

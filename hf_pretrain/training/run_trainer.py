@@ -72,12 +72,13 @@ class RunTrainer(Trainer):
         # Digests of weights that change the updates but are in no checkpoint, by role. Compute them now: later, these
         # weights are wrapped or sharded.
         self._fixed_weights: dict[str, str] = {}
-        # Plain `TrainingArguments` lack the attribute.
-        if getattr(training_args, "has_reference", False) and isinstance(model, torch.nn.Module):
-            self._fixed_weights["reference model"] = digest_weights(model.parameters())
-        elif is_adapted(model):
+        if is_adapted(model):
+            # The base model is also the reference.
             frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
             self._fixed_weights["base model"] = digest_weights(frozen)
+        # Plain `TrainingArguments` lack the attribute.
+        elif getattr(training_args, "has_reference", False) and isinstance(model, torch.nn.Module):
+            self._fixed_weights["reference model"] = digest_weights(model.parameters())
         is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
         # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `checkpoints.sharded` saves
         # it, so the constructor must not see the request.

@@ -151,7 +151,9 @@ def train_and_evaluate(
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLinesCallback)
-    if trainer.args.device.type == "cpu" and trainer.args.process_index == 0:
+    # Other ranks and the workers of a data loader would count as other programs.
+    is_alone = trainer.args.world_size == 1 and trainer.args.dataloader_num_workers == 0
+    if trainer.args.device.type == "cpu" and is_alone:
         trainer.add_callback(BusyCoresCallback)
     _set_generation_defaults(trainer)
     trackers = Trackers(trainer.args, trainer.callback_handler.callbacks, is_resumed=checkpoint is not None)

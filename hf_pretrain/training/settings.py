@@ -56,7 +56,7 @@ _ENDLESS_SCHEDULES = {"constant", "constant_with_warmup", "inverse_sqrt", "reduc
 # leave out what the checkpoint holds. They are named if the content differs.
 DATA_FLAGS = {
     *("dataset_name", "dataset_weights", "validation_fraction", "train_fraction", "streaming", "text_column"),
-    *("max_length", "packing_strategy", "dataset_kind", "chat_template", "enable_thinking", "train_on_inputs"),
+    *("packing_strategy", "dataset_kind", "chat_template", "enable_thinking", "train_on_inputs"),
     *("span_weights", "tokenizer_name_or_path", "vocab_size"),
 }
 MODEL_FLAGS = {"model_preset", "model_name_or_path", "config_overrides", "vocab_size"}

@@ -42,7 +42,7 @@ CARD_NAME = "README.md"
 _MODEL_FILES = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
     r"|merges\.txt|tokenizer\.model|chat_template\.jinja|README\.md|Modelfile"
-    r"|(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_\d+(_moe)?\.pth|"
+    r"|(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|"
     + "|".join(map(re.escape, (FILE_NAME, *CODE_FILES)))
 )
 

@@ -53,7 +53,8 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         # `a=1, b={c: 2}` becomes `{a: 1, b: {c: 2}}`, a mapping in YAML's flow style.
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
     except yaml.constructor.ConstructorError as error:
-        raise ValueError(f"{flag}: {error.problem}. Leave one of them out.") from None
+        advice = "Leave one of them out" if "stands twice" in error.problem else "Write values as name=value"
+        raise ValueError(f"{flag}: {error.problem}. {advice}.") from None
     except yaml.YAMLError:
         # The loop below reports the text.
         fields = {text: None}

@@ -113,7 +113,8 @@ def _warn_about_router(args: ModelArguments, config: MiniMindConfig) -> None:
             f"it no gradient. Pass {flag('norm_topk_prob', False)} to train it."
         )
     if config.router_aux_loss_coef and config.router_aux_loss_level == "batch":
-        logger.warning(
+        # DPO loads a second model, its reference.
+        logger.warning_once(
             "The router loss of this model is one over all tokens of a micro-batch (router_aux_loss_level=batch, as "
             "in minimind-3), so batch size, accumulation and number of processes change what is learnt. Pass "
             f"{flag('router_aux_loss_level', 'sequence')} for one per document, which they do not change."

@@ -223,6 +223,9 @@ SCHEMAS = {
     "fields without an effect": {
         "messages": [{**USER, "id": 7, "weight": 0, "images": []}, {**ANSWER, "timestamp": "now", "loss": True}]
     },
+    "names, identifiers and counts": {
+        "messages": [{**USER, "weight": 1, "tool_name": "a", "call_id": "b"}, {**ANSWER, "reasoning_tokens": 3}]
+    },
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ANSWER]},
 }
 

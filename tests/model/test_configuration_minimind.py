@@ -159,7 +159,7 @@ def test_travelling_code_names_the_versions_of_transformers_that_it_was_tested_w
 ):
     monkeypatch.setattr(transformers, "__version__", version)
     path = Path(hf_pretrain.__file__).parent / "model/configuration_minimind.py"
-    spec = importlib.util.spec_from_file_location("transformers_modules.minimind", path)
+    spec = importlib.util.spec_from_file_location("hf_pretrain.model.copy", path)
     with pytest.raises(ImportError, match="5.23 to 5.24.* 5.22.3 is") if said == "older" else nullcontext():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert ("tested with transformers 5.23 to 5.24, and 5.25.0 is installed" in caplog.text) == (said == "newer")

@@ -123,11 +123,15 @@ HEADS = {
 @pytest.mark.parametrize("model_class", HEADS)
 def test_unknown_arguments_are_refused(build_model, input_ids, model_class):
     model = model_class(build_model().config).eval()
-    ignored = {"token_type_ids": input_ids, "seq_idx": input_ids, "num_items_in_batch": 3, "return_dict": True}
+    positions = {"position_ids": torch.arange(24).expand(2, 24), "seq_idx": torch.zeros(2, 24, dtype=torch.int32)}
+    ignored = {"token_type_ids": input_ids, "num_items_in_batch": 3, "return_dict": True, **positions}
     expected = model(input_ids).to_tuple()
     # A value of None says nothing under any name.
     for found, value in zip(model(input_ids, **ignored, new_mask=None).to_tuple(), expected, strict=True):
         assert not isinstance(value, torch.Tensor) or torch.equal(found, value)
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        with pytest.raises(ValueError, match=f"{name} needs position_ids"):
+            model(input_ids, **{name: torch.zeros(2, 24, dtype=torch.int32)})
     for name in ("kv_cache", "cache_position", "is_causal", "attention_masks", "target_ids"):
         with pytest.raises(TypeError, match=f"argument {name}, .*tested with transformers {TESTED_VERSIONS}"):
             model(input_ids, **{name: torch.zeros(2, 24)})

@@ -125,6 +125,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--config", "utf-16.yaml"], "utf-16.yaml: unknown key `learning_rat`; the nearest known one is"),
         ("pretrain", ["--config", "unlike.yaml"], "unlike.yaml: unknown key `batch_width`."),
         ("pretrain", ["--config", "."], "--config . cannot be read: Is a directory. Name a YAML file."),
+        ("convert", ["--from", "", "--to", "x"], "--from is empty. Name a file or directory, or leave the flag out."),
         ("pretrain", ["--output_dir", ""], "--output_dir is empty. Name a file or directory, or leave the flag out."),
         ("pretrain", ["--output_dir="], "--output_dir is empty."),
         ("sft", ["--model_name_or_path", ""], "--model_name_or_path is empty."),
@@ -218,6 +219,7 @@ def test_debug_with_a_value_goes_to_trainer(tmp_path):
 def test_a_mistake_in_a_worker_of_the_data_loader_is_one_line(tmp_path):
     """A worker that waits for work must not keep the process from ending, either."""
     template = (ROOT / "hf_pretrain/tokenizer/templates/minimind.jinja").read_text(encoding="utf-8")
+    toy_model(vocab_size=6400).save_pretrained(tmp_path / "toy")
     (tmp_path / "t.jinja").write_text(template + "{{ raise_exception('no sums') if '3' in messages[0].content }}")
     lines = [
         {"messages": [{"role": "user", "content": f"{number}+2?"}, {"role": "assistant", "content": "4"}]}
@@ -226,7 +228,7 @@ def test_a_mistake_in_a_worker_of_the_data_loader_is_one_line(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     name = str(tmp_path / "a.jsonl")
     words = [
-        *("--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1"),
+        *("--model_name_or_path", str(tmp_path / "toy")),
         *(
             "--tokenizer_name_or_path",
             str(ROOT / "tests/fixtures/tokenizers/v3"),
@@ -239,8 +241,6 @@ def test_a_mistake_in_a_worker_of_the_data_loader_is_one_line(tmp_path):
         *("--chat_template", str(tmp_path / "t.jinja"), "--validation_fraction", "0", "--dataloader_num_workers", "1"),
         *("--eval_strategy", "no", "--save_strategy", "no", "--use_cpu", "--output_dir", str(tmp_path / "run")),
         *("--train_fraction", "1", "--per_device_train_batch_size", "1"),
-        # An empty name takes back the one in the preset.
-        *("--model_name_or_path", ""),
     ]
     result = start([*launcher_command("python"), str(ROOT / "recipes/sft.py"), *words], timeout=200, fresh=True)
     assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout

@@ -17,12 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from hf_pretrain.checkpoints.directory import SAVING, checkpoint_path
+from hf_pretrain.checkpoints.directory import checkpoint_path
 from hf_pretrain.checkpoints.manifest import find_damage, read_manifest, write_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.hub.pusher import HubPusher
 from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
+from hf_pretrain.runtime.writing import ASIDE
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.data_position import DATA_POSITION_NAME, DataPosition, PositionTracker
 from hf_pretrain.training.deepspeed_support import check_deepspeed_config
@@ -49,7 +50,7 @@ def writer(tmp_path) -> CheckpointWriter:
 def write_checkpoint(writer, tmp_path, step: int, value: float):
     target = checkpoint_path(tmp_path, step)
     with writer.writing_checkpoint(target, {"step": step}) as source:
-        assert source == tmp_path / SAVING / target.name and writer.directory == source.parent
+        assert source == tmp_path / ASIDE / target.name and writer.directory == source.parent
         save_file({"weight": torch.full((4,), value)}, source / "model.safetensors")
     assert writer.directory is None
     return target
@@ -58,10 +59,10 @@ def write_checkpoint(writer, tmp_path, step: int, value: float):
 def test_a_complete_checkpoint_gets_its_final_name(writer, tmp_path):
     target = write_checkpoint(writer, tmp_path, 3, 1.0)
     assert find_damage(target) == [] and read_manifest(target)["run"] == {"step": 3}
-    assert not (tmp_path / SAVING).exists()
-    (tmp_path / SAVING / "checkpoint-9").mkdir(parents=True)
+    assert not (tmp_path / ASIDE).exists()
+    (tmp_path / ASIDE / "checkpoint-9").mkdir(parents=True)
     again = write_checkpoint(writer, tmp_path, 3, 2.0)
-    assert again == target and find_damage(target) == [] and not (tmp_path / SAVING).exists()
+    assert again == target and find_damage(target) == [] and not (tmp_path / ASIDE).exists()
 
 
 def test_a_checkpoint_that_reads_back_differently_is_renamed(writer, tmp_path, monkeypatch):

@@ -65,6 +65,8 @@ STAGES = {
         *("dpo", ["--dataset_name", "pairs.jsonl"]),
         {
             ("--beta", "0.5"): "--beta was 0.1 and is now 0.5",
+            # The collator cuts the pairs, so their rows stay the same.
+            ("--max_length", "64"): "--max_length was 512 and is now 64",
             ("--loss_type", "ipo"): r"--loss_type was \['sigmoid'\] and is now \['ipo'\]",
             ("--model_name_or_path", "other"): "its reference model had other weights; --model_name_or_path was toy",
         },
@@ -77,7 +79,12 @@ STAGES = {
         *("dpo", ["--dataset_name", "pairs.jsonl", "--algorithm", "orpo"]),
         {
             ("--beta", "0.5"): "--beta was 0.1 and is now 0.5",
-            ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"): "'rows per device': 1",
+            (
+                "--per_device_train_batch_size",
+                "1",
+                "--gradient_accumulation_steps",
+                "2",
+            ): "--per_device_train_batch_size was 2 and is now 1",
         },
     ),
     "simpo": (

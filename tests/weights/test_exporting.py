@@ -432,7 +432,10 @@ def test_only_a_model_is_replaced(build_model, tmp_path):
 )
 def test_upstream_files_have_the_names_that_its_scripts_look_for(source, overrides, expected, build_model, tmp_path):
     export(build_model(**overrides), tmp_path / "out", "upstream", stage=upstream_stage(source))
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {expected, "config.json"}
+    # MiniMind keeps the weights of all stages in one directory.
+    (tmp_path / "out/epoch_3.pth").write_bytes(b"another stage")
+    export(build_model(**overrides), tmp_path / "out", "upstream", stage=upstream_stage(source), overwrite=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {expected, "config.json", "epoch_3.pth"}
 
 
 @pytest.mark.parametrize("value, expected", [(128, 128), (None, 8192)])
