@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import TrainingArguments
 
-from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
@@ -330,3 +330,11 @@ def test_deepspeed_evaluates_with_zero3_only(talker, tmp_path):
     result = start([*launcher_command("deepspeed", 1), *words, "--results_dir", str(tmp_path), "--use_cpu"])
     assert result.returncode and "Traceback" not in result.stdout
     assert "has ZeRO stage 2, and DeepSpeed evaluates with ZeRO-3 only" in result.stdout
+
+
+def test_lm_eval_knows_the_model_type(caplog):
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM.__new__(HFLM)
+    harness._get_backend(MiniMindConfig())
+    assert harness.backend == "causal" and "neither marked" not in caplog.text
