@@ -164,7 +164,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch, caplog
         torch.set_num_threads(3)
         # The user's own variable wins. The run then warns.
         choose_cpu_threads(trainer.args, checkpoint)
-        make_run_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
+        make_run_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=checkpoint)
         assert "2 thread(s) and this run has 3" in caplog.text and "set OMP_NUM_THREADS=2" in caplog.text
         monkeypatch.delenv("OMP_NUM_THREADS")
         choose_cpu_threads(trainer.args, checkpoint)
