@@ -20,8 +20,6 @@ from .modelscope_files import download_modelscope_files
 
 logger = logging.get_logger(__name__)
 
-_OTHER_KINDS = "other kinds of files"
-
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
 # Approximate size of the source data of one cache file.
 SHARD_BYTES = 64 << 20
@@ -132,9 +130,7 @@ def _list_files(name: str, root: Path, found: Iterable[Path]) -> list[Path]:
             files |= {each for each in kept if each.is_file()}
     if left_out:
         reasons = (f"{reason} ({len(paths)}, such as {next(iter(paths))})" for reason, paths in left_out.items())
-        # A README beside the data is nothing to act on.
-        log = logger.info if left_out.keys() == {_OTHER_KINDS} else logger.warning
-        log(f"Data files of {name}: {len(files)}. Left out: {', '.join(reasons)}")
+        logger.warning(f"Data files of {name}: {len(files)}. Left out: {', '.join(reasons)}")
     if not files:
         known = f"{', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)})"
         raise ValueError(f"No file of {name} ends in {known}.")
@@ -156,7 +152,7 @@ def _why_left_out(path: Path, root: Path, seen: dict[Path, Path]) -> str | None:
         if path != root and (is_run or is_model):
             return "directories of runs, models or tokenizers"
     elif not path.is_file() or file_format(path) is None:
-        return _OTHER_KINDS
+        return "other kinds of files"
     # Without this, a link to a directory above it would never end.
     return None if seen.setdefault(path.resolve(), path) == path else "links to what is read already"
 

@@ -345,15 +345,6 @@ def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
     assert texts_of(quarter)[:50] != texts_of(train)[:50], "drawn from all of it, not its beginning"
 
 
-def test_a_stream_is_described_as_by_earlier_versions(tmp_path):
-    """Checkpoints hold a digest of the description, so another text would forbid resuming."""
-    name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    size = (tmp_path / "a.jsonl").stat().st_size
-    train, _ = load_documents([name], streaming=True)
-    reading = f"[{{'schema': 'text', 'text_column': 'text'}}, ('a.jsonl', {size})]"
-    assert train.info.description == str(([reading], None, 0.01))
-
-
 def test_a_stream_never_trains_on_validation_hashes_after_its_scan(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "VALIDATION_SCAN", 100)
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
