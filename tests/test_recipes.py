@@ -165,7 +165,7 @@ def test_the_recipe_trains_saves_and_reports(workspace):
 # The flags of each stage beside those of `toy_arguments`, and the lines that only this stage prints.
 FLAGS_AND_LINES = {
     "sft": ("--dataset_name chats.jsonl", [r"(Training|Validation): .* tokens count in the loss.*"]),
-    "distill": ("--teacher_name_or_path toy --dataset_kind text", []),
+    "distill": ("--teacher_name_or_path toy --dataset_kind text", ["The student has the weights of the teacher: .*"]),
     "dpo": (
         "--dataset_name pairs.jsonl",
         [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}, [\d,]+ tokens/s"],

@@ -96,7 +96,8 @@ class RecipeParser(HfArgumentParser):
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         # `Path("")` is the working directory.
         if text == "" and _PATH_FLAGS.fullmatch(action.dest):
-            raise ValueError(f"--{action.dest} is empty. Name a file or directory, or leave the flag out.")
+            name = (action.option_strings or [action.dest])[0]
+            raise ValueError(f"{name} is empty. Name a file or directory, or leave the flag out.")
         return super()._get_value(action, text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

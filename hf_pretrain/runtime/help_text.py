@@ -39,7 +39,7 @@ class FlagFormatter(argparse.RawDescriptionHelpFormatter):
         # A switch needs no value.
         if action.nargs in (0, "?"):
             return name
-        value = "N" if action.type is int else "X" if action.type is float else "VALUE"
+        value = action.metavar or ("N" if action.type is int else "X" if action.type is float else "VALUE")
         return f"{name} {value}{' ...' if action.nargs in ('+', '*') else ''}"
 
     def _get_help_string(self, action: argparse.Action) -> str:

@@ -129,7 +129,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--output_dir", ""], "--output_dir is empty. Name a file or directory, or leave the flag out."),
         ("pretrain", ["--output_dir="], "--output_dir is empty."),
         ("sft", ["--model_name_or_path", ""], "--model_name_or_path is empty."),
-        ("compare", [""], "--runs is empty."),
+        ("compare", [""], "runs is empty."),
         ("compare", [".", "--output", ""], "--output is empty."),
         ("chat", ["--tools", ""], "--tools is empty."),
         ("serve", ["--port", "65536"], "--port: '65536' must be a port from 1 to 65535."),
