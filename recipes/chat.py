@@ -22,6 +22,7 @@ from functools import partial
 from hf_pretrain.checkpoints.directory import find_runs
 from hf_pretrain.reports.runs import read_launches, trained_on_text
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.chatting import Chat
 from hf_pretrain.stages.continuing import Continuation, is_base_model
 from hf_pretrain.stages.generating import Generator
@@ -57,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
     )
     is_raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
     if is_raw and (given := [flag for flag in ("system", "tools", "think") if getattr(args, flag)]):
-        raise ValueError(f"--{given[0]} has no effect on raw continuation. Leave it out, or chat with --no-raw.")
+        raise UserError(f"--{given[0]} has no effect on raw continuation. Leave it out, or chat with --no-raw.")
     thinking = {"on": True, "off": False}.get(args.think)
     chat = (
         Continuation(generator)
@@ -71,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
             # Standard output holds the answer alone.
             print(title, file=sys.stderr)
         if not chat.say(args.prompt):
-            raise ValueError("--prompt is empty. Give it a text, or leave it out to talk.")
+            raise UserError("--prompt is empty. Give it a text, or leave it out to talk.")
         chat.answer(write)
         print()
         print(generator.speed, file=sys.stderr)

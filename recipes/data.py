@@ -45,6 +45,7 @@ from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import describe_splits, list_sources, plain_text, read_records
 from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.errors import MissingExtraError, UserError
 from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.runtime.writing import written_whole
 from hf_pretrain.stages.task_groups import expand_tasks
@@ -56,7 +57,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 def inspect(args: argparse.Namespace) -> None:
     for name, least in (("max_length", 2), ("show", 0), ("chars", 1)):
         if getattr(args, name) < least:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least {least}.")
+            raise UserError(f"--{name} {getattr(args, name)} must be at least {least}.")
     with activity.on_stderr(bars=False):
         activity.begin("downloading")
         sources = list_sources(args.names)
@@ -64,7 +65,7 @@ def inspect(args: argparse.Namespace) -> None:
         survey = survey_records(read_records(sources, text_column=args.text_column))
         if not survey.sample:
             reasons = "; ".join(survey.reasons) or "there are none"
-            raise ValueError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
+            raise UserError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
         if args.tokenizer is None:
             tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
         else:
@@ -124,7 +125,7 @@ def task_texts(names: str | None) -> Iterable[str]:
     try:
         from hf_pretrain.stages.harness import read_questions
     except ImportError as error:
-        raise ImportError(f"--held_out_tasks needs lm-eval: {install_command('eval')}") from error
+        raise MissingExtraError(f"--held_out_tasks needs lm-eval: {install_command('eval')}") from error
     return read_questions(expand_tasks(names))
 
 

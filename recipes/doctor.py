@@ -18,6 +18,7 @@ from pathlib import Path
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.health import print_findings
 from hf_pretrain.training.efficiency import STRATEGIES, available_memory_bytes, estimate_memory, num_active_parameters
 from hf_pretrain.training.optimizers import OPTIM_PRESETS
@@ -73,7 +74,7 @@ def main(args: DoctorArguments):
     if args == DoctorArguments(json=args.json):
         raise SystemExit(0 if print_findings(as_json=args.json) else 1)
     if args.json:
-        raise ValueError("--json is for the findings about the machine. Leave it out to estimate the memory of a run.")
+        raise UserError("--json is for the findings about the machine. Leave it out to estimate the memory of a run.")
     preset = default_preset() if args.model_preset in (None, "auto") else args.model_preset
     recipe = read_config(Path(__file__).parent / preset / "pretrain.yaml")
     optim_preset = args.optim_preset or recipe.get("optim_preset", "muon")

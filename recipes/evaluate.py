@@ -25,6 +25,7 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.hub.repository import push_folder
 from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.metrics import METRICS
 from hf_pretrain.stages.continuing import is_base_model
 from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments, format_results, write_results
@@ -54,7 +55,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         else PackedRows(tokenizer, ["Validation: nothing"])
     )
     if rows.eval is None and not training_args.tasks:
-        raise ValueError(
+        raise UserError(
             f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
             f"{', '.join(data_args.dataset_name)} to evaluate on. Use 1 to evaluate on all of them."
         )

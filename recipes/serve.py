@@ -25,6 +25,7 @@ import json
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.encoding import check_chat_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain_cli import port
@@ -51,9 +52,9 @@ def main(args: argparse.Namespace) -> None:
     if args.end_with_stdin:
         end_with_stdin()
     if args.compare and not args.web:
-        raise ValueError("--compare needs the chat page. Add --web.")
+        raise UserError("--compare needs the chat page. Add --web.")
     if args.continuous_batching and (args.device == "cpu" or not torch.accelerator.is_available()):
-        raise ValueError(
+        raise UserError(
             "--continuous_batching needs an accelerator: on a CPU, its cache fills the memory. Leave it out."
         )
     kwargs = template_kwargs(args.chat_template_kwargs, ReasoningMode(args.reasoning))

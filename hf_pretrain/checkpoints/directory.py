@@ -9,6 +9,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
+from ..runtime.errors import UserError
 from ..runtime.writing import ASIDE
 from ..weights.files import check_shards
 from .manifest import MANIFEST_NAME, find_damage, read_manifest
@@ -44,7 +45,7 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
             return str(path)
         if not (path / MANIFEST_NAME).exists():
             # Do not fall back to an older checkpoint: this one may be intact, and only the user can know.
-            raise ValueError(_no_manifest(path))
+            raise UserError(_no_manifest(path))
         aside = set_aside(path)
         logger.warning(f"{path} is damaged and was renamed to {aside.name}: {summarize(damage)}.")
     return None
@@ -69,16 +70,16 @@ def verify_checkpoint(path: Path, *, unverified: bool) -> str:
         `ValueError`: for a damaged or incomplete checkpoint, or one without a manifest unless `unverified`.
     """
     if not (path / TRAINER_STATE_NAME).is_file():
-        raise ValueError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
+        raise UserError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
     check_shards(path)
     if not (path / MANIFEST_NAME).exists():
         if not unverified:
-            raise ValueError(_no_manifest(path))
+            raise UserError(_no_manifest(path))
         logger.warning(f"{path} has no {MANIFEST_NAME}: its files were not verified.")
         return str(path)
     damage = find_damage(path)
     if damage:
-        raise ValueError(
+        raise UserError(
             f"--resume_from_checkpoint {path} is damaged: {summarize(damage)}. `--resume_from_checkpoint auto` takes "
             "the newest intact one in --output_dir."
         )
@@ -161,7 +162,7 @@ def find_runs(directory: str = "out") -> list[str]:
         if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
             runs.append((weights, str(config.parent)))
     if not runs:
-        raise ValueError(
+        raise UserError(
             f"No model in {directory}/: run `hf-pretrain pretrain` first, or name one: --model_name_or_path DIR."
         )
     return [run for _, run in sorted(runs, reverse=True)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ..runtime.errors import UserError
 from ..runtime.processes import on_saving_processes
 from ..runtime.writing import ASIDE
 from .directory import remove_leftovers, set_aside, summarize
@@ -94,7 +95,7 @@ def require_same_files(path: Path, args: TrainingArguments) -> None:
     def compare() -> None:
         if listings[args.process_index] != listings[0]:
             copy = Path(args.output_dir, path.name)
-            raise ValueError(
+            raise UserError(
                 f"--resume_from_checkpoint {path} on {socket.gethostname()} is missing, or differs from that of the "
                 f"first machine. A run copies only checkpoints in its own --output_dir: copy this one to {copy} on "
                 f"the first machine, and pass --resume_from_checkpoint {copy} on all machines."

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..runtime.errors import UserError
 from ..runtime.writing import MANIFEST_NAME
 
 
@@ -43,11 +44,11 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         seal = content.pop("sha256")
         if seal != _seal(content) or not isinstance(content["files"], dict) or not isinstance(content["run"], dict):
-            raise ValueError("its own sha256 does not match")
+            raise UserError("its own sha256 does not match")
     except FileNotFoundError:
-        raise ValueError(f"{MANIFEST_NAME} is missing") from None
+        raise UserError(f"{MANIFEST_NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST_NAME} is damaged ({error})") from None
+        raise UserError(f"{MANIFEST_NAME} is damaged ({error})") from None
     return content
 
 

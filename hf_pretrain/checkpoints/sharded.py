@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ..runtime.errors import UserError
+
 
 def save_optimizer(
     directory: str | Path,
@@ -69,7 +71,7 @@ def load_weights(directory: str | Path, model: nn.Module) -> None:
     # A tied output head shares the embedding's tensor, which safetensors stores once.
     missing = set(result.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or {})
     if missing or result.unexpected_keys:
-        raise ValueError(
+        raise UserError(
             f"{directory} does not fit the model: missing {sorted(missing)}, unexpected {result.unexpected_keys}."
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
+from ..runtime.errors import UserError
 from ..runtime.names import check_choices
 from .conversations import CONVERSATION_KEYS
 from .encoding import ConversationEncoder, RenderingError, parse_span_weights
@@ -91,7 +92,7 @@ class SourceArguments:
         try:
             yield
         except RenderingError as error:
-            raise ValueError(f"{find_line(self.dataset_name, schema, error.text)}: {error}") from error
+            raise UserError(f"{find_line(self.dataset_name, schema, error.text)}: {error}") from error
 
 
 @dataclass

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.activity import activity
+from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from ..runtime.writing import check_output
 from .corpora import COPY
@@ -56,12 +57,12 @@ class CleaningRules:
 
     def __post_init__(self) -> None:
         if self.min_chars < 0:
-            raise ValueError(f"--min_chars {self.min_chars} must be at least 0.")
+            raise UserError(f"--min_chars {self.min_chars} must be at least 0.")
         for name in ("max_repeated_lines", "min_letters"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name)} must lie between 0 and 1: it is a share.")
+                raise UserError(f"--{name} {getattr(self, name)} must lie between 0 and 1: it is a share.")
         if self.near_duplicates is not None and not _MIN_SIMILARITY <= self.near_duplicates <= 1:
-            raise ValueError(
+            raise UserError(
                 f"--near_duplicates {self.near_duplicates} must lie between {_MIN_SIMILARITY} and 1. "
                 "Pass 0 to keep near duplicates."
             )
@@ -147,7 +148,7 @@ class DuplicateFinder:
         try:
             from datasketch import MinHash, MinHashLSH
         except ImportError as error:
-            raise ImportError(f"Near duplicates need datasketch: {install_command('data')}") from error
+            raise MissingExtraError(f"Near duplicates need datasketch: {install_command('data')}") from error
         self._new_hash = MinHash
         self._index = MinHashLSH(num_perm=_NUM_HASHES, params=_BANDS)
         self._similarity = similarity
@@ -222,7 +223,7 @@ def held_out_texts(records: Iterable[Record]) -> Iterator[str]:
             continue
         if record.reason:
             reason = record.reason.replace("--text_column", "--held_out_column")
-            raise ValueError(f"--held_out {record.source}:{record.line} cannot be read: {reason}.")
+            raise UserError(f"--held_out {record.source}:{record.line} cannot be read: {reason}.")
         yield plain_text(record)
 
 
@@ -264,7 +265,7 @@ def output_files(path: Path) -> tuple[Path, Path, Path]:
         `ValueError`: if `path` is not the name of a JSONL file.
     """
     if path.suffix != ".jsonl":
-        raise ValueError(f"--output {path}: the command writes JSONL, so end the name in .jsonl.")
+        raise UserError(f"--output {path}: the command writes JSONL, so end the name in .jsonl.")
     return path, path.with_name(f"{path.name}.dropped"), path.with_name(path.name + _REPORT_SUFFIX)
 
 
@@ -279,7 +280,7 @@ def replaced_files(path: str | Path, *, overwrite: bool) -> list[Path]:
     existing = [file for file in output_files(Path(path)) if file.exists()]
     for file in existing:
         if not overwrite or file.is_dir():
-            raise ValueError(f"{file} exists. Choose another --output, or replace a file with --overwrite.")
+            raise UserError(f"{file} exists. Choose another --output, or replace a file with --overwrite.")
     return existing
 
 
@@ -291,13 +292,13 @@ def check_sources(sources: list[str], path: Path) -> None:
     written = [file.resolve() for file in output_files(path)]
     for source in sources:
         if Path(source).resolve() in written:
-            raise ValueError(
+            raise UserError(
                 f"{source} is an input, but this command would replace it. Choose another --output, or leave this "
                 "input out."
             )
         data = source.removesuffix(_REPORT_SUFFIX)
         if data != source and Path(data).is_file():
-            raise ValueError(f"{source} is named like the report on {data}. Leave it out, or rename it if it is data.")
+            raise UserError(f"{source} is named like the report on {data}. Leave it out, or rename it if it is data.")
 
 
 def check_kinds(sources: list[str], text_column: str) -> None:
@@ -312,7 +313,7 @@ def check_kinds(sources: list[str], text_column: str) -> None:
             first.setdefault(kind, source)
     if len(first) > 1:
         found = " and ".join(f"{source} holds {kind}s" for kind, source in first.items())
-        raise ValueError(f"{found}, which no run can read from one file. Clean each kind into an --output of its own.")
+        raise UserError(f"{found}, which no run can read from one file. Clean each kind into an --output of its own.")
 
 
 def write_cleaned(
@@ -346,7 +347,7 @@ def write_cleaned(
                 kept.write(line + "\n")
     if not report.num_kept:
         reasons = "; ".join(f"{number:,} x {reason}" for reason, number in report.dropped.most_common(3))
-        raise ValueError(f"No record is left of {report.num_records:,}, so {path.name} is not written: {reasons}.")
+        raise UserError(f"No record is left of {report.num_records:,}, so {path.name} is not written: {reasons}.")
     return report
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..runtime.errors import UserError
+
 
 # Columns with one value per token.
 TOKEN_COLUMNS = ("input_ids", "labels", "loss_mask", "attention_mask")
@@ -54,7 +56,7 @@ class DataCollatorForPackedRows:
         lengths = [len(feature["input_ids"]) for feature in features]
         seq_len = self.max_length or max(lengths)
         if max(lengths) > seq_len:
-            raise ValueError(
+            raise UserError(
                 f"A row of {max(lengths)} tokens is longer than max_length={seq_len}. "
                 "Prepare the rows with that length."
             )
@@ -66,7 +68,7 @@ class DataCollatorForPackedRows:
         for row, (feature, length) in enumerate(zip(features, lengths, strict=True)):
             seq_lengths = feature.get("seq_lengths", np.array([length]))
             if seq_lengths.sum() != length:
-                raise ValueError(f"seq_lengths {seq_lengths.tolist()} do not sum to the row's {length} tokens.")
+                raise UserError(f"seq_lengths {seq_lengths.tolist()} do not sum to the row's {length} tokens.")
             # (num_documents,): start of each document in the row
             starts = np.cumsum(seq_lengths) - seq_lengths
             position_ids[row, :length] -= np.repeat(starts, seq_lengths)
@@ -99,7 +101,7 @@ def _without_padding(feature: dict[str, Any]) -> dict[str, Any]:
     row = {name: np.asarray(feature[name]) for name in TOKEN_COLUMNS if feature.get(name) is not None}
     shapes = {name: column.shape for name, column in row.items()}
     if set(shapes.values()) != {(len(row["input_ids"]),)}:
-        raise ValueError(f"A row's columns must be lists of equal length, and these have the shapes {shapes}.")
+        raise UserError(f"A row's columns must be lists of equal length, and these have the shapes {shapes}.")
     if "attention_mask" in row:
         is_token = row.pop("attention_mask") != 0
         row = {name: column[is_token] for name, column in row.items()}

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from .formats import BadRecord
 
@@ -68,7 +69,7 @@ class EmbeddedCorpus:
         # Find the package without importing it: the import would run its code, and only its data files are needed.
         spec = find_spec(self.distribution.replace("-", "_"))
         if spec is None:
-            raise ImportError(
+            raise MissingExtraError(
                 f"This embedded corpus needs the package {self.distribution}, which is not installed. Run "
                 f"{install_command('corpora')}, or pass --dataset_name with data of your own."
             )
@@ -157,7 +158,7 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
         `ImportError`: if the package that holds it is not installed.
     """
     if part is not None and part not in EMBEDDED_CORPORA:
-        raise ValueError(f"No embedded corpus {part!r}. There are: {', '.join(EMBEDDED_CORPORA)}.")
+        raise UserError(f"No embedded corpus {part!r}. There are: {', '.join(EMBEDDED_CORPORA)}.")
     # Yield `COPY` instead of skipping a repeated record, so that records keep their numbers and copies are counted.
     for name in EMBEDDED_CORPORA if part is None else [part]:
         if schema == "text":

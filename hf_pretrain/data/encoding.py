@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.errors import UserError
 from ..tokenizer.chat_template import render_guarded
 from ..tokenizer.encoding import encode_rendered
 
@@ -115,7 +116,7 @@ class ConversationEncoder:
         """Return the id of a mark; raise `ValueError` if it is not one token."""
         index = tokenizer.get_added_vocab().get(mark)
         if index is None:
-            raise ValueError(
+            raise UserError(
                 f"--span_weights: {mark} is not one token of this tokenizer. Its marks are "
                 f"{', '.join(token for token in tokenizer.get_added_vocab() if token.startswith('</'))}."
             )
@@ -137,7 +138,7 @@ def _weigh_answers(is_generated: np.ndarray, answer_weights: list[float] | None)
         return np.ones(len(is_generated), np.float32)
     starts = np.diff(is_generated.astype(np.int8), prepend=0) == 1
     if starts.sum() != len(answer_weights):
-        raise ValueError(
+        raise UserError(
             f"The chat template marks {starts.sum()} texts of the assistant in a conversation with "
             f"{len(answer_weights)} messages of the assistant, so their weights cannot be assigned. Pass a template "
             "with one {% generation %} mark for each message by --chat_template, or remove the weights."
@@ -192,7 +193,7 @@ def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
         except ValueError:
             weight = -1.0
         if not 0 <= weight < float("inf") or name.startswith("<") != name.endswith(">") or not name.strip("</>"):
-            raise ValueError(
+            raise UserError(
                 f"--span_weights: {part!r} is not of the form <think>=10 or think=0.5 with a weight of 0 or more."
             )
         pairs.append((name, weight))

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Json
 
+from ..runtime.errors import MissingExtraError
 from ..runtime.installation import install_command
 
 
@@ -239,7 +240,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
-        raise ImportError(f"Reading {path} needs zstandard: {install_command('zstd')}") from error
+        raise MissingExtraError(f"Reading {path} needs zstandard: {install_command('zstd')}") from error
     # NOTE: zstandard's `stream_reader` does not notice a truncated file. `decompressobj` reports the end of a frame.
     decompressor = zstandard.ZstdDecompressor()
     frame, is_whole = decompressor.decompressobj(), True

@@ -5,6 +5,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, RevisionResolutionError
 
+from ..runtime.errors import UserError
 from ..runtime.names import DatasetName
 
 
@@ -37,7 +38,7 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
             num_proc=None if streaming else num_proc,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
+        raise UserError(
             f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
         ) from error
     if dataset.revision is not None:
@@ -58,7 +59,7 @@ def _check_revision(name: str, dataset: DatasetName) -> None:
     except (RevisionResolutionError, OSError, HTTPError):
         wanted = None
     if loaded != wanted:
-        raise ValueError(
+        raise UserError(
             f"{name!r} could not be loaded from the Hub, and the newest copy in the cache is of another revision, "
             f"{loaded}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT, or ask for that revision."
         )

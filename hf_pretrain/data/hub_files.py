@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 
+from ..runtime.errors import UserError
 from ..runtime.names import DatasetName
 from .formats import EXTENSIONS, file_format
 
@@ -42,9 +43,9 @@ def parse_hub_file(name: str) -> DatasetName | None:
             # Some revisions have slashes, such as `refs/convert/parquet`; huggingface_hub knows which ones.
             uri = parse_hf_uri(name)
         except ValueError as error:
-            raise ValueError(f"{error} Write hf://datasets/owner/name@revision/file.jsonl.") from error
+            raise UserError(f"{error} Write hf://datasets/owner/name@revision/file.jsonl.") from error
         if not uri.path_in_repo:
-            raise ValueError(f"{name} names no file. Add its path, or for a whole dataset pass {uri.id}.")
+            raise UserError(f"{name} names no file. Add its path, or for a whole dataset pass {uri.id}.")
         return DatasetName(uri.id, uri.path_in_repo, uri.revision)
     parsed = DatasetName.parse(name)
     # A configuration of a dataset does not end like a file.
@@ -77,13 +78,13 @@ def download_hub_files(file: DatasetName) -> list[str]:
         present = _list_files(file.repo_id, **where)
         names = [name for name in present if file_format(Path(name)) and fnmatch.fnmatch(name, file.config)]
         if not names:
-            raise ValueError(f"{place}: no data file of the repository matches; it holds {', '.join(present)}.")
+            raise UserError(f"{place}: no data file of the repository matches; it holds {', '.join(present)}.")
         root = Path(snapshot_download(file.repo_id, allow_patterns=[glob.escape(name) for name in names], **where))
         return [str(path) for path in sorted(root / name for name in names)]
     except HfHubHTTPError as error:
-        raise ValueError(f"{place} cannot be downloaded: {_explain(file, error)}") from error
+        raise UserError(f"{place} cannot be downloaded: {_explain(file, error)}") from error
     except (LocalEntryNotFoundError, RevisionResolutionError, OfflineModeIsEnabled, HTTPError) as error:
-        raise ValueError(
+        raise UserError(
             f"{place} is not in the cache, or perhaps only in part, and cannot be downloaded: "
             f"{error.__cause__ or error}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT, name single files, or "
             "pass the path of a copy."

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
 from ..runtime.activity import activity
+from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from ..tokenizer.encoding import encode_documents
 from .cleaning import CleaningRules, DuplicateFinder, digest
@@ -103,7 +104,7 @@ def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     try:
         return encode_conversation(tokenizer, messages, parts.get("tools"), **parts.get("chat_template_kwargs", {}))[0]
     except ValueError as error:
-        raise ValueError(f"{record.source}:{record.line}: {error}") from error
+        raise UserError(f"{record.source}:{record.line}: {error}") from error
 
 
 def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: int = 512) -> list[tuple[str, str]]:
@@ -166,7 +167,7 @@ def find_language(text: str) -> str:
     try:
         from py3langid import classify
     except ImportError as error:
-        raise ImportError(f"Languages need py3langid: {install_command('data')}") from error
+        raise MissingExtraError(f"Languages need py3langid: {install_command('data')}") from error
     return str(classify(text[:2000])[0]) if len(text) >= _MIN_LANGUAGE_CHARS else "?"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
+from ..runtime.errors import UserError
 from .conversations import SCHEMAS, first_question
 from .corpora import load_embedded
 from .formats import BadRecord, drop_padding, read_file, read_json_lines, read_text
@@ -113,7 +114,7 @@ def load_documents(
     _check_arguments(dataset_names, weights, train_fraction, max_rejected_ratio)
     if not (0 <= validation_fraction < 1 or (is_evaluation and validation_fraction == 1)):
         limit = "at most" if is_evaluation else "below"
-        raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and {limit} 1.")
+        raise UserError(f"validation_fraction={validation_fraction} must be at least 0 and {limit} 1.")
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
     column = text_column if schema == "text" else None
@@ -129,7 +130,7 @@ def load_documents(
         parts = heads = [_keep_documents(part, rejected) for part in rows]
     for name, head in zip(dataset_names, heads, strict=True):
         if len(head) == 0:
-            raise ValueError(f"{name} holds no document to train on.{rejected.describe()}")
+            raise UserError(f"{name} holds no document to train on.{rejected.describe()}")
     rejected.check_ratio()
 
     validation = datasets.concatenate_datasets(
@@ -143,7 +144,7 @@ def load_documents(
     parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
     for name, part in zip(dataset_names, parts, strict=True):
         if not streaming and len(part) == 0:
-            raise ValueError(
+            raise UserError(
                 f"validation_fraction={validation_fraction} and train_fraction={train_fraction} leave no document of "
                 f"{name} to train on. Lower the first, raise the second, or add data."
             )
@@ -177,19 +178,19 @@ def _check_arguments(
 ) -> None:
     """Raise `ValueError` for arguments of [`load_documents`] that are out of range."""
     if not dataset_names:
-        raise ValueError("No data: pass --dataset_name, for instance embedded.")
+        raise UserError("No data: pass --dataset_name, for instance embedded.")
     if weights is not None and len(weights) != len(dataset_names):
-        raise ValueError(
+        raise UserError(
             f"{len(weights)} dataset_weights for {len(dataset_names)} dataset names; pass one weight per name."
         )
     if weights is not None and not all(0 < weight < float("inf") for weight in weights):
-        raise ValueError(
+        raise UserError(
             f"dataset_weights={weights} must be finite and above 0; leave a dataset out instead of weighting it 0."
         )
     if not 0 < train_fraction <= 1:
-        raise ValueError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
+        raise UserError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
     if not 0 <= max_rejected_ratio <= 1:
-        raise ValueError(f"max_rejected_ratio={max_rejected_ratio} must lie between 0 and 1.")
+        raise UserError(f"max_rejected_ratio={max_rejected_ratio} must lie between 0 and 1.")
 
 
 # Rows: documents, with bad lines among them.
@@ -242,9 +243,9 @@ def _load_hub_rows(
     # Some streams learn their columns only from the first record.
     columns = records.column_names or list(next(iter(records), ()))
     if not columns:
-        raise ValueError(f"{name} holds no record. Check the name, its configuration and its split `{SPLIT}`.")
+        raise UserError(f"{name} holds no record. Check the name, its configuration and its split `{SPLIT}`.")
     if text_column is not None and text_column not in columns:
-        raise ValueError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
+        raise UserError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)
     # Our own key: `datasets` pickles `_check_records` by name and would miss changes in the functions that it calls.
     rows = records.map(

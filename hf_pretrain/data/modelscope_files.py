@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..runtime.errors import UserError
 from ..runtime.installation import install_command
 from ..runtime.names import MODELSCOPE, DatasetName
 from .formats import file_format
@@ -37,7 +38,7 @@ def download_modelscope_files(name: str) -> list[str]:
     try:
         import modelscope_hub as modelscope
     except ImportError:
-        raise ValueError(f"{name} needs modelscope-hub: {install_command('modelscope')}") from None
+        raise UserError(f"{name} needs modelscope-hub: {install_command('modelscope')}") from None
     file = DatasetName.parse(name.removeprefix(MODELSCOPE))
     pattern = file.config or "*"
     api = modelscope.HubApi()
@@ -52,7 +53,7 @@ def download_modelscope_files(name: str) -> list[str]:
         wanted = [e for e in present if file_format(Path(e.path)) and fnmatch.fnmatch(e.path, pattern)]
         if not wanted:
             there = ", ".join(sorted(entry.path for entry in present))
-            raise ValueError(f"{name}: no data file of the repository matches; it holds {there}.")
+            raise UserError(f"{name}: no data file of the repository matches; it holds {there}.")
         # The cache keeps files that the repository no longer has. Download and return only those of the list.
         files = [{"Path": entry.path, "Size": entry.size or None, "Sha256": entry.sha256} for entry in wanted]
         root = api.download_repo(**repository, file_list=files)
@@ -62,14 +63,14 @@ def download_modelscope_files(name: str) -> list[str]:
             # A pattern names no file of the cache. The cache cannot tell whether it holds all files that match.
             path = api.download_file(**repository, file_path=pattern, local_files_only=True)
         except modelscope.CacheError:
-            raise ValueError(
+            raise UserError(
                 f"{name} is not in the cache, or perhaps only in part, and cannot be downloaded: {error}. Check the "
                 "connection and MODELSCOPE_ENDPOINT, name single files, or pass the path of a copy."
             ) from error
         logger.warning(f"ModelScope cannot be reached, so {name} is read from the cache: {error}.")
         return [str(path)]
     except modelscope.HubError as error:
-        raise ValueError(
+        raise UserError(
             f"{name} cannot be downloaded: {error}. Check the name and the revision; private repositories need "
             "MODELSCOPE_API_TOKEN."
         ) from error

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.errors import UserError
 from ..tokenizer.encoding import encode_documents
 from .encoding import ConversationEncoder
 from .parts import GROUP_SIZE, cache_key, cut_into_parts, digest, is_cached, map_parts
@@ -114,11 +115,11 @@ def prepare_rows(
             no conversation has a trained token.
     """
     if packing_strategy not in PACKING_STRATEGIES:
-        raise ValueError(f"packing_strategy={packing_strategy!r} is unknown. Use {', '.join(PACKING_STRATEGIES)}.")
+        raise UserError(f"packing_strategy={packing_strategy!r} is unknown. Use {', '.join(PACKING_STRATEGIES)}.")
     if max_length < MIN_LENGTH:
-        raise ValueError(f"max_length={max_length} is too short to learn from. Use at least {MIN_LENGTH}.")
+        raise UserError(f"max_length={max_length} is too short to learn from. Use at least {MIN_LENGTH}.")
     if encoder is not None and packing_strategy == "wrapped":
-        raise ValueError("packing_strategy='wrapped' would cut conversations apart. Use bfd or none.")
+        raise UserError("packing_strategy='wrapped' would cut conversations apart. Use bfd or none.")
     # Text needs no weights: every token has the weight 1.
     is_weighted = encoder is not None
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
@@ -158,7 +159,7 @@ def prepare_rows(
     report = _add_reports([report for _, report in prepared], max_length)
     report = replace(report, max_length=max_length, note=documents.info.description)
     if report.num_rows == 0:
-        raise ValueError(
+        raise UserError(
             f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "
             "Raise --max_length, or look at the rows with --preview."
         )

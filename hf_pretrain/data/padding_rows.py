@@ -13,6 +13,8 @@ import datasets
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
+from ..runtime.errors import UserError
+
 
 PADDING_ROW_COLUMN = "is_padding_row"
 # Index of a row in the training data, or its position in a stream. Reports about non-finite losses quote it.
@@ -127,7 +129,7 @@ class PaddedStream(IterableDataset):
         worker = get_worker_info()
         is_whole = worker is None or worker.num_workers == 1
         if self.is_training and is_whole and 2 * num_rows < self.multiple:
-            raise ValueError(
+            raise UserError(
                 f"The stream ended after {num_rows:,} rows, and a step needs {self.multiple:,}. Lower "
                 "--per_device_train_batch_size or --gradient_accumulation_steps, or add data."
             )
@@ -176,7 +178,7 @@ class PaddingRowCollator:
             batch[ROW_NUMBER_COLUMN] = torch.tensor([feature.get(ROW_NUMBER_COLUMN, -1) for feature in features])
         if is_padding_row.any() and "labels" in batch:
             if len(batch["labels"]) != len(features):
-                raise ValueError(
+                raise UserError(
                     f"The collator made {len(batch['labels'])} rows of labels from {len(features)} features. "
                     "MaskedLossTrainer needs one row per feature. Pack documents before training (data.packing), not "
                     "in the collator."
@@ -185,7 +187,7 @@ class PaddingRowCollator:
         if self.vocab_size is not None and "input_ids" in batch:
             self._check_ids(batch["input_ids"], features)
         if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
-            raise ValueError("loss_mask holds a negative weight. Weights of predictions must be zero or positive.")
+            raise UserError("loss_mask holds a negative weight. Weights of predictions must be zero or positive.")
         return batch
 
     def _check_ids(self, input_ids: torch.Tensor, features: list[dict[str, Any]]):
@@ -195,7 +197,7 @@ class PaddingRowCollator:
         if is_bad.any():
             place = int(is_bad.flatten(1).any(dim=1).nonzero()[0])
             number = features[place].get(ROW_NUMBER_COLUMN, "?") if len(features) == len(input_ids) else "?"
-            raise ValueError(
+            raise UserError(
                 f"Row {number} holds the id {int(input_ids[is_bad][0])}; the model knows ids 0 to "
                 f"{self.vocab_size - 1}. Prepare the rows with the model's own tokenizer."
             )

@@ -22,7 +22,7 @@ import datasets
 from datasets import Dataset
 
 from ..runtime.activity import activity
-from ..runtime.command_line import is_mistake
+from ..runtime.errors import UserError
 
 
 # Number of documents to pack together: enough to fill rows, few enough to hold in memory. The size of a part is a
@@ -131,14 +131,11 @@ def _try(function: Callable[[Any], T], part: Any) -> tuple[T | None, Exception |
     """
     Return the result of `function`, or the user's mistake that it raised.
 
-    An exception that crosses the process boundary carries the traceback of the worker as text, and
-    `command_line.is_mistake` would take it for a bug. The main process can raise a returned exception again.
+    The main process can raise a returned exception again, without the traceback of the worker in its text.
     """
     try:
         return function(part), None
-    except Exception as error:
-        if not is_mistake(error):
-            raise
+    except UserError as error:
         return None, error
 
 

@@ -5,6 +5,7 @@ import json
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.errors import UserError
 from .encoding import encode_conversation, rendering
 from .parts import cache_key
 
@@ -47,7 +48,7 @@ def prepare_pairs(
         desc="tokenizing",
     )
     if len(documents) and len(pairs) == 0:
-        raise ValueError(
+        raise UserError(
             f"No prompt of {len(documents)} pairs leaves room for an answer. Raise --max_length {max_length}."
         )
     report = f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"

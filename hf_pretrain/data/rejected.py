@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..runtime.errors import UserError
 from .corpora import COPY
 
 
@@ -57,7 +58,7 @@ class RejectedLines:
             `ValueError`: if a whole file is bad (line 0), because the number of its lines is unknown.
         """
         if line == 0:
-            raise ValueError(f"{source}: {reason}.")
+            raise UserError(f"{source}: {reason}.")
         # The user did not make the copies in embedded corpora, so they do not count against the limit.
         if reason == COPY.reason:
             self.num_copies += 1
@@ -96,7 +97,7 @@ class RejectedLines:
             `ValueError`: if there are more bad lines than the limit allows.
         """
         if self.num_rejected > self.max_ratio * self.num_lines:
-            raise ValueError(
+            raise UserError(
                 f"{self.num_rejected} of {self.num_lines} lines ({self.num_rejected / self.num_lines:.2%}) are bad, "
                 f"more than --max_rejected_ratio {self.max_ratio} allows. Fix the data (`hf-pretrain data clean` "
                 f"drops bad lines) or raise the limit:{self.describe()}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from ..runtime.errors import UserError
 from ..runtime.names import MODELSCOPE, check_word
 from .corpora import EMBEDDED_CORPORA
 from .formats import CHUNK_BYTES, COMPRESSIONS, EXTENSIONS, file_format, holds_array
@@ -36,7 +37,7 @@ def file_state(source: str) -> tuple[int, int]:
 def check_unchanged(source: str, state: tuple[int, int]) -> None:
     """Raise `ValueError` if a file is no longer in the given state."""
     if file_state(source) != state:
-        raise ValueError(
+        raise UserError(
             f"{source} changed while this run was reading it, so its rows are a mixture of two versions. "
             "Start again. If a program still writes to the file, use a copy."
         )
@@ -58,7 +59,7 @@ def find_sources(name: str) -> list[str] | None:
     if name.startswith(MODELSCOPE):
         return download_modelscope_files(name)
     if not name.strip():
-        raise ValueError("The name of a dataset is empty. Name a file, a directory, a glob or a dataset on the Hub.")
+        raise UserError("The name of a dataset is empty. Name a file, a directory, a glob or a dataset on the Hub.")
     path = Path(name).expanduser()
     # A local file takes precedence over a file on the Hub.
     hub_file = None if path.exists() else parse_hub_file(name)
@@ -70,23 +71,23 @@ def find_sources(name: str) -> list[str] | None:
         paths = _list_files(name, path, [path])
     elif path.exists():
         # A FIFO or a device cannot be read again for the next epoch or by another rank.
-        raise ValueError(f"{name} is neither a file nor a directory. Write its content to a file first.")
+        raise UserError(f"{name} is neither a file nor a directory. Write its content to a file first.")
     elif _is_pattern(name):
         root = Path(*takewhile(lambda part: not _is_pattern(part), path.parts))
         paths = _list_files(name, root, map(Path, glob(str(path), recursive=True)))
     # The path does not exist, but the name looks like one: a mistyped path must not become a query to the Hub.
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
-        raise ValueError(f"There is no file or directory {name}. Check the name.")
+        raise UserError(f"There is no file or directory {name}. Check the name.")
     else:
         return None
     for file in paths:
         if file_format(file) is None:
-            raise ValueError(
+            raise UserError(
                 f"{file} has an unknown ending; known are {', '.join(EXTENSIONS)}, "
                 f"also with {' or '.join(COMPRESSIONS)}."
             )
         if file.stat().st_size == 0:
-            raise ValueError(f"{file} is empty. Remove it or write it again.")
+            raise UserError(f"{file} is empty. Remove it or write it again.")
     return [str(file) for file in paths]
 
 
@@ -133,7 +134,7 @@ def _list_files(name: str, root: Path, found: Iterable[Path]) -> list[Path]:
         logger.warning(f"Data files of {name}: {len(files)}. Left out: {', '.join(reasons)}")
     if not files:
         known = f"{', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)})"
-        raise ValueError(f"No file of {name} ends in {known}.")
+        raise UserError(f"No file of {name} ends in {known}.")
     return sorted(files)
 
 

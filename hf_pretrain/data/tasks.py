@@ -25,6 +25,7 @@ import pyarrow as pa
 from datasets import Dataset
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from ..tokenizer.special_tokens import CHAT_TEMPLATE_PATH
 from .corpora import load_embedded
@@ -111,7 +112,7 @@ def tools_message(
     before, after = begin("<system>").split("<system>")
     content = described.removeprefix(before).removesuffix(after)
     if begin(content) != described:
-        raise ValueError(
+        raise UserError(
             "The tokenizer's chat template does not describe tools within a system message, so the tools of the tasks "
             "cannot be written into their prompts. Pass functions by --tools, or write the tools into the prompts."
         )
@@ -330,7 +331,7 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
         return
     for source in sources:
         if file_format(Path(source)) not in (".jsonl", ".json"):
-            raise ValueError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
+            raise UserError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
         yield from ((source, *found) for found in read_file(Path(source), text_column="prompt"))
 
 
@@ -393,7 +394,7 @@ def _load_tasks(
             rejected.add(source, line, offset, error.reason)
     rejected.check_ratio()
     if not rows:
-        raise ValueError(f"--dataset_name {name} holds no task.{rejected.describe()}")
+        raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     return rows
 
 
@@ -444,7 +445,7 @@ def load_tasks(
     ]
     sides = [[row for row, flag in zip(rows, is_validation, strict=True) if flag is side] for side in (False, True)]
     if not sides[0]:
-        raise ValueError(
+        raise UserError(
             f"--validation_fraction {validation_fraction} leaves none of {len(rows)} tasks to train on. Lower it."
         )
     train, validation = (

@@ -23,6 +23,7 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
+from ..runtime.errors import UserError
 from .model_card import CARD_NAME
 from .repository import (
     PICKLED_ARGUMENTS,
@@ -90,7 +91,7 @@ class HubPusher:
         try:
             self.repo_id = create_repository(name, private=private, token=token or self._hub.token)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{error} Nothing was trained yet. Leave --push_to_hub out to train without the Hub."
             ) from error
         return self.repo_id

@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..model.configuration_minimind import CODE_FILES
+from ..runtime.errors import UserError
 from ..weights.files import read_json
 from .model_card import CARD_NAME, CURVE_NAME
 
@@ -67,7 +68,7 @@ def create_repository(repo_id: str, *, private: bool | None = None, token: str |
         return hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # The network and the server raise many types of errors. Each of them means that there is no repository to push to.
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"The Hub repository {repo_id} cannot be created or opened at {hub.endpoint}: {describe_error(error)}. "
             "Log in with `hf auth login` or set HF_TOKEN (with write permission)."
         ) from error
@@ -114,7 +115,7 @@ def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", al
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=names)
     # As above, catch every type of error: the user gets the reason and the command.
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"The push to {repo_id} failed: {describe_error(error)}. The files are in {folder}; push them with "
             f"`{upload_command(folder, repo_id, names)}`."
         ) from error
@@ -138,14 +139,14 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
         try:
             step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} names no global_step ({error!r}).") from error
+            raise UserError(f"--resume_from_hub {repo_id}: {match[0]} names no global_step ({error!r}).") from error
         # The step becomes part of a path on this machine, so it must be a plain number.
         # `type(...) is` instead of `isinstance`, because a JSON true would pass as an int.
         if type(step) is not int or step < 0 or (match[2] is not None and step != int(match[2])):
-            raise ValueError(f"--resume_from_hub {repo_id}: {match[0]} has the invalid global_step {step!r}.")
+            raise UserError(f"--resume_from_hub {repo_id}: {match[0]} has the invalid global_step {step!r}.")
         found.append((step, match[1]))
     if not found:
-        raise ValueError(
+        raise UserError(
             f"--resume_from_hub {repo_id}: the repository holds no checkpoint, because it was not pushed with "
             f"--hub_strategy checkpoint. Start from its weights with --model_name_or_path {repo_id}."
         )

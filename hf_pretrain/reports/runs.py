@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..runtime.errors import UserError
 from ..runtime.metrics import NATS
 from .history import HISTORY_NAME
 
@@ -119,11 +120,11 @@ def read_run(directory: str | Path) -> Run:
     directory = Path(directory)
     record = directory / RECORD_NAME
     if not record.is_file():
-        raise ValueError(f"{directory} holds no run: it has no {RECORD_NAME}. Pass the --output_dir of a run.")
+        raise UserError(f"{directory} holds no run: it has no {RECORD_NAME}. Pass the --output_dir of a run.")
     try:
         launches = json.loads(record.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{record} is not valid JSON: {error}. Restore the file from a copy.") from None
+        raise UserError(f"{record} is not valid JSON: {error}. Restore the file from a copy.") from None
     entries = _read_rejected(directory / _REJECTED_NAME) + _read_history(directory / HISTORY_NAME)
     return Run(directory.resolve().name, launches, entries)
 
@@ -152,7 +153,7 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
         else:
             reasons.append(f"{directory} holds a run that ended before its training.")
     if not runs:
-        raise ValueError("\n".join(reasons))
+        raise UserError("\n".join(reasons))
     num_parts = 1
     while len({path.parts[-num_parts:] for path in runs}) < len(runs):
         num_parts += 1

@@ -6,7 +6,6 @@ are hidden if the user cannot act on them.
 """
 
 import argparse
-import dis
 import errno
 import logging
 import os
@@ -17,7 +16,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import datasets
@@ -30,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 import hf_pretrain_cli
 
 from .activity import shows_bars
+from .errors import UserError
 from .help_cache import STARTED_AS, keep_help
 from .help_text import HELP_TEXTS, FlagFormatter, format_groups
 from .names import check_word
@@ -44,8 +43,6 @@ _LAUNCHER_SECONDS = 20.0
 # Flags that are read before the command line is parsed.
 _EARLY_FLAGS = re.compile(r"^--(log[_-]level|config)[=\n](.*)$", re.MULTILINE)
 _PATH_FLAGS = re.compile(r".+_(dir|path)|config|deepspeed|output|resume_from_\w+|runs|source|tokenizer|tools")
-# This package raises these for mistakes of the user: a wrong value, a missing extra, a missing or broken file.
-_MISTAKES = (ValueError, ImportError, OSError)
 
 
 class RecipeParser(HfArgumentParser):
@@ -90,14 +87,14 @@ class RecipeParser(HfArgumentParser):
             known = [flag.lstrip("-") for action in actions for flag in action.option_strings if len(flag) > 2]
             name, text = word.lstrip("-").split("=")[0], "; the nearest known one is --{}"
             nearest = hf_pretrain_cli.hint(name, known, text, cutoff=hf_pretrain_cli.FLAG_SIMILARITY)
-            raise ValueError(f"Unknown argument {word!r}{nearest or '. `--help` lists the flags'}.")
+            raise UserError(f"Unknown argument {word!r}{nearest or '. `--help` lists the flags'}.")
         return namespace
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         # `Path("")` is the working directory.
         if text == "" and _PATH_FLAGS.fullmatch(action.dest):
             name = (action.option_strings or [action.dest])[0]
-            raise ValueError(f"{name} is empty. Name a file or directory, or leave the flag out.")
+            raise UserError(f"{name} is empty. Name a file or directory, or leave the flag out.")
         return super()._get_value(action, text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -107,7 +104,7 @@ class RecipeParser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse names both spellings of a flag.
         message = re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message)
-        raise ValueError(f"{message}. `--help` lists the flags.")
+        raise UserError(f"{message}. `--help` lists the flags.")
 
 
 def _launcher_flags() -> list[argparse.Action]:
@@ -183,9 +180,9 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        mistake = str(error) if is_mistake(error) else _mistake_in_worker(error)
-        # An OSError of this package may be about a disk, too.
-        refusal = _refusal_of_a_disk(error) if mistake is None or isinstance(error, OSError) else None
+        # NOTE: torch raises a mistake of a data loader's worker again, with the worker's traceback as its text.
+        mistake = str(error).rpartition("UserError: ")[2] if isinstance(error, UserError) else None
+        refusal = _refusal_of_a_disk(error) if mistake is None else None
         if "--debug" in sys.argv or (mistake is None and refusal is None):
             raise
         # The other ranks would repeat the first rank's line, so they first give the launcher time to end them.
@@ -212,48 +209,9 @@ def _refusal_of_a_disk(error: BaseException) -> str | None:
         advice = "Raise the limit on the size of files (`ulimit -f`)"
     # An error of this package names the directory.
     return (
-        f"{error if is_mistake(error) else cause}. {advice} or choose other directories: caches are in "
+        f"{cause}. {advice} or choose other directories: caches are in "
         f"HF_HOME={HF_HOME}, temporary files in "
         f"{tempfile.gettempdir()} (TMPDIR)."
-    )
-
-
-def _mistake_in_worker(error: BaseException) -> str | None:
-    """
-    Return the message of a mistake (see [`is_mistake`]) in a worker of a data loader; `None` for any other error.
-
-    NOTE: torch raises a new exception in the main process, whose text is the traceback of the worker.
-    """
-    package = re.escape(str(Path(__file__).parents[1]))
-    # `.*` leads to the last frame: the text begins with the causes of the mistake. The indented lines are the source.
-    match = re.match(
-        rf'Caught ValueError in DataLoader worker .*File "{package}[/\\][^"\n]*", line \d+, in \w+\n'
-        r" +raise [^\n]+\n(?: +[^\n]*\n)*ValueError: (.+)$",
-        str(error).rstrip(),
-        flags=re.DOTALL,
-    )
-    return match[1] if match else None
-
-
-def is_mistake(error: BaseException) -> bool:
-    """
-    Return whether a `raise` statement of this package, its command or a recipe raised `error`.
-
-    Such a `ValueError`, `ImportError` or `OSError` tells the user what to do. The same exception from a library or
-    from the interpreter (`int("x")`) is not a message for the user, so it keeps its traceback.
-    """
-    traceback = error.__traceback__
-    if not isinstance(error, _MISTAKES) or traceback is None:
-        return False
-    # Walk to the frame that raised.
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    # The last bytecode instruction distinguishes a `raise` statement from an operation that failed.
-    module = str(traceback.tb_frame.f_globals.get("__name__"))
-    instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
-    return (
-        module.partition(".")[0] in (__package__.partition(".")[0], hf_pretrain_cli.__name__, "__main__")
-        and instruction == dis.opmap["RAISE_VARARGS"]
     )
 
 
@@ -262,7 +220,6 @@ __all__ = [
     "EXIT_NOT_SAVED",
     "RecipeParser",
     "add_debug_flag",
-    "is_mistake",
     "is_quiet",
     "one_line_errors",
 ]

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from .errors import UserError
+
 
 _NAME = "hf_pretrain"
 
@@ -39,7 +41,7 @@ def install_command(extra: str) -> str:
 def check_deepspeed() -> None:
     """Raise `ValueError` if DeepSpeed is not installed. This package requires it on Linux only."""
     if find_spec("deepspeed") is None:
-        raise ValueError(
+        raise UserError(
             "This run needs DeepSpeed, which is not installed. It supports Linux; there, `pip install deepspeed` adds "
             "it. Elsewhere, launch with torchrun and pass --fsdp_size N to shard the model."
         )

@@ -21,6 +21,8 @@ from pathlib import Path
 import psutil
 from transformers.utils import logging
 
+from .errors import UserError
+
 
 try:
     import fcntl
@@ -62,7 +64,7 @@ def hold_output_dir(output_dir: str | Path, *, patience_seconds: float = 0.0, lo
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError as error:
         # Every directory above can be created but the working directory.
-        raise ValueError(
+        raise UserError(
             f"--output_dir {output_dir} has no place any more, because the working directory was deleted. Start the "
             "run again in another directory, or with an absolute --output_dir, which a run creates again."
         ) from error
@@ -170,7 +172,7 @@ def _open_locked(path: Path, patience_seconds: float) -> int:
                 return descriptor
         os.close(descriptor)
         if time.monotonic() >= deadline:
-            raise ValueError(
+            raise UserError(
                 f"{path.parent} is in use by {_describe(holder)}. Wait for that process, stop it, or choose another "
                 f"place to write to. If that process is gone, delete {path}."
             )

@@ -9,6 +9,8 @@ from typing import Any
 
 from hf_pretrain_cli import hint
 
+from .errors import UserError
+
 
 # Datasets on ModelScope: modelscope://owner/name:file.jsonl@revision.
 MODELSCOPE = "modelscope://"
@@ -19,7 +21,7 @@ def check_word(flag: str, word: str, known: Iterable[str]) -> None:
     """Raise `ValueError` if a flag has an unknown value. The message names a similar one."""
     known = list(known)
     if word not in known:
-        raise ValueError(f"{flag} {word} is unknown{hint(word, known)}. All: {', '.join(known)}.")
+        raise UserError(f"{flag} {word} is unknown{hint(word, known)}. All: {', '.join(known)}.")
 
 
 class OpenChoices(tuple):

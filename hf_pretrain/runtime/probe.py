@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .cpu_ranks import leave_process_group, remove_allreduce_buffers
+from .errors import UserError
 
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -27,7 +28,7 @@ def check_collective(device: torch.device) -> str:
     dist.all_reduce(value)
     expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
     if value.item() != expected:
-        raise ValueError(f"the sum over the ranks is {value.item()} instead of {expected}")
+        raise UserError(f"the sum over the ranks is {value.item()} instead of {expected}")
     return f"a sum over {dist.get_world_size()} ranks"
 
 
@@ -39,7 +40,7 @@ def check_complex(device: torch.device) -> str:
     nn.parallel.DistributedDataParallel(module)(torch.ones(1, 2, device=device)).sum().backward()
     # The forward pass sends the buffers of rank 0 to all ranks.
     if not torch.equal(torch.view_as_real(module.pos_cis), torch.view_as_real(table)):
-        raise ValueError("the complex buffer arrived with other values")
+        raise UserError("the complex buffer arrived with other values")
     return "a complex buffer in DDP"
 
 
@@ -51,7 +52,7 @@ def check_bfloat16(device: torch.device) -> str:
         product = left @ right
     # Each entry is the sum of 64 products, and bfloat16 has 8 bits of mantissa.
     if product.dtype != torch.bfloat16 or (product.float() - left @ right).abs().max() > 1.0:
-        raise ValueError("the product under bfloat16 autocast is wrong")
+        raise UserError("the product under bfloat16 autocast is wrong")
     return "a product in bfloat16"
 
 
@@ -75,7 +76,7 @@ def check_zero(device: torch.device) -> str:
     engine.backward(engine(torch.ones(1, 8, device=device)).sum())
     engine.step()
     if not torch.allclose(before - engine.module.weight, torch.full_like(before, rate), atol=1e-5):
-        raise ValueError("the first update of AdamW under ZeRO-2 is not the learning rate")
+        raise UserError("the first update of AdamW under ZeRO-2 is not the learning rate")
     return "a step of AdamW under ZeRO-2"
 
 

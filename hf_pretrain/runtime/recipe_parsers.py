@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from .command_line import RecipeParser
+from .errors import UserError
 
 
 class _ParserFound(BaseException):
@@ -37,7 +38,7 @@ def recipe_parser(path: str | Path) -> argparse.ArgumentParser:
             runpy.run_path(path, run_name="__main__")
         except _ParserFound as found:
             return found.parser
-    raise ValueError(f"{path} parsed no command line.")
+    raise UserError(f"{path} parsed no command line.")
 
 
 __all__ = ["recipe_parser"]

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from transformers.utils import logging
 
+from .errors import UserError
+
 
 logger = logging.get_logger(__name__)
 
@@ -70,14 +72,14 @@ def _wait(store: dist.Store, key: str, first: int, desc: str) -> None:
         is_there = pid is not None and psutil.pid_exists(int(pid))
         # Read the outcome once more: the process may have finished and ended since the last read.
         if was_seen and not is_there and _read(store, key, first, desc) is None:
-            raise ValueError(f"Rank {first} died while it was {desc}. Start again; finished parts are kept.")
+            raise UserError(f"Rank {first} died while it was {desc}. Start again; finished parts are kept.")
         was_seen = is_there
         # One line per minute, so that a long preparation does not look like a hang.
         if time.monotonic() - told >= TELL_SECONDS:
             told = time.monotonic()
             logger.warning(f"Waiting for rank {first}, which has been {desc} for {(told - begin) / 60:.0f} minutes.")
     if outcome == _FAILED:
-        raise ValueError(f"Rank {first} failed while it was {desc}. See the message of that rank.")
+        raise UserError(f"Rank {first} failed while it was {desc}. See the message of that rank.")
 
 
 def _read(store: dist.Store, key: str, first: int, desc: str) -> bytes | None:
@@ -86,7 +88,7 @@ def _read(store: dist.Store, key: str, first: int, desc: str) -> bytes | None:
         return store.get(key) if store.check([key]) else None
     except RuntimeError as error:
         # The process that held the store has ended.
-        raise ValueError(f"Rank {first} cannot be reached any more. It was {desc} ({error}).") from error
+        raise UserError(f"Rank {first} cannot be reached any more. It was {desc} ({error}).") from error
 
 
 __all__ = ["first_process_first"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME
 
+from .errors import UserError
 from .locking import LOCK_NAME, hold_output_dir, release_output_dir
 
 
@@ -26,11 +27,11 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 def check_output(path: str | Path, flag: str) -> None:
     """Raise `ValueError` for an output path that is empty, or inside a checkpoint."""
     if not str(path).strip():
-        raise ValueError(f"{flag} is empty, which would mean the current directory. Name the place to write to.")
+        raise UserError(f"{flag} is empty, which would mean the current directory. Name the place to write to.")
     resolved = Path(path).expanduser().resolve()
     for directory in (resolved, *resolved.parents):
         if all((directory / name).is_file() for name in _CHECKPOINT_FILES):
-            raise ValueError(
+            raise UserError(
                 f"{flag} {path} is inside the checkpoint {directory}. A run cannot resume from a checkpoint with "
                 "other files. Choose another place."
             )
@@ -39,9 +40,9 @@ def check_output(path: str | Path, flag: str) -> None:
 def check_empty(directory: Path, flag: str) -> list[Path]:
     """Raise `ValueError` for an output directory that holds files. Return the files to replace, which are none."""
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{flag} {directory} is a file, not a directory. Choose another name.")
+        raise UserError(f"{flag} {directory} is a file, not a directory. Choose another name.")
     if directory.exists() and not all(map(is_unfinished, directory.iterdir())):
-        raise ValueError(f"{flag} {directory} is not empty. Choose another directory, or remove this one.")
+        raise UserError(f"{flag} {directory} is not empty. Choose another directory, or remove this one.")
     return []
 
 

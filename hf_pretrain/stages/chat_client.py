@@ -15,6 +15,7 @@ from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI, OpenAIError
 
+from ..runtime.errors import UserError
 from ..tokenizer.encoding import thinking_variables
 
 
@@ -151,9 +152,9 @@ def _read_tools(text: str) -> list[Any]:
     try:
         tools = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"The tools in the settings are not JSON: {error}.") from None
+        raise UserError(f"The tools in the settings are not JSON: {error}.") from None
     if not isinstance(tools, list):
-        raise ValueError('The tools in the settings must be a list: [{"type": "function", "function": {...}}, ...].')
+        raise UserError('The tools in the settings must be a list: [{"type": "function", "function": {...}}, ...].')
     return tools
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..runtime.errors import UserError
 from ..tokenizer.encoding import check_chat_template, encode_prompt
 from .generating import COMMON_HELP, Generator, PartsStreamer, append_record, check_text
 
@@ -145,7 +146,7 @@ class Chat:
             return self.generator.set_temperature(value)
         if name == "/help":
             return HELP
-        raise ValueError(f"{line!r} is not a command.\n{HELP}")
+        raise UserError(f"{line!r} is not a command.\n{HELP}")
 
 
 def _read_tools(path: str) -> list[dict[str, Any]]:
@@ -158,8 +159,8 @@ def _read_tools(path: str) -> list[dict[str, Any]]:
         if all(isinstance(tool["function"]["name"], str) for tool in tools):
             return tools
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"Tools from {path}: {type(error).__name__}: {error}. {_TOOLS_FORM}") from error
-    raise ValueError(f"Tools from {path}: a name is not text. {_TOOLS_FORM}")
+        raise UserError(f"Tools from {path}: {type(error).__name__}: {error}. {_TOOLS_FORM}") from error
+    raise UserError(f"Tools from {path}: a name is not text. {_TOOLS_FORM}")
 
 
 _TOOLS_FORM = 'A file of tools holds [{"type": "function", "function": {"name": ..., "parameters": ...}}, ...].'

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..reports.runs import read_launches, trained_on_text
+from ..runtime.errors import UserError
 from ..runtime.names import split_hub_name
 from ..tokenizer.encoding import encode_documents
 from .generating import COMMON_HELP, Generator, PartsStreamer, append_record, check_text
@@ -92,12 +93,12 @@ class Continuation:
             return "the text is empty"
         if name == "/save" and value:
             if not self.text:
-                raise ValueError("/save: there is no text yet. Type its beginning first.")
+                raise UserError("/save: there is no text yet. Type its beginning first.")
             append_record(value, {"text": self.text})
             return f"{len(self.text)} characters are in {value}"
         if name == "/help":
             return HELP
-        raise ValueError(f"{line!r} is not a command for raw continuation.\n{HELP}")
+        raise UserError(f"{line!r} is not a command for raw continuation.\n{HELP}")
 
 
 def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -31,6 +31,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..model.loss import prediction_weights
+from ..runtime.errors import UserError
 from ..runtime.names import check_choices
 from ..tokenizer.loading import load_tokenizer
 from ..training.efficiency import num_active_parameters
@@ -79,12 +80,12 @@ class DistillationArguments:
 
     def __post_init__(self):
         if not self.teacher_name_or_path:
-            raise ValueError("Distillation needs a teacher: pass --teacher_name_or_path with a directory or Hub id.")
+            raise UserError("Distillation needs a teacher: pass --teacher_name_or_path with a directory or Hub id.")
         check_choices(self)
         if self.temperature <= 0:
-            raise ValueError(f"--temperature {self.temperature:g} must be above 0.")
+            raise UserError(f"--temperature {self.temperature:g} must be above 0.")
         if not 0 <= self.ce_weight <= 1:
-            raise ValueError(f"--ce_weight {self.ce_weight:g} must lie between 0 and 1.")
+            raise UserError(f"--ce_weight {self.ce_weight:g} must lie between 0 and 1.")
 
 
 def masked_divergence(
@@ -175,11 +176,11 @@ def load_teacher(
                 name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
+        raise UserError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
     # Without dropout, the teacher gives the same answers on every rank and in the cache.
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):
-        raise ValueError(
+        raise UserError(
             f"--teacher_name_or_path {name_or_path}: {type(teacher).__name__} attends across the documents of a "
             "packed row. Pass --packing_strategy none."
         )
@@ -192,7 +193,7 @@ def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer:
     ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (tokenizer, teacher_tokenizer))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
-            raise ValueError(
+            raise UserError(
                 f"The teacher's vocabulary differs from the student's: id {index} is {theirs.get(index)!r} there and "
                 f"{ours.get(index)!r} here ({len(theirs)} and {len(ours)} entries). Train the student with the "
                 "teacher's tokenizer: --tokenizer_name_or_path."

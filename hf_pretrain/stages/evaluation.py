@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard
 from ..checkpoints.directory import find_newest_run
 from ..data.arguments import ChatArguments
 from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
+from ..runtime.errors import UserError
 from ..runtime.installation import install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
@@ -75,16 +76,16 @@ class EvaluationArguments(LMTrainingArguments):
         # results.
         self.run_dir = self.output_dir
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
-            raise ValueError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
+            raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.
         if self.tasks and self.world_size > 1:
-            raise ValueError(
+            raise UserError(
                 f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
             )
         zero = self.deepspeed_plugin and self.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         if zero is not None and (stage := zero.get("stage", 0)) != 3:
-            raise ValueError(
+            raise UserError(
                 f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name "
                 "ds_configs/zero3.json (hf-pretrain evaluate --ds zero3), or evaluate without DeepSpeed."
             )
@@ -100,15 +101,15 @@ class EvaluationArguments(LMTrainingArguments):
         """
         name = model_name_or_path or self.run_dir or find_newest_run()
         if model_name_or_path is None and not Path(name, "config.json").is_file():
-            raise ValueError(
+            raise UserError(
                 f"{name} holds no model to evaluate. Train it first, or name one: --model_name_or_path DIR."
             )
         if self.results_dir is None and not Path(name).is_dir():
-            raise ValueError(
+            raise UserError(
                 f"{name} is not a directory here: name a directory for the results with --results_dir DIR."
             )
         if self.push_to_hub and self.results_dir is not None:
-            raise ValueError(
+            raise UserError(
                 "--push_to_hub pushes the model's directory together with the results: leave out --results_dir."
             )
         self.output_dir = self.results_dir or name

@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 from transformers.utils.chat_parsing import ResponseParser
 
+from ..runtime.errors import UserError
+
 
 COMMON_HELP = """\
 /temperature N  divide the logits by N; 0 always takes the most probable token
@@ -63,7 +65,7 @@ class Generator:
             temperature = math.nan
         # Comparisons with NaN are false.
         if not 0 <= temperature < math.inf:
-            raise ValueError(f"The temperature {value!r} must be 0 or a positive number, e.g. 0.8.")
+            raise UserError(f"The temperature {value!r} must be 0 or a positive number, e.g. 0.8.")
         self.temperature = temperature
         return f"temperature: {temperature:g}"
 
@@ -81,7 +83,7 @@ class Generator:
         # A position past the end of the rotary table would raise within `generate`.
         room = self.model.config.max_position_embeddings - len(ids)
         if room <= 0:
-            raise ValueError(
+            raise UserError(
                 f"The text so far has {len(ids)} tokens, and the model sees {len(ids) + room}: /reset it to go on."
             )
         options = self.generation_kwargs | {"do_sample": self.temperature >= MIN_TEMPERATURE}
@@ -177,7 +179,7 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{text!r} is not UTF-8. Type it again, or set the terminal to UTF-8.") from None
+        raise UserError(f"{text!r} is not UTF-8. Type it again, or set the terminal to UTF-8.") from None
 
 
 def append_record(path: str, record: dict[str, Any]) -> None:
@@ -186,7 +188,7 @@ def append_record(path: str, record: dict[str, Any]) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise ValueError(f"/save: {error}") from error
+        raise UserError(f"/save: {error}") from error
 
 
 __all__ = ["COMMON_HELP", "MIN_TEMPERATURE", "Generator", "PartsStreamer", "append_record", "check_text"]

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_pretrain_cli import hint
 
+from ..runtime.errors import UserError
+
 
 class BosHFLM(HFLM):
     """
@@ -148,7 +150,7 @@ def _index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "
     for task in tasks:
         if not manager.match_tasks([task]):
             nearest = hint(task, manager.all_tasks, "; the nearest one is '{}'")
-            raise ValueError(f"{flag}: lm-eval has no task {task!r}{nearest}.")
+            raise UserError(f"{flag}: lm-eval has no task {task!r}{nearest}.")
     return manager
 
 
@@ -158,7 +160,7 @@ def _naming_datasets(manager: TaskManager, tasks: list[str], flag: str = "--task
     try:
         yield
     except (ConnectionError, DatasetNotFoundError) as error:
-        raise ValueError(
+        raise UserError(
             f"{flag} {','.join(tasks)}: {error}. The tasks need these datasets from the Hub: "
             f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
             "datasets that were downloaded once need no connection."

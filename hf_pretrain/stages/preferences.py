@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset
+from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from ..runtime.names import check_word
 from ..training.arguments import LMTrainingArguments
@@ -37,7 +38,7 @@ try:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 except ImportError as error:
-    raise ImportError(f"Preference training needs TRL: {install_command('trl')}") from error
+    raise MissingExtraError(f"Preference training needs TRL: {install_command('trl')}") from error
 
 logger = logging.get_logger(__name__)
 
@@ -91,7 +92,7 @@ class KTOTrainingArguments(PreferenceTrainingArguments, KTOConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.per_device_train_batch_size < 2 and self.loss_type != "apo_zero_unpaired":
-            raise ValueError(
+            raise UserError(
                 f"--per_device_train_batch_size {self.per_device_train_batch_size} must be at least 2: KTO estimates "
                 "its KL from the other answers in the batch of a device."
             )
@@ -136,7 +137,7 @@ class _WholeBatchesMixin(RunTrainer):
             )
         # Padding rows are not possible here: unlike the loss of pretraining, a preference loss has no row weights.
         if len(dataset) < multiple:
-            raise ValueError(
+            raise UserError(
                 f"{description}: {len(dataset)} rows do not fill one batch of {multiple} (devices x batch size"
                 f"{' x accumulation' if is_training else ''}). Lower the batch size or add data."
             )

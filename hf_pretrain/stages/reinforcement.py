@@ -26,6 +26,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..hub.model_card import RunFacts
+from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from ..runtime.names import OpenChoices, check_word
 from ..training.arguments import LMTrainingArguments
@@ -42,7 +43,7 @@ try:
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 except ImportError as error:
-    raise ImportError(f"Reinforcement learning needs TRL: {install_command('trl')}") from error
+    raise MissingExtraError(f"Reinforcement learning needs TRL: {install_command('trl')}") from error
 
 # Maximum number of nested brackets in a tool call. Real arguments have one or two levels.
 MAX_NESTING = 64
@@ -143,15 +144,15 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     def __post_init__(self):
         default_loss = GRPOConfig.loss_type
         if self.algorithm == "rloo" and self.loss_type != default_loss:
-            raise ValueError(
+            raise UserError(
                 f"--algorithm rloo has a loss of its own and ignores --loss_type {self.loss_type}. Leave it out or, "
                 f"if a config sets it, pass the default, --loss_type {default_loss}."
             )
         if self.remove_unused_columns:
-            raise ValueError("--remove_unused_columns would remove the columns that the rewards read; leave it out.")
+            raise UserError("--remove_unused_columns would remove the columns that the rewards read; leave it out.")
         # The reference model would have to be sharded like the policy, and TRL does not do that.
         if self.fsdp_size > 1 and self.beta != 0.0:
-            raise ValueError(
+            raise UserError(
                 f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or "
                 "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
@@ -161,7 +162,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         if self.use_transformers_continuous_batching and self.bf16:
             # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and never casts
             # it back.
-            raise ValueError(
+            raise UserError(
                 "--use_transformers_continuous_batching under bf16 makes TRL cast the trained weights to bfloat16, "
                 "which loses small updates. Add --bf16 false."
             )
@@ -201,7 +202,7 @@ def _check_numbers(given: Mapping[str, Any], prefix: str) -> None:
             for number in value if isinstance(value, list) else [value]:
                 # NaN is in no range.
                 if number is not None and not is_usable(number):
-                    raise ValueError(f"{prefix}{name} {number} must be {words}.")
+                    raise UserError(f"{prefix}{name} {number} must be {words}.")
 
 
 def task_check(
@@ -226,7 +227,7 @@ def task_check(
         `ValueError`: if no prompt would fit.
     """
     if max_prompt_length < 1:
-        raise ValueError(
+        raise UserError(
             f"--max_completion_length leaves {max_prompt_length} of the model's positions for the prompt. Lower it."
         )
 
@@ -278,9 +279,9 @@ def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
         message = parse(*args, **kwargs)
         json.dumps(message, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise ValueError("The completion has too many brackets.") from error
+        raise UserError("The completion has too many brackets.") from error
     if _is_deeper(message, MAX_NESTING):
-        raise ValueError(f"The completion has more than {MAX_NESTING} levels of brackets.")
+        raise UserError(f"The completion has more than {MAX_NESTING} levels of brackets.")
     return message
 
 
@@ -323,7 +324,7 @@ class _OnlineTrainer(RouterLossMixin):
                 super().__init__(model, args=args, **kwargs)
         except ValueError as error:
             # TRL checks some flags only now, and `one_line_errors` shortens only errors that this package raises.
-            raise ValueError(str(error)) from error
+            raise UserError(str(error)) from error
         # TRL's constructor has read beta = 0 into `self.beta`. Restore the user's value in both places.
         args.beta, args.sync_ref_model = beta, is_synced
         self.beta = beta
@@ -390,7 +391,7 @@ class _OnlineTrainer(RouterLossMixin):
         for name, rewards in self._logs["rewards"].items():
             value = next((reward for reward in rewards if math.isinf(reward)), None)
             if value is not None:
-                raise ValueError(
+                raise UserError(
                     f"The reward {name} gave {value} at step {self.state.global_step + 1}, from which nothing can be "
                     "learnt. Return a finite number, or None for a completion without a reward."
                 )
@@ -422,7 +423,7 @@ class _OnlineTrainer(RouterLossMixin):
             del metrics[name]
         super().log(logs, *args, **kwargs)
         if self._num_unrewarded >= min(MAX_UNREWARDED, self.state.max_steps):
-            raise ValueError(
+            raise UserError(
                 f"No completion of the last {self._num_unrewarded} generation(s) got a reward: "
                 f"{', '.join(self.reward_func_names)} gave only None or NaN. The model learns nothing. Check "
                 "them on the completions that the log shows, and that the tasks have the columns they read."
@@ -438,7 +439,7 @@ class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
 
     def __init__(self, *args: Any, tools: Any = None, environment_factory: Any = None, **kwargs: Any):
         if tools or environment_factory:
-            raise ValueError("--algorithm rloo supports neither tools nor environments in TRL: use --algorithm grpo.")
+            raise UserError("--algorithm rloo supports neither tools nor environments in TRL: use --algorithm grpo.")
         super().__init__(*args, **kwargs)
 
 

@@ -24,6 +24,7 @@ from hf_pretrain_cli import hint
 
 from ..data.formats import BadRecord
 from ..data.tasks import ANSWER_FORMATS
+from ..runtime.errors import UserError
 
 
 # Maximum reward of a wrong answer. An answer with some correct parts gets a proportional share of it.
@@ -229,16 +230,16 @@ def _read_schemas(tools: str) -> dict[str, dict[str, Any]]:
     try:
         content = json.loads(tools)
         if not isinstance(content, list):
-            raise ValueError("not a list")
+            raise UserError("not a list")
         functions = [tool.get("function", tool) for tool in content]
         schemas = {function["name"]: function.get("parameters") or {} for function in functions}
         for name, schema in schemas.items():
             properties, required = schema.get("properties") or {}, schema.get("required") or []
             words = [name, *required, *(kind for given in properties.values() for kind in _kinds(given))]
             if not isinstance(required, list) or not all(isinstance(word, str) for word in words):
-                raise ValueError("a name, a type, or an entry of `required` is not text")
+                raise UserError("a name, a type, or an entry of `required` is not text")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             "The column `tools` of a task must be JSON text: a list of tools, each with a name and a JSON schema of "
             f"its parameters. This is not: {str(tools)[:200]} ({error!r})."
         ) from error
@@ -288,7 +289,7 @@ def load_reward_functions(names: list[str]) -> list[Callable[..., list[float | N
         `ValueError`: if nothing has such a name, or a model is no sequence classifier with one label.
     """
     if not names:
-        raise ValueError(f"--rewards is empty: pass one or more of {', '.join(REWARDS)}, or module.path:function.")
+        raise UserError(f"--rewards is empty: pass one or more of {', '.join(REWARDS)}, or module.path:function.")
     return [_load_reward(name) for name in names]
 
 
@@ -309,7 +310,7 @@ def check_rewards(functions: list[Any], tasks: Dataset, *, dataset_names: list[s
         return
     # Suggest the rewards that do apply to these tasks.
     fitting = ", ".join(name for name, function in REWARDS.items() if _concern([function], tasks))
-    raise ValueError(
+    raise UserError(
         f"--rewards {' '.join(names[function] for function in functions)} concerns no task of --dataset_name "
         f"{' '.join(dataset_names)}: the model would learn nothing. Pass one that does "
         f"({fitting + ', ' if fitting else ''}module.path:function)."
@@ -409,7 +410,7 @@ def _check_reward_model(name: str) -> None:
     try:
         config, _ = PreTrainedConfig.get_config_dict(name)
     except OSError as error:
-        raise ValueError(f"--rewards {name}: this model cannot be read. {error}") from error
+        raise UserError(f"--rewards {name}: this model cannot be read. {error}") from error
     architecture = ", ".join(config.get("architectures") or []) or "of no known architecture"
     # Models with code of their own may have any name, but MiniMind's checkpoints also name the loader of classifiers.
     has_loader = "AutoModelForSequenceClassification" in (config.get("auto_map") or {})
@@ -421,7 +422,7 @@ def _check_reward_model(name: str) -> None:
     if is_classifier and num_labels == 1:
         return
     labels = f" with {num_labels} labels" if is_classifier else ""
-    raise ValueError(
+    raise UserError(
         f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
         f"{architecture}{labels}. Pass another one, or a function (module.path:function) that calls this model."
     )
@@ -444,7 +445,7 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
     if not colon:
         known = list(known)
         names = f"one of {', '.join(known)}{hint(name, known, ' (the nearest one is {})')}, or " if known else ""
-        raise ValueError(f"{flag} {name} is unknown. Pass {names}module.path:function.")
+        raise UserError(f"{flag} {name} is unknown. Pass {names}module.path:function.")
     # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
     # Append it, so that a user's file cannot shadow an installed package.
     if os.getcwd() not in sys.path:
@@ -453,14 +454,14 @@ def load_object(name: str, *, flag: str, known: Iterable[str], allows_lists: boo
         with refusing_exit():
             module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"{flag} {name}: the module {module_name} cannot be imported from the current directory or the "
             f"environment ({error})."
         ) from error
     # Use `vars` instead of `getattr`: a module may define `__getattr__`, which would import something for any name.
     found = vars(module).get(object_name)
     if not callable(found) and not (allows_lists and isinstance(found, list)):
-        raise ValueError(f"{flag} {name}: {module.__file__} has no function {object_name!r}.")
+        raise UserError(f"{flag} {name}: {module.__file__} has no function {object_name!r}.")
     return found
 
 
@@ -476,7 +477,7 @@ def refusing_exit() -> Iterator[None]:
         frames = [
             frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename
         ]
-        raise ValueError(
+        raise UserError(
             f"A reward, tool or environment called exit({error.code!r}), in {frames[-1].filename}, line "
             f"{frames[-1].lineno}. The run stops without a result. Return a value or raise an error there."
         ) from error

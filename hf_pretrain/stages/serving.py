@@ -33,6 +33,7 @@ from transformers.utils import logging
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
+from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from ..tokenizer.encoding import thinking_variables
 from .generating import MIN_TEMPERATURE
@@ -50,7 +51,7 @@ try:
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 except ImportError as error:
-    raise ImportError(f"Serving needs FastAPI: {install_command('serve')}") from error
+    raise MissingExtraError(f"Serving needs FastAPI: {install_command('serve')}") from error
 
 logger = logging.get_logger(__name__)
 
@@ -127,7 +128,7 @@ def check_ports(host: str, ports: list[int]) -> None:
             try:
                 listener.bind((host, port))
             except (OSError, OverflowError) as error:
-                raise ValueError(
+                raise UserError(
                     f"Port {port} of {host} cannot be used: {error}. Choose another one with --port (with --compare, "
                     "the second model gets the next one) or, for the chat page, --web_port."
                 ) from None
@@ -213,9 +214,9 @@ def template_kwargs(text: str | None, reasoning: ReasoningMode) -> dict[str, Any
     try:
         kwargs = json.loads(text) if text else {}
     except ValueError as error:
-        raise ValueError(f"--chat_template_kwargs {text!r} is not JSON: {error}.") from None
+        raise UserError(f"--chat_template_kwargs {text!r} is not JSON: {error}.") from None
     if not isinstance(kwargs, dict):
-        raise ValueError(f'--chat_template_kwargs {text!r} must be a JSON object, e.g. {{"enable_thinking": false}}.')
+        raise UserError(f'--chat_template_kwargs {text!r} must be a JSON object, e.g. {{"enable_thinking": false}}.')
     return kwargs | thinking_variables({ReasoningMode.ON: True, ReasoningMode.OFF: False}.get(reasoning))
 
 

@@ -30,6 +30,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..runtime.activity import activity
+from ..runtime.errors import UserError
 from ..runtime.processes import on_main_process
 
 
@@ -96,7 +97,7 @@ class TeacherCollator:
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if ROW_COLUMN not in features[0]:
-            raise ValueError(
+            raise UserError(
                 "These rows are not in the teacher's cache, which holds the rows of the trainer's datasets. Leave out "
                 "--cache_teacher_logits to evaluate on others."
             )
@@ -167,11 +168,11 @@ def open_cache(
 def check_cacheable(row_sets: list[datasets.Dataset], top_k: int, vocab_size: int) -> None:
     """Raise `ValueError` for streamed rows, or a `top_k` that exceeds the vocabulary."""
     if not all(isinstance(rows, datasets.Dataset) for rows in row_sets):
-        raise ValueError(
+        raise UserError(
             "--cache_teacher_logits needs rows with numbers, and a stream has none: leave it or --streaming out."
         )
     if not 1 <= top_k <= vocab_size:
-        raise ValueError(f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of {vocab_size}.")
+        raise UserError(f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of {vocab_size}.")
 
 
 def _digest(row_sets: list[datasets.Dataset]) -> str:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from ..runtime.errors import UserError
 from .rewards import load_object
 
 
@@ -59,13 +60,13 @@ def calculator(expression: str) -> str:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 numbers = value(left), value(right)
                 if isinstance(op, ast.Pow) and _is_too_large(*numbers):
-                    raise ValueError(f"{expression!r} is too large to calculate.")
+                    raise UserError(f"{expression!r} is too large to calculate.")
                 return _OPERATORS[type(op)](*numbers)
             case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _MATH:
                 return getattr(math, name)
             case ast.Call(func=ast.Attribute() as function, args=arguments, keywords=[]):
                 return value(function)(*map(value, arguments))
-        raise ValueError(
+        raise UserError(
             f"{expression!r} holds something else than numbers, + - * / % **, parentheses and functions such as "
             "math.sqrt. Write numbers without thousands separators."
         )

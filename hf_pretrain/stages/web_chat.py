@@ -17,6 +17,7 @@ from contextlib import aclosing, suppress
 from http.client import HTTPException
 from typing import Any
 
+from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from .serving import check_ports
 
@@ -35,7 +36,7 @@ try:
         waiting_calls,
     )
 except ImportError as error:
-    raise ImportError(f"The chat page needs gradio: {install_command('web')}") from error
+    raise MissingExtraError(f"The chat page needs gradio: {install_command('web')}") from error
 
 _PLACEHOLDER = "Type a message"
 # Seconds that the servers get to end.
@@ -207,7 +208,7 @@ def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinkin
     host = "127.0.0.1" if flags["host"] == "0.0.0.0" else flags["host"]
     ports = range(flags["port"], flags["port"] + len(models))
     if flags["web_port"] in ports:
-        raise ValueError(
+        raise UserError(
             f"--web_port {flags['web_port']} is the port of a model, too. The models use "
             f"{', '.join(map(str, ports))}: choose another --web_port or --port."
         )

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..runtime.errors import UserError
 from .encoding import guard_control_tokens
 from .special_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN
 
@@ -71,18 +72,18 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
     if chat_template is not None:
         path = CHAT_TEMPLATE_PATH if chat_template == "minimind" else Path(chat_template)
         if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
-            raise ValueError(
+            raise UserError(
                 f"--chat_template minimind uses {BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer. "
                 "Write a template with its own control tokens."
             )
         if not path.is_file():
-            raise ValueError(
+            raise UserError(
                 f"--chat_template {chat_template}: no such file. Pass the path of a Jinja template, or minimind."
             )
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     template = add_marks(tokenizer.chat_template or "")
     if not _MARKED.search(template):
-        raise ValueError(
+        raise UserError(
             "The tokenizer's chat template does not mark what the assistant generates with {% generation %} and "
             "{% endgeneration %}. Add the marks and pass the file by --chat_template, or pass --chat_template "
             "minimind."
@@ -141,12 +142,12 @@ def render_guarded(
         start = messages[0]["content"][:80]
         if isinstance(error, _TimeLimitReached):
             template = tokenizer.chat_template[:80]
-            raise ValueError(
+            raise UserError(
                 f"The chat template that begins {template!r} takes more than {MAX_RENDER_SECONDS:g} s for the "
                 f"conversation that begins {start!r}. Look for an endless loop, or pass another template by "
                 "--chat_template."
             ) from None
-        raise ValueError(
+        raise UserError(
             f"The chat template cannot render the conversation that begins {start!r}: {error or type(error).__name__}"
         ) from error
     _check_is_whole(rendered, guarded, has_thoughts=bool(chat_template_kwargs.get("enable_thinking", True)))
@@ -167,7 +168,7 @@ def _check_is_whole(rendered: str, messages: list[dict[str, Any]], *, has_though
             if name.strip() not in rendered and json.dumps(name, ensure_ascii=False)[1:-1] not in rendered:
                 absent = name
         if absent is not None:
-            raise ValueError(
+            raise UserError(
                 f"The chat template leaves {absent[:80]!r} out, in a message of the {message['role']}. Pass a "
                 "template that renders tools and thoughts by --chat_template, or drop such conversations."
             )

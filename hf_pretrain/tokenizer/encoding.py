@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.errors import UserError
+
 
 # Until a text is encoded, a guard separates the first character of a spelled control token from the rest. The guard is
 # a character of Unicode's private use area; in a text that already contains this character, it is doubled.
@@ -73,7 +75,7 @@ def encode_prompt(
             **thinking_variables(enable_thinking),
         )
     except Exception as error:  # a user's template may raise any error
-        raise ValueError(
+        raise UserError(
             f"The chat template of {tokenizer.name_or_path} cannot render the conversation: "
             f"{error or type(error).__name__}. Change the template, or the conversation (in a chat, with /system, "
             "/tools or /reset)."
@@ -84,7 +86,7 @@ def encode_prompt(
 def check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise `ValueError` if a tokenizer has no chat template."""
     if tokenizer.chat_template is None:
-        raise ValueError(
+        raise UserError(
             f"The tokenizer {tokenizer.name_or_path} has no chat template. Use a tokenizer of "
             "`hf-pretrain tokenizer`, or put a chat_template.jinja beside it."
         )

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from hf_pretrain_cli import writer_of
 
+from ..runtime.errors import UserError
 from ..runtime.names import may_be_checkpoint, split_hub_name
 from .chat_template import add_marks
 from .special_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE_PATH
@@ -71,10 +72,10 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
             if command
             else "Correct the name, or run the stage that writes it first"
         )
-        raise ValueError(f"There is no directory {name_or_path}. {advice}.")
+        raise UserError(f"There is no directory {name_or_path}. {advice}.")
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"The directory {name_or_path} holds no tokenizer.json. Name a directory that a run, "
             "`hf-pretrain tokenizer` or `save_pretrained` wrote."
         )
@@ -85,7 +86,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
         )
     except (OSError, ValueError) as error:
         where = "the directory" if is_path else "the Hub (and there is no such directory):"
-        raise ValueError(
+        raise UserError(
             f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Name a directory or Hub id that holds "
             f"a tokenizer. ({error})"
         ) from error
@@ -133,14 +134,14 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
     """
     missing = [kind for kind in ("bos", "eos", "pad") if tokenizer.special_tokens_map.get(f"{kind}_token") is None]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"The tokenizer {name} has no {', '.join(f'{kind}_token' for kind in missing)}. Set it in its "
             "tokenizer_config.json: documents begin with bos and end with eos, and pad fills rows up."
         )
     # Do not use `len(tokenizer)`: ids need not be contiguous.
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"The tokenizer {name} gives ids up to {largest}, but the model's vocab_size is {vocab_size}. Pass "
             f"--config_overrides vocab_size={largest + 1} for a new model, or use the model's own tokenizer."
         )

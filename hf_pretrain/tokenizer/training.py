@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from ..runtime.activity import activity
+from ..runtime.errors import UserError
 from .loading import load_tokenizer, save_tokenizer
 from .special_tokens import (
     BOS_TOKEN,
@@ -51,7 +52,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
     """
     smallest = len(SPECIAL_TOKENS) + 256
     if vocab_size < smallest:
-        raise ValueError(
+        raise UserError(
             f"vocab_size={vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens and 256 bytes need at least "
             f"{smallest}."
         )

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from ..runtime.activity import activity, shows_bars
 from ..runtime.build_locks import remove_stale_build_locks
 from ..runtime.devices import has_bfloat16_units
+from ..runtime.errors import UserError
 from ..runtime.installation import install_command
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices, check_word
@@ -256,7 +257,7 @@ class LMTrainingArguments(TrainingArguments):
             check_word("--optim", self.optim, [name.value for name in OptimizerNames])
         check_choices(self)
         if self.profile and self.profile_interval < 2:
-            raise ValueError(
+            raise UserError(
                 f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."
             )
         self._check_amounts()
@@ -364,28 +365,28 @@ class LMTrainingArguments(TrainingArguments):
         Raise `ValueError` for numbers with which the run would train nothing, diverge, or fail after the preparation.
         """
         if self.max_steps == 0 or self.max_steps < -1:
-            raise ValueError(
+            raise UserError(
                 f"--max_steps {self.max_steps} must be at least 1. Leave it out to train for --num_train_epochs."
             )
         if self.max_steps == -1 and not 0 < self.num_train_epochs < float("inf"):
-            raise ValueError(
+            raise UserError(
                 f"--num_train_epochs {self.num_train_epochs:g} must be above 0 and finite. Use 1 for one pass over "
                 "the data, or --max_steps."
             )
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
+                raise UserError(f"--{name} {getattr(self, name)} must be at least 1.")
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
             # NaN fails this test, too.
             if isinstance(value, int | float) and not 0 <= value < limit:
                 below = "finite" if limit == math.inf else f"below {limit}"
-                raise ValueError(f"--{name} {value} must be at least 0 and {below}.")
+                raise UserError(f"--{name} {value} must be at least 0 and {below}.")
         for name in ("save", "eval", "logging"):
             value, strategy = getattr(self, f"{name}_steps"), getattr(self, f"{name}_strategy")
             is_used = str(getattr(strategy, "value", strategy)) == "steps"
             if is_used and isinstance(value, int | float) and not value > 0:
-                raise ValueError(
+                raise UserError(
                     f"--{name}_steps {value:g} must be above 0. To turn it off, pass --{name}_strategy no."
                 )
 
@@ -396,13 +397,13 @@ def _check_trackers(names: list[str]) -> None:
     """
     # transformers has replaced a `none` that stands alone.
     if "none" in names:
-        raise ValueError(f"--report_to {' '.join(names)}: none excludes trackers. Leave out none, or the trackers.")
+        raise UserError(f"--report_to {' '.join(names)}: none excludes trackers. Leave out none, or the trackers.")
     available = get_available_reporting_integrations()
     for name in names:
         check_word("--report_to", name, ("none", *INTEGRATION_TO_CALLBACK))
         if name not in available:
             command = install_command("trackers") if name in _TESTED_TRACKERS else f"pip install {name}"
-            raise ValueError(
+            raise UserError(
                 f"--report_to {name}: its package is not installed. Installed here: {', '.join(available) or 'none'}. "
                 f"To add it: {command}"
             )

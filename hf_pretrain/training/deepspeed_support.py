@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging, strtobool
 
+from ..runtime.errors import UserError
 from .optimizers import optimizer_name
 
 
@@ -63,7 +64,7 @@ def check_deepspeed_config(config: dict[str, Any], args: TrainingArguments) -> N
         )
     # Plain `TrainingArguments` lack the flag.
     if getattr(args, "on_nonfinite", "stop") == "skip":
-        raise ValueError(
+        raise UserError(
             "--on_nonfinite skip is not possible under DeepSpeed, which updates the weights within its backward "
             "pass. Leave it out: the run then stops, and its checkpoints stay intact."
         )
@@ -78,7 +79,7 @@ def check_deepspeed_optimizer(config: dict[str, Any], args: TrainingArguments) -
         # NOTE: in half precision without ZeRO, DeepSpeed creates the optimizer's state by a step with gradients of
         # zero. AdamW counts this step, so its first update is a quarter too small. ZeRO makes no such step.
         precision = "bf16" if args.bf16 else "fp16"
-        raise ValueError(
+        raise UserError(
             f"The DeepSpeed config has stage 0, and the run trains in {precision}: DeepSpeed would make a step of the "
             f"optimizer before the training, and the run would save {precision} weights. Use stage 1 "
             "(ds_configs/zero1.json), or train in float32 (--bf16 false)."
@@ -88,7 +89,7 @@ def check_deepspeed_optimizer(config: dict[str, Any], args: TrainingArguments) -
         for block in ("optimizer", "scheduler"):
             if block in config:
                 # NOTE: DeepSpeed's schedulers give all groups one learning rate, and Muon's matrices need their own.
-                raise ValueError(
+                raise UserError(
                     f"The `{block}` block of the DeepSpeed config would override Muon, the optimizer of this run. "
                     "Remove the block, or pass --optim_preset adamw."
                 )
@@ -98,7 +99,7 @@ def check_deepspeed_optimizer(config: dict[str, Any], args: TrainingArguments) -
         if limit:
             # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping
             # would therefore shrink the updates.
-            raise ValueError(
+            raise UserError(
                 f"DeepSpeed would clip Muon's updates instead of the gradients, at {limit:g}. Leave --max_grad_norm "
                 'out, and set `gradient_clipping` to "auto" in the DeepSpeed config; or pass --optim_preset adamw.'
             )
@@ -109,7 +110,7 @@ def check_deepspeed_optimizer(config: dict[str, Any], args: TrainingArguments) -
     ):
         # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does
         # not know.
-        raise ValueError(
+        raise UserError(
             f"With an offloaded optimizer accelerate would replace --optim {optimizer} by Adam, without a message. "
             "Use --optim adamw_torch, or a config without offloading (ds_configs/zero2.json)."
         )

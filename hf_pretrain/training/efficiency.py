@@ -28,6 +28,7 @@ from ..model.experts import MiniMindExperts
 from ..model.loss import MAX_LOGITS
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.packed_attention import PackedDocuments
+from ..runtime.errors import UserError
 from .optimizers import OPTIM_PRESETS, is_matrix_of_muon
 
 
@@ -272,9 +273,9 @@ def estimate_memory(
         `ValueError`: for an unknown strategy or optimizer.
     """
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown; there are {', '.join(STRATEGIES)}.")
+        raise UserError(f"strategy={strategy!r} is unknown; there are {', '.join(STRATEGIES)}.")
     if optimizer not in OPTIM_PRESETS:
-        raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIM_PRESETS)}.")
+        raise UserError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIM_PRESETS)}.")
     number = sum(parameter.numel() for parameter in model.parameters())
     # AdamW keeps two float32 moments, Muon one.
     states = 8 * number

@@ -26,6 +26,7 @@ from ..runtime.command_line import is_quiet
 from ..runtime.cores import choose_threads
 from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
 from ..runtime.devices import default_device_type, installed_plug_ins
+from ..runtime.errors import UserError
 from ..runtime.installation import check_deepspeed
 from ..runtime.processes import num_local_processes
 from ..weights.files import read_json
@@ -80,7 +81,7 @@ def choose_device(*, use_cpu: bool) -> str:
         return default_device_type(use_cpu=use_cpu)
     plug_ins = installed_plug_ins()
     if plug_ins:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, "
             "and the run would train on the CPU. hf_pretrain has not been tested with this plug-in. Pass "
             "--use_cpu, or check `torch.accelerator.current_accelerator()`."
@@ -103,7 +104,7 @@ def take_launchers_precision(args: "LMTrainingArguments") -> None:
         args.bf16, args.fp16 = asked == "bf16", asked == "fp16"
     elif not getattr(args, asked):
         named = "--fp16" if args.fp16 else f"--bf16 {str(args.bf16).lower()}"
-        raise ValueError(
+        raise UserError(
             f"accelerate launch --mixed_precision {asked} and {named} of the recipe ask for different precisions. "
             "Leave one of them out."
         )
@@ -116,7 +117,7 @@ def check_launch(args: "LMTrainingArguments") -> None:
     for variable, (accepted, flag, advice) in _REFUSED_OF_ACCELERATE.items():
         value = os.environ.get(variable, accepted[0])
         if value.lower() not in accepted:
-            raise ValueError(f"accelerate launch {flag} ({variable}={value}) is not supported. {advice}")
+            raise UserError(f"accelerate launch {flag} ({variable}={value}) is not supported. {advice}")
     if turns_on_deepspeed(args):
         check_deepspeed()
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
@@ -125,20 +126,20 @@ def check_launch(args: "LMTrainingArguments") -> None:
     num_devices = torch.accelerator.device_count()
     if not args.use_cpu and 0 < num_devices < local_world_size:
         kind = default_device_type(use_cpu=False)
-        raise ValueError(
+        raise UserError(
             f"{local_world_size} processes were started on this machine but it has {num_devices} {kind} "
             f"device(s). Start at most {num_devices}, or pass --use_cpu."
         )
     if args.deepspeed and isinstance(args.deepspeed, str):
         if not Path(args.deepspeed).is_file():
-            raise ValueError(
+            raise UserError(
                 f"--deepspeed {args.deepspeed}: no such file. The repository's configs are in ds_configs/."
             )
         # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
         read_json(Path(args.deepspeed))
     if args.deepspeed and "RANK" not in os.environ:
         # Without the environment variables of a launcher, DeepSpeed would look for MPI.
-        raise ValueError(
+        raise UserError(
             "--deepspeed needs a launcher, even for one process. Replace `python` before "
             f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
         )
@@ -152,28 +153,28 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
     """Raise `ValueError` for parallel sizes that do not fit together, or that Trainer does not support."""
     num_ranks = args.fsdp_size * args.tp_size * args.dp_replicate_size
     if num_ranks not in (1, world_size):
-        raise ValueError(
+        raise UserError(
             f"--fsdp_size {args.fsdp_size} x --tp_size {args.tp_size} x --dp_replicate_size "
             f"{args.dp_replicate_size} needs {num_ranks} processes, and {world_size} run. Launch with "
             f"torchrun --standalone --nproc_per_node {num_ranks} {' '.join(sys.argv)}"
         )
     if args.ep_size > 1 and args.fsdp_size * args.tp_size % args.ep_size:
-        raise ValueError(
+        raise UserError(
             f"--ep_size {args.ep_size} must divide --fsdp_size x --tp_size, whose ranks share the experts. Set "
             f"--fsdp_size to a multiple of {args.ep_size}."
         )
     if args.tp_size > 1 and args.use_cpu:
-        raise ValueError(
+        raise UserError(
             f"--tp_size {args.tp_size} is not possible on a CPU: accelerate trains with tensor parallelism on "
             "GPUs only. Use --fsdp_size."
         )
     if args.distributed_config is not None and args.deepspeed:
-        raise ValueError(
+        raise UserError(
             "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other. "
             "Leave one of them out."
         )
     if args.distributed_config is not None and args.save_on_each_node:
-        raise ValueError(
+        raise UserError(
             "--save_on_each_node is not possible with --fsdp_size, --tp_size and --ep_size: only the first process "
             "holds the gathered optimizer state, and the other machines would save an empty one. Put --output_dir on "
             "a disk that all machines share, and leave the flag out."
@@ -183,15 +184,15 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
 def check_device(args: "LMTrainingArguments") -> None:
     """Raise `ValueError` for arguments that do not fit the device that transformers has chosen."""
     if args.fp16 and args.device.type == "cpu":
-        raise ValueError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
+        raise UserError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
     if args.n_gpu > 1:
-        raise ValueError(
+        raise UserError(
             f"One process sees {args.n_gpu} GPUs and would use nn.DataParallel, which breaks the complex rotary "
             f"table. Launch one process per GPU: torchrun --standalone --nproc_per_node {args.n_gpu} "
             f"{' '.join(sys.argv)}"
         )
     if args.device.type == "cpu" and (args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"):
-        raise ValueError(
+        raise UserError(
             "accelerate turns FSDP on CPU processes into DDP without a message. On a CPU, launch with torchrun "
             "and pass --fsdp_size N, which shards through transformers."
         )
@@ -228,7 +229,7 @@ def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:
     completed = (given or {}) | {"mixed_precision_policy": MixedPrecisionPolicy()}
     version = str(completed.get("fsdp_version", os.environ.get("FSDP_VERSION", "1")))
     if version != "2":
-        raise ValueError(
+        raise UserError(
             f"FSDP version {version} is not supported. Write `fsdp_version: 2` into the accelerate config, as "
             "recipes/accelerate_configs/fsdp2.yaml does."
         )
@@ -277,7 +278,7 @@ def _check_shared_memory() -> None:
             # Allocate the space. Writing a sparse file would succeed even if the space is missing.
             os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{_SHARED_MEMORY} cannot be used: {error}. Workers of the data loader and DeepSpeed's CPU ranks pass "
             "data through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and "
             "launch with torchrun."

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
+from ..runtime.errors import UserError
 from ..weights.adapters import AdapterArguments, adapter_base
 from ..weights.model_arguments import UNKNOWN_WIDTH, ModelArguments
 from .deepspeed_support import check_deepspeed_optimizer, refill_deepspeed_config
@@ -41,7 +42,7 @@ def choose_optimizer(args: "LMTrainingArguments") -> None:
     if not is_optim_given:
         args.optim = TrainingArguments.default_optim
     elif args.optim_preset == "muon" and args.optim != TrainingArguments.default_optim:
-        raise ValueError(f"--optim {args.optim} and --optim_preset muon exclude each other: leave one of them out.")
+        raise UserError(f"--optim {args.optim} and --optim_preset muon exclude each other: leave one of them out.")
     if args.optim_preset is None:
         args.optim_preset = "adamw" if is_optim_given else args.default_optim_preset
     _complete(args)
@@ -82,7 +83,7 @@ def use_adamw_for_adapter(args: "LMTrainingArguments") -> None:
     if args.optim_preset != "muon":
         return
     if "optim_preset" not in args.left_out:
-        raise ValueError("--optim_preset muon is not possible, because the run trains an adapter. Leave it out.")
+        raise UserError("--optim_preset muon is not possible, because the run trains an adapter. Leave it out.")
     args.optim_preset = "adamw"
     _complete(args)
 

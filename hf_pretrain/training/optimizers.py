@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainingArguments
 
 from ..runtime.devices import has_bfloat16_units
+from ..runtime.errors import UserError
 
 
 OPTIM_PRESETS = ("adamw", "muon")
@@ -140,7 +141,7 @@ class Muon(torch.optim.Optimizer):
         """Load a state. Raise `ValueError` if it has other groups, as in checkpoints of earlier versions."""
         found, expected = len(state_dict["param_groups"]), len(self.param_groups)
         if found != expected:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint holds {found} groups of Muon's parameters, and this version makes {expected}: it "
                 "trains the embedding apart from routers and heads. Resume with the version that wrote the "
                 "checkpoint, or pass it as --model_name_or_path to begin a new run from its weights."

@@ -18,6 +18,7 @@ from hf_pretrain_cli import FLAG_SIMILARITY, hint, read_config
 
 from ..runtime.command_line import RecipeParser
 from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.errors import UserError, as_user_errors
 from ..weights.model_arguments import default_preset
 from .run_log import begin_log
 
@@ -41,14 +42,15 @@ def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: A
     arguments of the real command line.
     """
     argv = []
-    content = read_config(Path(path))
+    with as_user_errors():
+        content = read_config(Path(path))
     for key, value in content.items():
         if key not in known_keys and key not in aliases:
             nearest = hint(str(key), known_keys, "; the nearest known one is `{}`", cutoff=FLAG_SIMILARITY)
-            raise ValueError(f"{path}: unknown key `{key}`{nearest}.")
+            raise UserError(f"{path}: unknown key `{key}`{nearest}.")
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
             if value.keys() != {"bf16", "float32"}:
-                raise ValueError(f"{path}: `{key}` depends on the precision and must have the keys bf16 and float32.")
+                raise UserError(f"{path}: `{key}` depends on the precision and must have the keys bf16 and float32.")
             value = value["bf16" if _trains_in_bf16(typed, content) else "float32"]
         # `--key=value` also works for values that begin with a dash, such as `max_steps: -1`. A key without a value
         # keeps the default.
@@ -112,12 +114,9 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     if is_run:
         # The dataclasses start the process group and compile kernels, which can take minutes.
         begin_log(None)
-    try:
+    # transformers and TRL refuse values here, too.
+    with as_user_errors():
         return parser.parse_dict(vars(namespace), allow_extra_keys=False)
-    except ValueError as error:
-        # transformers and TRL refuse values here, too. Raise their errors again, because `one_line_errors` shortens
-        # only errors that this package raises.
-        raise ValueError(str(error)) from error
 
 
 def _default_config(known: Any, stage: str) -> str | None:

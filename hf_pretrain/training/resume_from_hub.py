@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from ..checkpoints.directory import checkpoint_path
 from ..hub.repository import describe_error, download_checkpoint, newest_pushed_checkpoint
+from ..runtime.errors import UserError
 from ..runtime.processes import on_main_process, on_processes
 from .arguments import LMTrainingArguments
 from .resuming import find_newest
@@ -33,12 +34,12 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
     if repo_id is None:
         return
     if args.resume_from_checkpoint not in (None, "auto"):
-        raise ValueError(
+        raise UserError(
             f"--resume_from_hub {repo_id} and --resume_from_checkpoint {args.resume_from_checkpoint} name two "
             "checkpoints: leave one out. Use --resume_from_checkpoint for a directory on this machine."
         )
     if args.deepspeed_plugin is not None and not args.trust_checkpoint:
-        raise ValueError(
+        raise UserError(
             f"--resume_from_hub {repo_id}: DeepSpeed unpickles its shards (global_step*/*.pt), which runs whatever "
             "code they contain. Add --trust_checkpoint if you trust everybody who can write to that repository."
         )
@@ -57,7 +58,7 @@ def pull_checkpoint(args: LMTrainingArguments) -> None:
         files = [path for path in files if path.count("/") == 1]
     state = "global_step" if args.deepspeed_plugin is not None else "optimizer"
     if not any(path.startswith(f"{folder}/{state}") for path in files):
-        raise ValueError(
+        raise UserError(
             f"--resume_from_hub {repo_id}: {folder}/ has no optimizer state that this run can read. It was saved with "
             "--save_only_model, or under another launcher. Start a new run from its weights: "
             f"--model_name_or_path {repo_id}."
@@ -80,7 +81,7 @@ def _naming(repo_id: str) -> Iterator[None]:
         yield
     # NOTE: errors of huggingface_hub's HTTP client are not OSErrors.
     except (OSError, HTTPError) as error:
-        raise ValueError(f"--resume_from_hub {repo_id}: {describe_error(error)}") from error
+        raise UserError(f"--resume_from_hub {repo_id}: {describe_error(error)}") from error
 
 
 __all__ = ["pull_checkpoint"]

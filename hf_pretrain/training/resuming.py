@@ -16,6 +16,7 @@ from ..checkpoints.machines import require_same_files, share_checkpoint
 from ..reports.history import HISTORY_NAME
 from ..reports.runs import RECORD_NAME, REPORT_NAME, read_launches
 from ..runtime.command_line import EXIT_NOT_SAVED
+from ..runtime.errors import UserError
 from ..runtime.locking import hold_output_dir, lock_holder, release_output_dir
 from ..runtime.processes import on_main_process, on_processes, on_saving_processes
 from ..runtime.writing import is_unfinished
@@ -62,7 +63,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     is_own = all(on_processes(args, lambda: Path(args.output_dir).resolve() == path.resolve().parent))
     has_metadata = any(on_processes(args, lambda: any(path.glob("*/.metadata"))))
     if (args.deepspeed_plugin is not None or has_metadata) and not is_own and not args.trust_checkpoint:
-        raise ValueError(
+        raise UserError(
             f"--resume_from_checkpoint {resume} lies outside --output_dir {args.output_dir}, and its shards "
             "(DeepSpeed's global_step*/*.pt, torch's .metadata) are pickles: loading them runs whatever code they "
             "contain. Add --trust_checkpoint if you know who wrote them."
@@ -118,7 +119,7 @@ def _num_restarts() -> int:
     counts = {name: os.environ.get(name) or "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")}
     for name, count in counts.items():
         if not count.isdecimal():
-            raise ValueError(f"The environment variable {name}={count} is not a number. Unset it, or correct it.")
+            raise UserError(f"The environment variable {name}={count} is not a number. Unset it, or correct it.")
     return max(map(int, counts.values()))
 
 
@@ -128,11 +129,11 @@ def _refuse_used(output_dir: Path) -> None:
     ):
         launches = read_launches(output_dir)
         if launches and launches[-1].get("ended"):
-            raise ValueError(
+            raise UserError(
                 f"--output_dir {output_dir} is not empty: it holds a finished run. Choose another directory, or "
                 "delete this one."
             )
-        raise ValueError(
+        raise UserError(
             f"--output_dir {output_dir} is not empty. Resume its run with `--resume_from_checkpoint auto`, choose "
             "another directory, or delete this one."
         )
@@ -170,7 +171,7 @@ def _wait_until_visible(args: TrainingArguments, holder: dict) -> None:
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while args.local_process_index == 0 and lock_holder(args.output_dir) != holder:
         if time.monotonic() > deadline:
-            raise ValueError(
+            raise UserError(
                 f"--output_dir {args.output_dir} on {socket.gethostname()} is not the directory of this name on "
                 f"{holder.get('host')}: each machine would save a part of every checkpoint. Pass --save_on_each_node, "
                 "or use a directory that all machines share."

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset, PaddedStream
+from ..runtime.errors import UserError
 
 
 logger = logging.get_logger(__name__)
@@ -53,12 +54,12 @@ def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: 
     if is_stream(dataset):
         return batch_size
     if len(dataset) == 0:
-        raise ValueError("The dataset has no rows.")
+        raise UserError("The dataset has no rows.")
     # The rows of the rank with the largest share.
     fitting = max(1, min(batch_size, math.ceil(len(dataset) / num_ranks)))
     num_batches = math.ceil(len(dataset) / (fitting * num_ranks))
     if is_training and num_batches < accumulation:
-        raise ValueError(
+        raise UserError(
             f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
             f"{batch_size:,} per device, so that a step would be larger than the data. Use at most {num_batches:,}."
         )

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState,
 from transformers.utils import logging
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
+from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
 from ..weights.adapters import is_adapted
 from .optimizers import optimizer_name
@@ -170,7 +171,7 @@ class RunDescription:
         # Every rank sees all descriptions, so either all ranks raise or none does.
         descriptions = ranks.gather(self.data)
         if any(description != descriptions[0] for description in descriptions):
-            raise ValueError(
+            raise UserError(
                 f"The ranks read different data: {descriptions}. A file changed while they read it, or differs "
                 "between the machines. Make the files equal, and start again."
             )
@@ -187,20 +188,20 @@ class RunDescription:
             return
         then, now = read_manifest(checkpoint)["run"], self.after(state)
         if then.keys() != now.keys():
-            raise ValueError(
+            raise UserError(
                 f"This run cannot resume from {checkpoint}: another version of hf_pretrain wrote its {MANIFEST_NAME}. "
                 "Resume with that version, or start a new run from its weights: --model_name_or_path "
                 f"{checkpoint}."
             )
         fatal, inexact = _find_obstacles(then, now)
         if fatal:
-            raise ValueError(
+            raise UserError(
                 f"This run cannot resume from {checkpoint}: {_join(fatal)}. Use the settings that it was saved "
                 f"with, or start a new run from its weights: --model_name_or_path {checkpoint}."
             )
         # Plain `TrainingArguments` lack the flag.
         if inexact and not getattr(self.args, "allow_inexact_resume", False):
-            raise ValueError(
+            raise UserError(
                 f"Resuming from {checkpoint} would not be exact: {_join(inexact)}. Restore the earlier settings "
                 "and data, or resume nevertheless with --allow_inexact_resume."
             )

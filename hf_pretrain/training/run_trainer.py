@@ -24,6 +24,7 @@ from ..hub.pusher import HubPusher
 from ..reports.history import History
 from ..runtime.activity import activity
 from ..runtime.allocation import keep_freed_blocks
+from ..runtime.errors import UserError
 from ..runtime.locking import hold_output_dir, watch_launcher
 from ..runtime.processes import on_main_process, on_saving_processes
 from ..runtime.ranks import Ranks
@@ -242,7 +243,7 @@ class RunTrainer(Trainer):
                         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
                     if self.state.global_step == 0:
                         # Trainer only warns.
-                        raise ValueError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
+                        raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
                     self.pusher.finish()
                     self.history.add("end", self.state.global_step)
                     return output

@@ -16,6 +16,7 @@ from ..hub.repository import remove_staging
 from ..reports.runs import read_run
 from ..runtime.activity import activity
 from ..runtime.devices import describe_found
+from ..runtime.errors import UserError
 from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
 from ..runtime.processes import on_main_process
@@ -82,7 +83,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
     """
     training_args.other_arguments = others
     if streaming and training_args.max_steps < 1:
-        raise ValueError(
+        raise UserError(
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..reports.runs import read_launches, read_run
 from ..runtime.command_line import is_quiet
+from ..runtime.errors import UserError
 from .arguments import LMTrainingArguments
 from .run_record import add_to_record
 
@@ -184,7 +185,7 @@ def _find_logged(tracker: str, args: LMTrainingArguments) -> set[tuple[str, int]
         except mlflow.MlflowException as error:
             lost = f"The tracked run {run_id} of MLflow at {mlflow.get_tracking_uri()} cannot be continued ({error})."
             if run_id != _passed.get("MLFLOW_RUN_ID"):
-                raise ValueError(f"{lost} Correct or unset MLFLOW_RUN_ID.") from error
+                raise UserError(f"{lost} Correct or unset MLFLOW_RUN_ID.") from error
             logger.warning(
                 f"{lost} A new tracked run begins. To continue the old one, restore it or correct "
                 f"MLFLOW_TRACKING_URI, and resume again with MLFLOW_RUN_ID={run_id}."

@@ -29,6 +29,7 @@ from ..data.collators import DataCollatorForPackedRows
 from ..data.padding_rows import PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN, PaddingRowCollator
 from ..model.loss import IGNORE_INDEX, find_documents, prediction_weights
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError
 from ..tokenizer.loading import token_byte_lengths
 from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
@@ -104,26 +105,26 @@ class MaskedLossTrainer(RunTrainer):
     def _check_arguments(self):
         """Raise `ValueError` for arguments that would silently change what the loss means."""
         if self.args.train_sampling_strategy == "batch_rebalance":
-            raise ValueError(
+            raise UserError(
                 "--train_sampling_strategy batch_rebalance makes batches of different sizes, which padding rows "
                 "cannot fill. Use random, sequential or group_by_length; packed sequences have equal lengths anyway."
             )
         if self.args.label_smoothing_factor:
             # NOTE: Trainer's label smoother shifts the labels only for classes in transformers' own list of causal
             # language models. It would train MiniMind to copy its input.
-            raise ValueError(
+            raise UserError(
                 f"--label_smoothing_factor {self.args.label_smoothing_factor:g} is not supported by the masked loss. "
                 "Leave it at 0."
             )
         if self.get_cp_size() * self.get_sp_size() > 1:
-            raise ValueError(
+            raise UserError(
                 "Context and sequence parallelism are not supported: they cut rows apart, and the masked loss shifts "
                 "labels within a row. Use data parallelism, ZeRO or --fsdp_size."
             )
 
     def create_accelerator_and_postprocess(self):
         if self.args.accelerator_config.dispatch_batches:
-            raise ValueError(
+            raise UserError(
                 "dispatch_batches would cut the batches of the main process into pieces, and their lists of documents "
                 "with them. Leave it out of --accelerator_config: each process reads the data itself."
             )
@@ -215,7 +216,7 @@ class MaskedLossTrainer(RunTrainer):
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
         if batch_samples[0]["labels"].dim() != 2:
-            raise ValueError(
+            raise UserError(
                 f"The labels have the shape {tuple(batch_samples[0]['labels'].shape)}. MaskedLossTrainer predicts "
                 "tokens, and needs one label per token. Use transformers' Trainer for a sequence classifier."
             )
@@ -350,7 +351,7 @@ class MaskedLossTrainer(RunTrainer):
     @staticmethod
     def _check_outputs(outputs: Any):
         if "ce_loss" not in outputs:
-            raise ValueError(
+            raise UserError(
                 f"{type(outputs).__name__} has no `ce_loss`: MaskedLossTrainer trains MiniMindForCausalLM, with or "
                 "without adapters. Use transformers' Trainer for other models, or pass compute_loss_func."
             )
@@ -471,7 +472,7 @@ class MaskedLossTrainer(RunTrainer):
         ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
         self._record_router_load(self._router_load)
         if weight == 0:
-            raise ValueError(
+            raise UserError(
                 f"{description}: no token of the set is to be predicted, because all labels are -100. Check the "
                 "validation data."
             )

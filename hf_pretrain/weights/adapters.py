@@ -23,6 +23,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.experts import MiniMindExperts
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError
 from ..runtime.installation import install_command
 from ..runtime.names import may_be_checkpoint
 from .loading import load_upstream
@@ -70,9 +71,9 @@ class AdapterArguments:
 
     def __post_init__(self):
         if self.lora_r < 1:
-            raise ValueError(f"--lora_r {self.lora_r}: the rank of an adapter must be at least 1.")
+            raise UserError(f"--lora_r {self.lora_r}: the rank of an adapter must be at least 1.")
         if self.load_in_4bit and not self.use_peft:
-            raise ValueError("--load_in_4bit freezes the model, so nothing would be trained: add --use_peft.")
+            raise UserError("--load_in_4bit freezes the model, so nothing would be trained: add --use_peft.")
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -110,7 +111,7 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     """
     if is_adapted(model):
         if args.load_in_4bit:
-            raise ValueError(
+            raise UserError(
                 "--load_in_4bit quantizes the base of a new adapter; leave it out to train a saved adapter further."
             )
         logger.warning("Training the loaded adapter further. Its adapter_config.json replaces the --lora flags.")
@@ -122,13 +123,13 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     from peft import LoraConfig, get_peft_model
 
     if not model.name_or_path:
-        raise ValueError(
+        raise UserError(
             "--use_peft needs --model_name_or_path, because a saved adapter names its base model. Convert weights of "
             "another program first, with `hf-pretrain convert`."
         )
     # FSDP2 has sharded the model already, and peft would add unsharded matrices to shards.
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
+        raise UserError(
             "--use_peft does not work with --fsdp_size; use DDP or ZeRO (--deepspeed ds_configs/zero2.json)."
         )
     # Check the targets before the quantization, which is slow.
@@ -176,7 +177,7 @@ def _finish(adapted: Any) -> Any:
 def _check_peft(flag: str):
     """Raise `ValueError` if peft is not installed."""
     if not is_peft_available():
-        raise ValueError(f"{flag} needs peft: {install_command('peft')}")
+        raise UserError(f"{flag} needs peft: {install_command('peft')}")
 
 
 def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str] | None]:
@@ -192,7 +193,7 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
     asked = args.lora_target_modules or known
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"--lora_target_modules {' '.join(unknown)}: this model lacks it. Use one or more of {', '.join(known)}."
         )
     # peft adapts plain parameters, such as stacked experts, through `target_parameters`.
@@ -208,7 +209,7 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
         }
         for reason, applies in reasons.items():
             if applies:
-                raise ValueError(
+                raise UserError(
                     f"{reason} does not work on stacked experts ({', '.join(parameters)}) in peft: leave it out, or "
                     f"adapt the rest with --lora_target_modules {' '.join(dense)}."
                 )
@@ -222,9 +223,9 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
     """
     if not (torch.cuda.is_available() and is_bitsandbytes_available()):
         missing = "there is no CUDA device here" if not torch.cuda.is_available() else "pip install bitsandbytes"
-        raise ValueError(f"--load_in_4bit needs CUDA and bitsandbytes: {missing}. Without it, --use_peft trains LoRA.")
+        raise UserError(f"--load_in_4bit needs CUDA and bitsandbytes: {missing}. Without it, --use_peft trains LoRA.")
     if is_deepspeed_zero3_enabled():
-        raise ValueError("--load_in_4bit does not work under ZeRO-3, which shards the weights: use ZeRO-2.")
+        raise UserError("--load_in_4bit does not work under ZeRO-3, which shards the weights: use ZeRO-2.")
     from peft import prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
@@ -268,7 +269,7 @@ def adapter_base(path: str | Path | None) -> str | None:
 
     base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
     if not base:
-        raise ValueError(f"{path}/adapter_config.json does not name its base: set base_model_name_or_path in it.")
+        raise UserError(f"{path}/adapter_config.json does not name its base: set base_model_name_or_path in it.")
     return base
 
 
@@ -294,11 +295,11 @@ def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> Mini
     """
     base = adapter_base(path)
     if base is None:
-        raise ValueError(f"{path} is no adapter: it has no adapter_config.json.")
+        raise UserError(f"{path} is no adapter: it has no adapter_config.json.")
     try:
         model = load_upstream(base, dtype=dtype)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"The adapter {path} needs its base model {base} (base_model_name_or_path in adapter_config.json, "
             f"relative to the current directory): {error}"
         ) from error

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
+from ..runtime.errors import UserError
 from .layouts import LAYOUTS
 
 
@@ -62,7 +63,7 @@ def merge_fields(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
             fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
         except Exception as error:
             # transformers checks only some fields and computes with the others, so a wrong value may raise any error.
-            raise ValueError(f"The config is not valid for {model_type}: {error}") from error
+            raise UserError(f"The config is not valid for {model_type}: {error}") from error
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -97,20 +98,20 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
         # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than the floor
         # `moe_norm_min`.
         if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
-            raise ValueError(
+            raise UserError(
                 f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
                 "1e-6) or never (exactly 1)."
             )
         raw["norm_topk_prob"] = raw["moe_norm_min"] != 1.0
     raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
     if raw.get("use_moe", has_experts) != has_experts:
-        raise ValueError(
+        raise UserError(
             f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
         )
     if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
-        raise ValueError("MiniMind has neither sliding windows nor dense layers among layers with experts.")
+        raise UserError("MiniMind has neither sliding windows nor dense layers among layers with experts.")
     if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("MiniMind rotates whole heads: partial_rotary_factor must be 1.")
+        raise UserError("MiniMind rotates whole heads: partial_rotary_factor must be 1.")
 
     given = {
         name: raw[name]
@@ -142,7 +143,7 @@ def assumed_fields(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]
 def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     """Translate the config fields of the experts' router."""
     if "num_experts_per_tok" not in raw:
-        raise ValueError(
+        raise UserError(
             "The weights do not show how many experts a token is routed to: give the config.json, or "
             "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
         )
@@ -152,7 +153,7 @@ def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
         given["num_experts"] = raw["num_experts"]
     if layout in ("v1", "v2"):
         if raw.get("scoring_func", "softmax") != "softmax":
-            raise ValueError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
+            raise UserError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
         if raw.get("intermediate_size") is not None:
             given["moe_intermediate_size"] = raw["intermediate_size"]
         return given | {
@@ -182,7 +183,7 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     if rope.get("rope_theta", 0) is None:
         del rope["rope_theta"]
     if layout == "v1" and "rope_theta" not in rope:
-        raise ValueError(
+        raise UserError(
             "The base of v1's rotary table is unknown: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
             "MiniMind-V1 of 2024, whose config.json lacks it)."
         )
@@ -197,7 +198,7 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     if layout == "v3" and "factor" not in scaling:
         scaling = V3_YARN
     if "attention_factor" not in scaling:
-        raise ValueError(
+        raise UserError(
             "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that "
             "it is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
             "attention_factor."

@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..model.configuration_minimind import CODE_FILES, MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError
 from ..runtime.locking import LOCK_NAME
 from ..runtime.names import split_hub_name
 from ..runtime.writing import check_output, is_unfinished, written_whole
@@ -58,18 +59,18 @@ def replaced_files(directory: str | Path, *, overwrite: bool = False) -> list[Pa
     check_output(directory, "--to")
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file, not a directory; choose another name.")
+        raise UserError(f"{directory} is a file, not a directory; choose another name.")
     entries = [path for path in directory.iterdir() if not is_unfinished(path)] if directory.exists() else []
     if not entries:
         return []
     if not overwrite:
-        raise ValueError(
+        raise UserError(
             f"{directory} exists and is not an empty directory; choose another, or replace it with --overwrite."
         )
     others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
     if others or not _holds_model(directory):
         found = f"the directory {others[0]}" if others else f"no model, but {entries[0].name}"
-        raise ValueError(
+        raise UserError(
             f"--overwrite replaces the files of a model, and {directory} holds {found}; choose another, or delete it."
         )
     return [path for path in entries if _MODEL_FILES.fullmatch(path.name)]
@@ -136,7 +137,7 @@ def check_fits(config: MiniMindConfig, layout: str) -> None:
     others = ["minimind", *(other for other in fitting if other not in generations)]
     if generations:
         others.append(f"upstream ({', '.join(generations)})")
-    raise ValueError(
+    raise UserError(
         f"{describe_layout(layout)} cannot hold {part}. Formats that can hold this model: {', '.join(others)}."
     )
 
@@ -240,12 +241,12 @@ def export(
             finite.
     """
     if format not in EXPORT_FORMATS:
-        raise ValueError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
+        raise UserError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
     source_dtype = str(model.dtype).removeprefix("torch.")
     dtype = dtype or source_dtype
     known = GGUF_TYPES if format == "gguf" else DTYPES
     if dtype not in known:
-        raise ValueError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
+        raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
     find_replaced = partial(replaced_files, output_dir, overwrite=overwrite)
     find_replaced()
     generation = generation or default_generation(model.config)
@@ -356,7 +357,7 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
     model = model.to(dtype)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")
+            raise UserError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")
     return model
 
 

@@ -23,6 +23,7 @@ from transformers.utils import (
     logging,
 )
 
+from ..runtime.errors import UserError
 from ..runtime.names import is_path, split_hub_name
 
 
@@ -53,7 +54,7 @@ def resolve(path: str | Path) -> Path:
         return local
     repo_id, file = split_hub_name(str(path))
     if is_path(path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
-        raise ValueError(f"{path}: no such file or directory. A Hub id is owner/name, or owner/name:file.pth.")
+        raise UserError(f"{path}: no such file or directory. A Hub id is owner/name, or owner/name:file.pth.")
     try:
         folder = snapshot_download(repo_id, allow_patterns=_needed(repo_id, file))
     except (OSError, HTTPError) as error:
@@ -61,9 +62,9 @@ def resolve(path: str | Path) -> Path:
             # There is no network, or the Hub refuses. An earlier run may have downloaded the files.
             folder = snapshot_download(repo_id, local_files_only=True)
         except (OSError, HTTPError):
-            raise ValueError(f"{path} is neither a file or directory here nor a model on the Hub: {error}") from error
+            raise UserError(f"{path} is neither a file or directory here nor a model on the Hub: {error}") from error
     if file is not None and not Path(folder, file).is_file():
-        raise ValueError(f"{repo_id} holds no file {file}.")
+        raise UserError(f"{repo_id} holds no file {file}.")
     return Path(folder, file) if file else Path(folder)
 
 
@@ -98,10 +99,10 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
     # Trainer's checkpoints also hold the states of the random number generators (rng_state*.pth).
     found_pth = sorted(name for name in names if name.endswith(".pth") and not name.startswith("rng_state"))
     if not found and not found_pth:
-        raise ValueError(f"{prefix[:-1]} must hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
+        raise UserError(f"{prefix[:-1]} must hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
     if len(found_pth) > 1 or (found and found_pth):
         several = ", ".join(found + found_pth)
-        raise ValueError(
+        raise UserError(
             f"{prefix[:-1]} holds several files of weights ({several}): name one, such as {prefix}{found_pth[0]}."
         )
     if len(found) > 1:
@@ -114,9 +115,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON file that can be read: {error}") from error
+        raise UserError(f"{path} is not a JSON file that can be read: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
+        raise UserError(f"{path} must hold a JSON object.")
     return content
 
 
@@ -137,22 +138,22 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         if _BUFFERS.search(name):
             continue
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} has the dtype {tensor.dtype}; only floating-point weights can be converted."
             )
         # Check here: otherwise a NaN in a weight would show only in the first loss of a run.
         if not tensor.isfinite().all():
-            raise ValueError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
+            raise UserError(f"{path}: {name} holds values that are not finite (saved in float16 and overflowed?).")
         # "module.x" and "x" become the same name, and nothing tells which of the two is right.
         if name in tensors:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds {name} twice, with and without a prefix such as module. Delete one of them."
             )
         tensors[name] = tensor
     # MiniMind's own adapters have ".lora." in the names of tensors, and peft's have "lora_A".
     adapters = [name for name in tensors if ".lora." in name]
     if adapters:
-        raise ValueError(
+        raise UserError(
             f"{path} holds a LoRA adapter of MiniMind ({adapters[0]}), not a model, and cannot be converted. Merge it "
             "into its base model with MiniMind's own code, and convert the merged file."
         )
@@ -181,7 +182,7 @@ def _shard_names(index: Path) -> list[str]:
     # The index may come from the network, and "../../x" in it would read files outside of the directory.
     shards = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     if not shards or any(Path(shard).name != shard for shard in shards):
-        raise ValueError(f"{index} must name files beside it, and names {shards or 'none'}.")
+        raise UserError(f"{index} must name files beside it, and names {shards or 'none'}.")
     return shards
 
 
@@ -194,14 +195,14 @@ def _read_all(path: Path) -> dict[str, torch.Tensor]:
     shards = _shard_names(path)
     missing = [shard for shard in shards if not path.with_name(shard).is_file()]
     if missing:
-        raise ValueError(f"{path.parent} lacks the shard(s) {', '.join(missing)} that {path.name} names.")
+        raise UserError(f"{path.parent} lacks the shard(s) {', '.join(missing)} that {path.name} names.")
     tensors: dict[str, torch.Tensor] = {}
     for shard in shards:
         # If two shards hold a tensor, one may be an older version. Choosing one of them would be a guess.
         part = _read_file(path.with_name(shard))
         twice = sorted(part.keys() & tensors.keys())
         if twice:
-            raise ValueError(
+            raise UserError(
                 f"{path.parent}: {twice[0]} stands in {shard} and in a shard before it. Save the model again."
             )
         tensors |= part
@@ -214,10 +215,10 @@ def check_content(path: Path) -> None:
         head = file.read(64)
     # An interrupted download may leave an empty file, for which every reader has another error.
     if not head:
-        raise ValueError(f"{path} is empty. Download or copy it again.")
+        raise UserError(f"{path} is empty. Download or copy it again.")
     for beginning, what in _NO_WEIGHTS.items():
         if head.lstrip().lower().startswith(beginning):
-            raise ValueError(f"{path} {what}")
+            raise UserError(f"{path} {what}")
     # A .pth or .bin file of torch is a zip archive, with a checksum for every entry.
     if not head.startswith(b"PK"):
         return
@@ -225,9 +226,9 @@ def check_content(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged: {error}. Download or copy it again.") from error
+        raise UserError(f"{path} is damaged: {error}. Download or copy it again.") from error
     if damaged is not None:
-        raise ValueError(f"{path} is damaged: the checksum of {damaged} is wrong. Download or copy it again.")
+        raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong. Download or copy it again.")
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
@@ -237,7 +238,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read, or is damaged: {error}") from error
+        raise UserError(f"{path} cannot be read, or is damaged: {error}") from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -246,8 +247,8 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         refused = re.search(r"(?:Unsupported|Trying to|Can only)[^\n]*", str(error))
         if refused is None or not isinstance(error, pickle.UnpicklingError):
             reason = str(error).partition("\n")[0].partition("(1)")[0].strip()
-            raise ValueError(f"{path} is not a file of weights, or is damaged: {reason}") from error
-        raise ValueError(
+            raise UserError(f"{path} is not a file of weights, or is damaged: {reason}") from error
+        raise UserError(
             f"{path} holds more than tensors and was refused before any of its code ran. Ask for a file with a plain "
             f"state dict, best as safetensors. ({refused[0]})"
         ) from error
@@ -259,7 +260,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     )
     if not is_tensor:
-        raise ValueError(f"{path} holds no state dict: a dictionary of names and tensors is expected.")
+        raise UserError(f"{path} holds no state dict: a dictionary of names and tensors is expected.")
     return content
 
 

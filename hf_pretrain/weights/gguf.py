@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError
 from ..runtime.installation import install_command
 from .layouts import to_half_split
 
@@ -48,7 +49,7 @@ def _gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ValueError(f"GGUF needs the gguf package: {install_command('gguf')}") from None
+        raise UserError(f"GGUF needs the gguf package: {install_command('gguf')}") from None
     return gguf
 
 
@@ -70,7 +71,7 @@ def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None
     elif config.hidden_act != "silu":
         problem = f"llama.cpp's graphs use the activation silu, this model uses {config.hidden_act}"
     if problem is not None:
-        raise ValueError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {gguf_layout(config)}.")
+        raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {gguf_layout(config)}.")
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
 
@@ -91,7 +92,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
         and not beyond
     )
     if not is_gpt2:
-        raise ValueError(
+        raise UserError(
             f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} ({beyond or 'plain'}) "
             f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE, as "
             "`hf-pretrain tokenizer` trains it."
@@ -103,7 +104,7 @@ def _adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Return whether `tokenizer(text)` begins with bos. Raise `ValueError` if it adds anything else."""
     plain, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     if whole not in (plain, [tokenizer.bos_token_id, *plain]):
-        raise ValueError(
+        raise UserError(
             f"No GGUF: llama.cpp can put bos before a text, but this tokenizer turns {plain} into {whole}. Change its "
             "post_processor."
         )
@@ -178,7 +179,7 @@ def write_gguf(
         # The package casts to float16 without a check of the range, so look for infinities in the result.
         values = gguf.quantize(tensor.numpy(), quantized)
         if quantized == gguf.GGMLQuantizationType.F16 and not np.isfinite(values).all():
-            raise ValueError(f"{name} holds values that overflow float16; use bfloat16 or float32.")
+            raise UserError(f"{name} holds values that overflow float16; use bfloat16 or float32.")
         writer.add_tensor(name, values, raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

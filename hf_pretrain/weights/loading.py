@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
 from .configs import assumed_fields, merge_fields, read_fields
 from .files import check_content, check_shards, read_json, read_tensors, resolve
@@ -41,6 +42,7 @@ def is_native_checkpoint(path: str | Path) -> bool:
         return False
 
 
+@as_user_errors()
 def load_upstream(
     path: str | Path, *, config: Mapping[str, Any] | str | Path | None = None, dtype: torch.dtype | None = None
 ) -> MiniMindForCausalLM:
@@ -66,7 +68,7 @@ def load_upstream(
     path = resolve(path)
     if is_native_checkpoint(path):
         if config:
-            raise ValueError(f"{path} was written by hf_pretrain, which saves its config: leave the config out.")
+            raise UserError(f"{path} was written by hf_pretrain, which saves its config: leave the config out.")
         return load_native_checkpoint(path, dtype=dtype or "auto").eval()
     if isinstance(config, str | Path):
         config = read_json(Path(config))
@@ -80,7 +82,7 @@ def load_upstream(
         inferred = _infer_sizes(tensors, layout, given)
         minimind_config = MiniMindConfig(**given | inferred)
     except StrictDataclassError as error:
-        raise ValueError(f"{path}: a field of the config is of the wrong type. {error}") from error
+        raise UserError(f"{path}: a field of the config is of the wrong type. {error}") from error
     # A file without an output head has tied embeddings.
     tensors.setdefault(
         LAYOUTS[layout].name("lm_head.weight"), tensors[LAYOUTS[layout].name("model.embed_tokens.weight")]
@@ -127,7 +129,7 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
             **loading,
         )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} has no readable weights: {error}") from error
+        raise UserError(f"{path} has no readable weights: {error}") from error
     shapes = [
         f"{name} is {tuple(found)} and should be {tuple(shape)}" for name, found, shape in info["mismatched_keys"]
     ]
@@ -141,7 +143,7 @@ def _check_finite(model: MiniMindForCausalLM, path: str | Path):
     # NOTE: under ZeRO-3 every parameter is empty here and passes. There, only the first loss shows a NaN.
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} holds values that are not finite in {parameter.dtype}. The file is damaged, or they "
                 "are too large for this dtype: use bfloat16 or float32."
             )
@@ -159,7 +161,7 @@ def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[st
         if names
     ]
     if problems:
-        raise ValueError(f"{complaint}. Tensors {'; '.join(problems)}.")
+        raise UserError(f"{complaint}. Tensors {'; '.join(problems)}.")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
     if "tok_embeddings.weight" in tensors:
         return "v1"
     if "model.embed_tokens.weight" not in tensors:
-        raise ValueError(
+        raise UserError(
             f"{path}: no generation of MiniMind has these names: {', '.join(list(tensors)[:4])}... (v1 has "
             "tok_embeddings.weight, v2 and v3 have model.embed_tokens.weight)."
         )
@@ -190,7 +192,7 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
     if model_type in LAYOUTS:
         return model_type
     if model_type != "minimind":
-        raise ValueError(f"{path}: model_type={model_type!r} is not one of minimind, {', '.join(list(LAYOUTS)[3:])}.")
+        raise UserError(f"{path}: model_type={model_type!r} is not one of minimind, {', '.join(list(LAYOUTS)[3:])}.")
     return "v3" if any(name.endswith("q_norm.weight") for name in tensors) else "v2"
 
 
@@ -205,9 +207,9 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     def shape(name: str) -> torch.Size:
         name = LAYOUTS[layout].name(name)
         if name not in tensors:
-            raise ValueError(f"The weights lack {name}, which every MiniMind {layout} has.")
+            raise UserError(f"The weights lack {name}, which every MiniMind {layout} has.")
         if tensors[name].dim() != 2 or tensors[name].numel() == 0:
-            raise ValueError(f"{name} is {tuple(tensors[name].shape)} and should be a matrix.")
+            raise UserError(f"{name} is {tuple(tensors[name].shape)} and should be a matrix.")
         return tensors[name].shape
 
     attention = "model.layers.0.self_attn."
@@ -216,7 +218,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     # The first number without a layer; it is `len(layers)` if the numbers are contiguous.
     gap = next(number for number in range(len(layers) + 1) if number not in layers)
     if gap < len(layers):
-        raise ValueError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
+        raise UserError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
     # The number of rows is heads times head width, so one of the two must come from elsewhere.
     q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
@@ -227,12 +229,12 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     elif "num_attention_heads" in given:
         head_dim = q_rows // given["num_attention_heads"]
     else:
-        raise ValueError(
+        raise UserError(
             "The weights do not show the number of heads: give the config.json, or num_attention_heads "
             "(MiniMind2 has 8, MiniMind-V1 of 2024 has 16)."
         )
     if head_dim == 0:
-        raise ValueError(f"{attention}q_proj.weight has {q_rows} rows: too few for that many heads.")
+        raise UserError(f"{attention}q_proj.weight has {q_rows} rows: too few for that many heads.")
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -265,13 +267,13 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     head = tensors.get(LAYOUTS[layout].name("lm_head.weight"))
     is_same = head is None or head.equal(tensors[LAYOUTS[layout].name("model.embed_tokens.weight")])
     if head is None and not given.get("tie_word_embeddings", True):
-        raise ValueError("The config says tie_word_embeddings=False, but the weights have no output head.")
+        raise UserError("The config says tie_word_embeddings=False, but the weights have no output head.")
     # An output head that equals the embedding may still be untied, so the config decides.
     sizes["tie_word_embeddings"] = is_same and given.get("tie_word_embeddings", True)
 
     for name, size in sizes.items():
         if given.get(name, size) != size:
-            raise ValueError(f"The config says {name}={given[name]}, the weights say {size}.")
+            raise UserError(f"The config says {name}={given[name]}, the weights say {size}.")
     return sizes
 
 
@@ -307,7 +309,7 @@ def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> 
     biases = {name for name in tensors if name.endswith("moe_statics.e_score_correction_bias")}
     used = [name for name in biases if tensors[name].any()]
     if used:
-        raise ValueError(f"{path}: {used[0]} is not zero; MiniMind's routers have no such bias.")
+        raise UserError(f"{path}: {used[0]} is not zero; MiniMind's routers have no such bias.")
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 

@@ -15,6 +15,7 @@ from hf_pretrain_cli import FLAG_SIMILARITY, ConfigLoader, hint
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
+from ..runtime.errors import UserError
 from ..runtime.names import OpenChoices, check_choices, check_word
 
 
@@ -54,17 +55,17 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
     except yaml.constructor.ConstructorError as error:
         advice = "Leave one of them out" if "stands twice" in error.problem else "Write values as name=value"
-        raise ValueError(f"{flag}: {error.problem}. {advice}.") from None
+        raise UserError(f"{flag}: {error.problem}. {advice}.") from None
     except yaml.YAMLError:
         # The loop below reports the text.
         fields = {text: None}
     known = {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys()
     for name, value in fields.items():
         if value is None:
-            raise ValueError(f"{flag}: {name!r} is not of the form name=value.")
+            raise UserError(f"{flag}: {name!r} is not of the form name=value.")
         if name not in known and name not in also_known:
             nearest = hint(str(name), {*known, *also_known}, cutoff=FLAG_SIMILARITY)
-            raise ValueError(f"{flag}: {name!r} is not a field of MiniMindConfig{nearest}.")
+            raise UserError(f"{flag}: {name!r} is not a field of MiniMindConfig{nearest}.")
     check_fields(fields)
     return fields
 
@@ -114,7 +115,7 @@ class ModelArguments:
     def base_model(self) -> str:
         """Return `model_name_or_path`, for a stage that needs it. Raise `ValueError` if it is not given."""
         if self.model_name_or_path is None:
-            raise ValueError(
+            raise UserError(
                 "This stage starts from a trained model: pass --model_name_or_path with a directory or Hub id."
             )
         return self.model_name_or_path

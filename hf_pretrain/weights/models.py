@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
+from ..runtime.errors import UserError, as_user_errors
 from ..tokenizer.loading import check_tokenizer
 from .adapters import adapter_base, load_adapter
 from .loading import is_native_checkpoint, load_native_checkpoint, load_upstream
@@ -35,9 +36,10 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Min
     except StrictDataclassError as error:
         # The error does not say where the wrong value came from. Without overrides, it is in the checkpoint's file.
         where = f"--config_overrides {args.config_overrides}" if args.config_overrides else args.model_name_or_path
-        raise ValueError(f"{where}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
+@as_user_errors()
 def load_model(
     args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, distributed: DistributedConfig | None = None
 ) -> MiniMindForCausalLM:
@@ -63,7 +65,7 @@ def load_model(
         try:
             config = MiniMindConfig.from_dict(upstream.config.to_dict() | args.overrides)
         except StrictDataclassError as error:
-            raise ValueError(f"--config_overrides {args.config_overrides}: {error}") from error
+            raise UserError(f"--config_overrides {args.config_overrides}: {error}") from error
     else:
         config = load_config(args, tokenizer)
     check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=args.tokenizer_name_or_path or "the trained one")
@@ -81,7 +83,7 @@ def load_model(
         loading["experts_implementation"] = config._experts_implementation = "eager"
     if distributed is not None:
         if distributed.ep_size > 1 and not config.num_experts:
-            raise ValueError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
+            raise UserError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
         loading["distributed_config"] = distributed
     # `from_pretrained` shards the converted weights, which are already in memory.
     if upstream is not None:

@@ -26,7 +26,7 @@ from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.data.records import read_records
-from hf_pretrain.runtime.command_line import is_mistake
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer import chat_template as rendering
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -664,7 +664,7 @@ def test_a_conversation_that_a_template_cannot_render_is_named_by_its_line(
         else:
             with arguments.naming_lines("preference"):
                 prepare_pairs(documents, broken, max_length=100, num_proc=num_proc)
-    assert is_mistake(refusal.value)
+    assert isinstance(refusal.value, UserError)
 
 
 def test_preferences():

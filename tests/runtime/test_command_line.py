@@ -18,7 +18,8 @@ from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.parts import map_parts
 from hf_pretrain.data.rejected import RejectedLines
 from hf_pretrain.runtime import command_line
-from hf_pretrain.runtime.command_line import is_mistake, one_line_errors
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.tools import load_tools
@@ -248,23 +249,6 @@ def test_a_mistake_in_a_worker_of_the_data_loader_is_one_line(tmp_path):
 
 
 PACKAGE = ROOT / "hf_pretrain"
-IN_WORKER = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-LIBRARY = f'  File "{ROOT}/.venv/lib/python3.11/site-packages/datasets/a.py", line 9, in read\n'
-
-
-@pytest.mark.parametrize(
-    ("frames", "message"),
-    [
-        (f'{LIBRARY}    read()\n  File "{PACKAGE}/data/b.py", line 3, in f\n    raise ValueError("a")\n', "a\nb"),
-        # Python 3.13 prints statements of several lines.
-        (f'  File "{PACKAGE}/data/b.py", line 3, in f\n    raise ValueError(\n    ...<3 lines>...\n    )\n', "a\nb"),
-        (f'  File "{PACKAGE}/data/b.py", line 3, in f\n    return int("a")\n           ^^^^^^^^\n', None),
-        # The repository's directory may have the package's name.
-        (f'  File "{PACKAGE}/data/b.py", line 3, in f\n    read()\n{LIBRARY}    raise ValueError("a")\n', None),
-    ],
-)
-def test_mistakes_and_bugs_in_a_worker_are_told_apart(frames, message):
-    assert command_line._mistake_in_worker(ValueError(f"{IN_WORKER}{frames}ValueError: a\nb\n")) == message
 
 
 def bug_in_the_recipe():
@@ -284,7 +268,7 @@ def error_of_a_library():
 def test_a_bug_keeps_its_traceback(bug, capsys):
     with pytest.raises(Exception) as raised, one_line_errors():
         bug()
-    assert not isinstance(raised.value, SystemExit) and not is_mistake(raised.value)
+    assert not isinstance(raised.value, SystemExit) and not isinstance(raised.value, UserError)
     assert capsys.readouterr().err == ""
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.runtime.command_line import is_mistake
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.chatting import Chat
 from hf_pretrain.stages.generating import Generator, PartsStreamer
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -175,7 +175,7 @@ def test_a_template_that_fails_is_reported(chat, template, reason):
         ValueError, match=f"^The chat template of .* cannot render the conversation: .*{reason}"
     ) as info:
         chat.answer(list)
-    assert is_mistake(info.value)
+    assert isinstance(info.value, UserError)
 
 
 def test_an_interrupt_keeps_the_partial_answer(chat):

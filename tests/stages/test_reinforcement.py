@@ -20,7 +20,7 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.tasks import TOOLS
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.reports.runs import read_run
-from hf_pretrain.runtime.command_line import is_mistake
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
 from hf_pretrain.stages.tools import calculator, load_tools
@@ -526,7 +526,7 @@ def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
 def test_flags_that_only_trls_trainer_refuses_are_mistakes_of_the_user(tokenizer, tmp_path, flags, words):
     with pytest.raises(ValueError, match=words) as caught:
         toy_trainer(tokenizer, tmp_path, **flags)
-    assert is_mistake(caught.value)
+    assert isinstance(caught.value, UserError)
 
 
 def rewards_of_steps(*values: float | None):
@@ -565,7 +565,7 @@ class Lobby(Desk):
 def test_rewards_without_a_use_and_code_that_exits_stop_the_run(tokenizer, tmp_path, algorithm, options, words):
     with pytest.raises(ValueError, match=words) as caught:
         toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer=options, max_steps=3).train()
-    assert is_mistake(caught.value)
+    assert isinstance(caught.value, UserError)
 
 
 def test_a_module_that_exits_when_it_is_imported_is_refused(tmp_path, monkeypatch):

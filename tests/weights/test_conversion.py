@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.runtime.command_line import is_mistake
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
 from hf_pretrain.weights.layouts import to_half_split, to_interleaved
@@ -481,7 +481,7 @@ def test_a_huge_layer_number_is_refused_at_once(tmp_path):
 def test_a_malformed_config_is_named(name, config, message):
     with pytest.raises(ValueError, match=message) as refusal:
         load_upstream(GOLDEN / name, config=config)
-    assert is_mistake(refusal.value)
+    assert isinstance(refusal.value, UserError)
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "gone.safetensors"])
