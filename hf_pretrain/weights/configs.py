@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, as_user_errors
 from .layouts import LAYOUTS
 
 
@@ -54,7 +54,8 @@ def merge_fields(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         `ValueError`: if a field has a wrong value.
     """
     fields = {**raw, **given}
-    check_fields(fields)
+    with as_user_errors():
+        check_fields(fields)
     if fields.get("model_type") in LAYOUTS:
         # Copy, because transformers changes the dictionaries that it gets.
         fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))

@@ -15,7 +15,7 @@ from hf_pretrain_cli import FLAG_SIMILARITY, ConfigLoader, hint
 from ..model.config_fields import check_fields
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.presets import PRESETS
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import OpenChoices, check_choices, check_word
 
 
@@ -66,7 +66,8 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         if name not in known and name not in also_known:
             nearest = hint(str(name), {*known, *also_known}, cutoff=FLAG_SIMILARITY)
             raise UserError(f"{flag}: {name!r} is not a field of MiniMindConfig{nearest}.")
-    check_fields(fields)
+    with as_user_errors():
+        check_fields(fields)
     return fields
 
 
