@@ -48,7 +48,7 @@ from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_l
 from hf_pretrain.runtime.errors import MissingExtraError, UserError
 from hf_pretrain.runtime.installation import install_command
 from hf_pretrain.runtime.writing import written_whole
-from hf_pretrain.stages.task_groups import expand_tasks
+from hf_pretrain.stages.evaluation import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer

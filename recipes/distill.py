@@ -3,7 +3,6 @@ Distil a teacher into a smaller MiniMind model (https://huggingface.co/papers/15
 
     hf-pretrain distill --teacher_name_or_path out/sft-tiny
     hf-pretrain distill --teacher_name_or_path out/mine --kl reverse --temperature 1 --ce_weight 0
-    hf-pretrain distill --teacher_name_or_path out/mine --cache_teacher_logits 64
     torchrun --standalone --nproc_per_node 4 recipes/distill.py --config recipes/minimind2-small/distill.yaml
     deepspeed --include localhost:0,1 recipes/distill.py --deepspeed ds_configs/zero2.json --teacher_name_or_path out/a
 

@@ -1,15 +1,15 @@
 """
-Train a MiniMind model on preferences, with TRL's DPO, KTO, ORPO or SimPO.
+Train a MiniMind model on preferences, with TRL's DPO and its losses.
 
     hf-pretrain dpo --model_name_or_path out/sft-tiny
     hf-pretrain dpo --model_name_or_path me/chat --dataset_name my/pairs.jsonl --beta 0.15 --output_dir out/mine
-    hf-pretrain dpo --model_name_or_path out/sft-tiny --algorithm simpo --output_dir out/simpo-tiny
+    hf-pretrain dpo --model_name_or_path out/sft-tiny --loss_type ipo --output_dir out/ipo-tiny
     torchrun --standalone --nproc_per_node 4 recipes/dpo.py --config recipes/minimind3/dpo.yaml
     deepspeed --include localhost:0,1 recipes/dpo.py --config recipes/tiny/dpo.yaml --deepspeed ds_configs/zero2.json
 
 A record has the fields `chosen` and `rejected`, each a text or a list of messages. The prompt is in the field
-`prompt`, or at the beginning of both fields. The flags of `TrainingArguments` and of TRL's config for the algorithm
-(such as `--loss_type ipo`) work, except those that docs/launching.md lists; `--help-all` prints all flags.
+`prompt`, or at the beginning of both fields. The flags of `TrainingArguments` and of TRL's `DPOConfig` work, except
+those that docs/launching.md lists; `--help-all` prints all flags.
 """
 
 from functools import partial
@@ -31,14 +31,14 @@ from hf_pretrain.weights.models import load_model
 
 # TRL is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.preferences import ALGORITHMS, PreferenceTrainingArguments, preference_arguments
+    from hf_pretrain.stages.preferences import DPOTrainingArguments, MiniMindDPOTrainer
 
 
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
     data_args: SourceArguments,
-    training_args: PreferenceTrainingArguments,
+    training_args: DPOTrainingArguments,
 ):
     checkpoint = begin_run(training_args, model_args, adapter_args, data_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
@@ -60,11 +60,10 @@ def main(
     if len(eval_pairs) == 0:
         training_args.evaluate_never()
 
-    _, trainer_class = ALGORITHMS[training_args.algorithm]
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     # With an adapter, the model without its adapter is the reference.
-    needs_reference = training_args.needs_reference and not is_adapted(model)
-    trainer = trainer_class(
+    needs_reference = not (training_args.precompute_ref_log_probs or is_adapted(model))
+    trainer = MiniMindDPOTrainer(
         model=model,
         ref_model=load_model(model_args, tokenizer) if needs_reference else None,
         args=training_args,
@@ -73,14 +72,14 @@ def main(
         eval_dataset=eval_pairs if len(eval_pairs) else None,
         processing_class=tokenizer,
         run_facts=RunFacts(
-            stage=f"tuning on preferences ({training_args.algorithm.upper()})",
+            stage="tuning on preferences (DPO)",
             recipe="dpo",
             datasets=data_args.dataset_name,
             data=report,
             base_model=model_args.model_name_or_path,
             data_kind="preferences",
             # A preference loss is not comparable with a cross-entropy in nats per token.
-            loss_unit=training_args.algorithm.upper(),
+            loss_unit="DPO",
         ),
     )
     sample = None
@@ -93,4 +92,4 @@ def main(
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(ModelArguments, AdapterArguments, SourceArguments, preference_arguments(), stage="dpo"))
+        main(*parse_args(ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments, stage="dpo"))

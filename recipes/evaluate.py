@@ -11,8 +11,7 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
 
 By default, the recipe evaluates the newest run in `out/`. With the flags or the `--config` of a pretraining run, it
 reproduces the validation metrics that this run printed at its end. It writes all results to `evaluation.json` and to
-the `model-index` of the model card, in the model's directory. It also compares the tasks of the group `minimind` with
-published figures, in `comparison.md`.
+the `model-index` of the model card, in the model's directory.
 """
 
 import importlib.metadata
@@ -28,8 +27,13 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.metrics import METRICS
 from hf_pretrain.stages.continuing import is_base_model
-from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments, format_results, write_results
-from hf_pretrain.stages.task_groups import compare_with_published, expand_tasks
+from hf_pretrain.stages.evaluation import (
+    EvaluationArguments,
+    ValidationArguments,
+    expand_tasks,
+    format_results,
+    write_results,
+)
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.parsing import parse_args
@@ -101,7 +105,6 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
             batch_size=training_args.per_device_eval_batch_size,
             is_chat=is_chat,
         )
-        results["comparison"] = compare_with_published(results["tasks"])
     # All ranks hold the same figures; one writes them.
     if is_main:
         path = write_results(results, facts, directory=training_args.output_dir)

@@ -18,7 +18,6 @@ import hf_pretrain_cli
 from hf_pretrain.data.corpora import EMBEDDED_CORPORA
 from hf_pretrain.runtime.help_cache import STARTED_AS
 from hf_pretrain.runtime.recipe_parsers import recipe_parser
-from hf_pretrain.stages.preferences import ALGORITHMS
 from hf_pretrain.stages.rewards import REWARDS
 from tests.faults.driving import ranks, start, wait_for
 from tests.invariants.launching import ROOT, cpu_environment, free_port
@@ -425,7 +424,6 @@ def test_bash_completes_commands_flags_and_their_words(tmp_path):
         (["hf-pretrain", "pretrain", "--model_preset", "minimind3"], {"minimind3", "minimind3-moe"}),
         (["hf-pretrain", "sft", "--attn_implementation", "flex"], {"flex_attention"}),
         (["hf-pretrain", "sft", "--dataset_kind", "share"], {"sharegpt"}),
-        (["hf-pretrain", "dpo", "--algorithm", ""], ALGORITHMS.keys()),
         (["hf-pretrain", "distill", "--kl", ""], {"forward", "reverse"}),
         (["hf-pretrain", "grpo", "--algorithm", ""], {"grpo", "rloo"}),
         (["hf-pretrain", "grpo", "--rewards", ""], REWARDS.keys()),

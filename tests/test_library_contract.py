@@ -77,7 +77,6 @@ def test_trainer_still_sums_the_loss_where_we_skip_a_step():
 def test_trl_and_torch_have_the_names_that_we_use():
     for trainer, names in {
         trl.DPOTrainer: ["_prepare_dataset", "_send_telemetry"],
-        trl.KTOTrainer: ["_prepare_dataset"],
         trl.GRPOTrainer: ["_get_train_sampler", "_track_num_input_tokens", "_send_telemetry"],
         trl.RLOOTrainer: ["_get_train_sampler"],
     }.items():
@@ -107,7 +106,7 @@ def test_accelerate_asks_for_deepspeed_only_to_recognize_its_engine():
 
 def test_every_private_name_that_we_override_stands_in_the_table():
     trainers = [RunTrainer, MaskedLossTrainer, *_stage_trainers()]
-    bases = {name for base in (Trainer, trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer) for name in dir(base)}
+    bases = {name for base in (Trainer, trl.DPOTrainer, trl.GRPOTrainer) for name in dir(base)}
     for trainer in trainers:
         for cls in trainer.__mro__:
             if not cls.__module__.startswith("hf_pretrain"):
@@ -122,6 +121,6 @@ def _stage_trainers() -> list[type]:
 
     return [
         distillation.DistillationTrainer,
-        *(trainer for _, trainer in preferences.ALGORITHMS.values()),
+        preferences.MiniMindDPOTrainer,
         *reinforcement.ALGORITHMS.values(),
     ]

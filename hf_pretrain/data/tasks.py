@@ -5,7 +5,6 @@ Tasks of reinforcement learning: prompts whose answers a program can check, embe
 |---|---|---|
 | `embedded:answer-format` | an answer of a given form to a question from the dialogues | `format` |
 | `embedded:arithmetic` | the sum, difference or product of two numbers | `arithmetic` |
-| `embedded:idiom-task` | the second half of a Chinese idiom from the idiom corpus | `idiom` |
 | `embedded:tool-call` | a call of one of the tools that the system message lists | `tool_call` |
 
 A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: a conversational prompt as TRL expects it, and
@@ -188,23 +187,6 @@ def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
         }
 
 
-def _idioms(generator: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield one task per beginning of a four-character idiom, in random order."""
-    endings, origins = defaultdict(list), defaultdict(list)
-    for document in _documents("idiom"):
-        idiom = document["text"].split(" (")[0]
-        if len(idiom) == 4:
-            endings[idiom[:2]].append(idiom[2:])
-            origins[idiom[:2]].append(document["origin"])
-    beginnings = list(endings)
-    generator.shuffle(beginnings)
-    for beginning in beginnings:
-        # Several idioms may share a beginning. Each of their endings is correct, alone or after the beginning.
-        solution = [ending for found in endings[beginning] for ending in (found, beginning + found)]
-        prompt = [{"role": "user", "content": f"补全成语：{beginning}__"}]
-        yield {"prompt": prompt, "solution": solution, "origins": origins[beginning]}
-
-
 def _tool_calls(generator: random.Random, *, render: Callable[..., str] = _render_ours) -> Iterator[dict[str, Any]]:
     """Yield random requests that one of `TOOLS` serves, without end; `render` as in [`tools_message`]."""
     while True:
@@ -231,7 +213,6 @@ def _tool_calls(generator: random.Random, *, render: Callable[..., str] = _rende
 EMBEDDED_TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "answer-format": _answer_formats,
     "arithmetic": _arithmetic,
-    "idiom-task": _idioms,
     "tool-call": _tool_calls,
 }
 # Columns that every embedded task and every task in MiniMind's format has, so that all kinds fit into one table.

@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 # A run pushes only these files and the shards that an index names. A pattern such as *.json would publish training
 # text, because nonfinite-*.json holds rows of it.
 PUBLISHED = (
-    *(CARD_NAME, CURVE_NAME, "evaluation.json", "comparison.md", TRAINER_STATE_NAME, *CODE_FILES),
+    *(CARD_NAME, CURVE_NAME, "evaluation.json", TRAINER_STATE_NAME, *CODE_FILES),
     *(
         "config.json",
         "generation_config.json",

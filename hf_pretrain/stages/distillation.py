@@ -13,16 +13,13 @@ with sums over all micro-batches of all ranks, as in `training/trainer.py`. `KL`
 p)` (reverse). `CE` and the router loss come from the student, at temperature 1.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +36,6 @@ from ..training.run_description import digest_weights
 from ..training.trainer import MaskedLossTrainer
 from ..weights.adapters import base_model_of
 from ..weights.files import check_shards
-from .teacher_cache import ROW_COLUMN, TeacherCollator, cache_bytes, check_cacheable, keep_top, open_cache
 
 
 logger = logging.get_logger(__name__)
@@ -66,14 +62,6 @@ class DistillationArguments:
         default=0.5,
         metadata={"help": "Weight of the cross-entropy in the loss, from 0 to 1; the KL term has the rest."},
     )
-    cache_teacher_logits: int | None = field(
-        default=None,
-        metadata={
-            "help": "Run the teacher once, before training, and cache this many of its largest log-probabilities per "
-            "token in <output_dir>/teacher_logits. The KL then treats all other tokens as one class."
-        },
-    )
-
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run the Python code in the teacher's repository. Trust its author."}
     )
@@ -93,7 +81,6 @@ def masked_divergence(
     teacher_log_probs: torch.Tensor,
     labels: torch.Tensor,
     *,
-    teacher_indices: torch.Tensor | None = None,
     loss_mask: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | float,
     temperature: float = 1.0,
@@ -105,12 +92,8 @@ def masked_divergence(
 
     Args:
         student_logits (`torch.Tensor` of shape `(batch_size, seq_len, >= vocab_size)`)
-        teacher_log_probs (`torch.FloatTensor` of shape `(batch_size, seq_len, num_classes)`): at the temperature, for
-            the whole vocabulary, or for `teacher_indices` and the rest, as [`~stages.teacher_cache.keep_top`] returns
-            them.
+        teacher_log_probs (`torch.FloatTensor` of shape `(batch_size, seq_len, vocab_size)`): at the temperature.
         labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): as in [`~model.loss.masked_cross_entropy`].
-        teacher_indices (`torch.LongTensor` of shape `(batch_size, seq_len, top_k)`, *optional*): the tokens of the
-            classes.
         loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): as in
             [`~model.loss.masked_cross_entropy`].
         num_items_in_batch (`torch.Tensor` or `float`): the sum of `w` over the step, on all ranks.
@@ -124,8 +107,6 @@ def masked_divergence(
     # Logits at t predict token t + 1: shift the weights left by one, (batch_size, seq_len).
     weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1))
     student = (student_logits[..., :vocab_size].float() / temperature).log_softmax(dim=-1)
-    if teacher_indices is not None:
-        student = keep_top(student, teacher_indices)
     p, q = (teacher_log_probs, student) if kl == "forward" else (student, teacher_log_probs)
     # KL(p || q) per position, (batch_size, seq_len)
     divergences = (p.exp() * (p - q)).sum(dim=-1)
@@ -177,7 +158,7 @@ def load_teacher(
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
-    # Without dropout, the teacher gives the same answers on every rank and in the cache.
+    # Without dropout, the teacher gives the same answers on every rank.
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):
         raise UserError(
@@ -245,73 +226,19 @@ class DistillationTrainer(MaskedLossTrainer):
                 "Start from other weights (--model_name_or_path), or from random ones without this flag."
             )
         # Do not make the teacher a submodule of the student, because it must not be saved, sharded or counted with it.
-        self.teacher: PreTrainedModel | None = teacher.to(self.args.device)
+        self.teacher: PreTrainedModel = teacher.to(self.args.device)
         # Digest the weights, not the path: the weights in a directory may change.
         self._fixed_weights["teacher"] = digest_weights(teacher.parameters())
         # For each evaluated batch, the sum of w * KL and the sum of w.
         self._eval_divergences: list[torch.Tensor] = []
-        self._targets: dict[str, torch.Tensor] = {}
-        # The cache takes the teacher a pass over all data, and a dry run takes four steps.
-        if distillation_args.cache_teacher_logits is not None:
-            if self.args.dry_run:
-                check_cacheable(self._row_sets(), distillation_args.cache_teacher_logits, self._shared_vocab_size)
-            else:
-                self._ask_once(distillation_args.cache_teacher_logits)
+        self._teacher_log_probs = torch.empty(0)
 
     def _other_arguments(self) -> list[Any]:
         return [*super()._other_arguments(), self.distillation_args]
 
-    def _row_sets(self) -> list[Dataset]:
-        return [rows for rows in (self.train_dataset, self.eval_dataset) if rows is not None]
-
     def _extra_flops_per_token(self) -> float:
         """Return the teacher's FLOPs per token: 2 per parameter, for a forward pass."""
-        # With a cache, the teacher does not run during training.
-        return 0.0 if self.teacher is None else 2 * num_active_parameters(self.teacher)
-
-    def _plan_lines(self) -> list[tuple[str, str]]:
-        top_k = self.distillation_args.cache_teacher_logits
-        if top_k is None:
-            return []
-        num_tokens = sum(len(ids) for rows in self._row_sets() for ids in rows.with_format("numpy")["input_ids"])
-        size = cache_bytes(num_tokens, top_k=top_k, vocab_size=self._shared_vocab_size)
-        text = f"runs once over {num_tokens:,} tokens, before the first step; its cache takes {size / 1e6:,.0f} MB"
-        return [
-            ("Teacher", text),
-            ("", "it runs in each step of the dry run, so the run's steps take less time and memory"),
-        ]
-
-    def _ask_once(self, top_k: int):
-        """Compute or open the cache of the teacher's log-probabilities, and free the teacher."""
-        cache, numbered = open_cache(
-            Path(self.args.output_dir, "teacher_logits"),
-            self._row_sets(),
-            self._ask,
-            collator=self.data_collator,
-            top_k=top_k,
-            vocab_size=self._shared_vocab_size,
-            described_by={
-                "teacher": type(self.teacher).__name__,
-                "config": hashlib.blake2b(self.teacher.config.to_json_string().encode(), digest_size=8).hexdigest(),
-                "weights": self._fixed_weights["teacher"],
-                "temperature": self.distillation_args.temperature,
-                # Autocast rounds the logits, so each dtype has its own cache.
-                "dtype": str(self._autocast_dtype),
-            },
-            args=self.args,
-        )
-        if self.train_dataset is not None:
-            self.train_dataset = numbered.pop(0)
-        if self.eval_dataset is not None:
-            self.eval_dataset = numbered.pop(0)
-        collator: Any = TeacherCollator(self.data_collator, cache)
-        self.data_collator = collator
-        self.teacher = None
-
-    def _set_signature_columns_if_needed(self):
-        """Keep the column with the row's number in the cache. Trainer drops columns that the model does not accept."""
-        super()._set_signature_columns_if_needed()
-        self._signature_columns = list({*self._signature_columns, ROW_COLUMN})
+        return 2 * num_active_parameters(self.teacher)
 
     @property
     def _skips_logits(self) -> bool:
@@ -337,26 +264,22 @@ class DistillationTrainer(MaskedLossTrainer):
         return (logits / self.distillation_args.temperature).log_softmax(dim=-1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Add the teacher's log-probabilities to a micro-batch, and return its loss."""
-        inputs = dict(inputs)
-        # Remove the teacher's columns, which the student's `forward` does not accept. Keep them in an
-        # attribute for `_divergence`, because `MaskedLossTrainer` passes all of `inputs` to the model.
-        self._targets = {name: inputs.pop(name) for name in ("teacher_log_probs", "teacher_indices") if name in inputs}
-        if self.teacher is not None:
-            self._targets["teacher_log_probs"] = self._ask(inputs)
+        """Ask the teacher about a micro-batch, and return its loss."""
+        # In an attribute, because `MaskedLossTrainer` passes all of `inputs` to the model.
+        self._teacher_log_probs = self._ask(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _divergence(self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch) -> torch.Tensor:
         """Return the KL term of one micro-batch."""
         return masked_divergence(
             outputs.logits,
+            self._teacher_log_probs,
             labels=inputs["labels"],
             loss_mask=inputs.get("loss_mask"),
             num_items_in_batch=num_items_in_batch,
             temperature=self.distillation_args.temperature,
             kl=self.distillation_args.kl,
             vocab_size=self._shared_vocab_size,
-            **self._targets,
         )
 
     def _combine_losses(self, outputs, inputs, num_items_in_batch):

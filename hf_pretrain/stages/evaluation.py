@@ -18,10 +18,21 @@ from ..runtime.installation import install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
 from ..training.arguments import LMTrainingArguments
-from .task_groups import GROUPS, format_comparison
 
 
-RESULTS_NAME, COMPARISON_NAME = "evaluation.json", "comparison.md"
+RESULTS_NAME = "evaluation.json"
+# Names that `--tasks` accepts in addition to lm-eval's.
+GROUPS = {
+    # The table of MiniMind's README.
+    "minimind": ("ceval-valid", "cmmlu", "arc_easy", "piqa", "openbookqa", "hellaswag", "social_iqa"),
+    # Pairs of a grammatical and an ungrammatical sentence. Models with a few million parameters beat chance here.
+    "small": ("blimp", "zhoblimp"),
+}
+
+
+def expand_tasks(names: str) -> list[str]:
+    """Return the tasks of a comma-separated list, with each group replaced by its tasks."""
+    return [task for name in names.split(",") for task in GROUPS.get(name.strip(), (name.strip(),))]
 
 
 @dataclass
@@ -131,9 +142,9 @@ def format_results(results: dict[str, Any]) -> str:
             error = f"± {entry['stderr']:.4f}" if entry["stderr"] is not None else ""
             rows.append((task, metric, f"{entry['value']:.4f}", error))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    comparison = format_comparison(results)
-    return "\n".join([*lines, "", comparison] if comparison else lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _whole_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
@@ -143,8 +154,7 @@ def _whole_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
 
 def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
     """
-    Write `evaluation.json`, and the same figures into the `model-index` of the model card. If the results hold a
-    comparison with published figures, also write it to `comparison.md`; otherwise remove this file.
+    Write `evaluation.json`, and the same figures into the `model-index` of the model card.
 
     The text of an existing card does not change. A missing card is created with only these figures.
 
@@ -155,11 +165,6 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if comparison := format_comparison(results):
-        (directory / COMPARISON_NAME).write_text(comparison + "\n", encoding="utf-8")
-    else:
-        # A file of an earlier evaluation would not belong to these results.
-        (directory / COMPARISON_NAME).unlink(missing_ok=True)
     entries = validation_results(results["held_out"], facts)
     # With --limit, a score covers only a part of the task's examples, so it must not go into the card.
     if results.get("limit") is None:

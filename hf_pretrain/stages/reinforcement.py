@@ -81,8 +81,8 @@ class TaskArguments:
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded:answer-format"],
         metadata={
-            "help": "One or more of embedded:answer-format, embedded:arithmetic, embedded:idiom-task, "
-            "embedded:tool-call, a path, glob or directory of JSONL, a Hub id."
+            "help": "One or more of embedded:answer-format, embedded:arithmetic, embedded:tool-call, a "
+            "path, glob or directory of JSONL, a Hub id."
         },
     )
     validation_fraction: float = field(

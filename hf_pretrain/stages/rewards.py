@@ -113,24 +113,6 @@ def arithmetic_reward(
     return _score("arithmetic", completions, task, score)
 
 
-def idiom_reward(
-    completions: list[Completion], *, solution: list[list[str]], task: list[str | None] | None = None, **columns: Any
-) -> list[float | None]:
-    """
-    Return 1 for the right idiom, whole or its second half; 0.2 for any two or four Chinese characters; otherwise 0.
-    """
-
-    def score(row: int, answer: str) -> float:
-        # Ignore punctuation and all other characters around the Chinese ones.
-        characters = "".join(re.findall(r"[\u4e00-\u9fff]", answer))
-        idioms = _values(solution[row])
-        if characters in idioms or any(len(idiom) == 4 and idiom in answer for idiom in idioms):
-            return 1.0
-        return PARTIAL_CREDIT if len(characters) in (2, 4) else 0.0
-
-    return _score("idiom-task", completions, task, score)
-
-
 def solution_reward(
     completions: list[Completion], *, solution: list[list[str] | str], **columns: Any
 ) -> list[float | None]:
@@ -272,7 +254,6 @@ def _fits(call: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> bool:
 REWARDS: dict[str, Callable[..., list[float | None]]] = {
     "format": format_reward,
     "arithmetic": arithmetic_reward,
-    "idiom": idiom_reward,
     "solution": solution_reward,
     "tool_call": tool_call_reward,
 }
@@ -324,7 +305,6 @@ def check_task(functions: list[Any], task: dict[str, Any]) -> None:
     kind = task.get("task")
     for name, of_kind, column, is_usable, wanted in (
         ("arithmetic", "arithmetic", "solution", _begins_with_number, "a number, or a list that begins with one"),
-        ("idiom", "idiom-task", "solution", _are_values, "text, or a list of texts"),
         ("solution", kind, "solution", _are_values, "text, a number, or a list of them"),
         ("format", kind, "answer_format", _is_format, f"one of {', '.join(ANSWER_FORMATS)}"),
         ("tool_call", "tool-call", "tools", _are_tools, "a JSON array of JSON schemas"),

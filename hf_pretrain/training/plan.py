@@ -38,7 +38,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
 # The forward pass alone takes about a third of a step.
 _FORWARD_SHARE = 1 / 3
-# Unit of `--per_device_train_batch_size`, by kind of data. KTO's rows are single answers, all others pairs.
+# Unit of `--per_device_train_batch_size`, by kind of data.
 _ROW_NAMES = {"preferences": "rows", "tasks": "completions"}
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
 _TURNED_OFF: dict[str, Any] = {

@@ -61,16 +61,11 @@ def test_no_stage_trains_on_validation_data(stages):
 
 def test_tasks_ask_nothing_that_other_stages_train_on(stages):
     part, (train, _), *_ = stages
-    name, suffix = {
-        "idiom": ("idiom-task", "__"),
-        "chitchat": ("answer-format", f" {ANSWER_FORMATS['sentence'].instruction}"),
-        "chatterbot": ("answer-format", f" {ANSWER_FORMATS['sentence'].instruction}"),
-    }[part]
-    tasks, validation = load_tasks([f"embedded:{name}"], validation_fraction=0.01)
+    if part == "idiom":
+        pytest.skip("no task is made of these documents")
+    suffix = f" {ANSWER_FORMATS['sentence'].instruction}"
+    tasks, validation = load_tasks(["embedded:answer-format"], validation_fraction=0.01)
     assert len(validation) >= 5 and len(tasks) + len(validation) == 2000
     trained_on = "\n" + "\n".join(train)
-    asked = [prompt[0]["content"].removesuffix(suffix).removeprefix("补全成语：") for prompt in validation["prompt"]]
-    if part == "idiom":
-        words = [beginning + solution[0] for beginning, solution in zip(asked, validation["solution"], strict=True)]
-        asked = [f"\n{word} (" for word in words]
+    asked = [prompt[0]["content"].removesuffix(suffix) for prompt in validation["prompt"]]
     assert not [question for question in asked if question in trained_on]

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
@@ -35,18 +34,6 @@ def small_disk(tmp_path):
     yield mount
     for path in mounted:
         subprocess.run(["umount", str(path)], check=True)
-
-
-FULL_CACHE = """
-import sys
-from pathlib import Path
-from hf_pretrain.runtime.command_line import one_line_errors
-from tests.stages.test_distillation import make_distiller
-from tests.training.test_trainer import make_documents
-with one_line_errors():
-    # 1,024 rows of some 150 tokens with 64 log-probabilities each: 4 MB.
-    make_distiller(Path(sys.argv[1]), make_documents(weighted=True) * 80, cache_teacher_logits=64)
-"""
 
 
 def fill(path):
@@ -106,13 +93,6 @@ def test_a_disk_that_is_full_when_the_model_is_saved(small_disk, capfd):
     assert [path.name for path in (disk / "run").iterdir()] == ["history.jsonl"]
     with pytest.raises(SystemExit):
         trainer.save_state()
-
-
-def test_a_disk_without_room_for_the_teachers_answers(small_disk):
-    """Use a separate process, because writing to a mapped block without space would end it with SIGBUS."""
-    words = [sys.executable, "-c", FULL_CACHE, str(small_disk(1))]
-    result = run(words)
-    assert result.returncode == 74 and "error: [Errno 28]" in result.stdout, result.stdout[-3000:]
 
 
 def test_a_read_only_output(small_disk, workspace, record):

@@ -1,4 +1,4 @@
-"""Distillation compared with its written-out formula, the teacher cache, and the benefit for a student."""
+"""Distillation compared with its written-out formula, and the benefit for a student."""
 
 import json
 import random
@@ -20,7 +20,6 @@ from hf_pretrain.stages.distillation import (
     keeps_documents_apart,
     load_teacher,
 )
-from hf_pretrain.stages.teacher_cache import cache_bytes
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -112,20 +111,17 @@ def test_a_step_is_the_formula(tmp_path, kl, temperature, ce_weight, num_experts
         torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=1e-5)
 
 
-def test_model_flops_include_the_forward_pass_of_a_teacher_in_memory(tmp_path):
-    for cache, teachers in ((None, 2), (64, 0)):
-        rows, path = pack(make_documents(), SIZES), tmp_path / str(cache)
-        trainer = make_distiller(path, rows, cache_teacher_logits=cache)
-        numbers = [sum(p.numel() for p in model.parameters()) for model in (trainer.model, make_teacher())]
-        (step,) = train(trainer)
-        flops = step["model_flops_per_second"] / step["tokens_per_second"]
-        assert flops == pytest.approx(6 * numbers[0] + teachers * numbers[1])
+def test_model_flops_include_the_forward_pass_of_the_teacher(tmp_path):
+    trainer = make_distiller(tmp_path, pack(make_documents(), SIZES))
+    numbers = [sum(p.numel() for p in model.parameters()) for model in (trainer.model, make_teacher())]
+    (step,) = train(trainer)
+    flops = step["model_flops_per_second"] / step["tokens_per_second"]
+    assert flops == pytest.approx(6 * numbers[0] + 2 * numbers[1])
 
 
-@pytest.mark.parametrize("cache", [None, 8])
-def test_no_float64_is_needed(tmp_path, cache):
+def test_no_float64_is_needed(tmp_path):
     with WithoutFloat64():
-        trainer = make_distiller(tmp_path, make_documents(weighted=True), cache_teacher_logits=cache)
+        trainer = make_distiller(tmp_path, make_documents(weighted=True))
         trainer.train()
         assert trainer.evaluate()["eval_kl"] > 0
         trainer.save_model()
@@ -153,115 +149,6 @@ def test_heads_padded_to_other_widths_share_the_vocabulary(tmp_path):
     wider.load_state_dict(weights)
     steps = [train(make_distiller(tmp_path, documents, teacher=t)) for t in (teacher, wider)]
     assert steps[0][0]["loss"] == pytest.approx(steps[1][0]["loss"], rel=1e-6)
-
-
-# Cache
-
-
-@pytest.mark.parametrize("kl", ["forward", "reverse"])
-def test_a_cache_of_the_whole_vocabulary_is_exact(tmp_path, kl):
-    rows = pack(make_documents(weighted=True), SIZES)
-    arguments = {"max_steps": 4}
-    live = make_distiller(tmp_path / "live", rows, batch=2, kl=kl, arguments=arguments)
-    cached = make_distiller(tmp_path / "cached", rows, batch=2, kl=kl, arguments=arguments, cache_teacher_logits=64)
-    assert cached.teacher is None
-    for step, expected in zip(train(cached), train(live), strict=True):
-        for key in ("loss", "kl_loss", "ce_loss", "grad_norm"):
-            assert step[key] == pytest.approx(expected[key], rel=1e-6), key
-    assert cached.evaluate()["eval_kl"] == pytest.approx(live.evaluate()["eval_kl"], rel=1e-6)
-
-
-@pytest.mark.parametrize("kl", ["forward", "reverse"])
-def test_a_smaller_cache_joins_the_rest_into_one_class(tmp_path, kl):
-    documents, top_k, temperature = make_documents(weighted=True), 5, 1.5
-    trainer = make_distiller(tmp_path, pack(documents, SIZES), kl=kl, cache_teacher_logits=top_k)
-    total = weight_sum = 0.0
-    for document in documents:
-        ids = torch.tensor([document["input_ids"]])
-        p, q = (
-            (m(ids).logits[0, :-1] / temperature).softmax(-1).detach().double() for m in (make_teacher(), make_model())
-        )
-        top = p.topk(top_k).indices
-        p, q = (torch.cat([x.gather(1, top), 1 - x.gather(1, top).sum(1, keepdim=True)], dim=1) for x in (p, q))
-        p, q = (p, q) if kl == "forward" else (q, p)
-        weights = torch.tensor(document["loss_mask"])[1:].double()
-        total += (weights * (p * (p / q).log()).sum(1)).sum().item()
-        weight_sum += weights.sum().item()
-    joined = trainer.evaluate()["eval_kl"]
-    assert joined == pytest.approx(temperature**2 * total / weight_sum, rel=1e-4)
-    assert joined < make_distiller(tmp_path / "live", documents, kl=kl).evaluate()["eval_kl"]
-    assert all(torch.isfinite(p.grad).all() for p in trainer.model.parameters() if p.grad is not None)
-    assert train(trainer)[0]["grad_norm"] > 0
-
-
-def test_a_cache_is_reused_only_for_equal_rows_teacher_and_settings(tmp_path, monkeypatch):
-    rows = make_documents(weighted=True)
-    asked = []
-    ask = DistillationTrainer._ask
-    monkeypatch.setattr(DistillationTrainer, "_ask", lambda self, inputs: asked.append(1) or ask(self, inputs))
-
-    def num_asked(**kwargs) -> int:
-        asked.clear()
-        make_distiller(tmp_path, **{"rows": rows, "cache_teacher_logits": 5} | kwargs)
-        return len(asked)
-
-    assert num_asked() > 0
-    assert num_asked() == 0
-    other_teacher = make_teacher()
-    other_teacher.model.norm.weight.data[0] += 1e-3
-    same_weights = make_teacher()
-    same_weights.config.rms_norm_eps = 0.1
-    teachers = ({"teacher": other_teacher}, {"teacher": same_weights})
-    for change in ({"temperature": 2.0}, {"cache_teacher_logits": 6}, {"rows": rows[1:]}, *teachers):
-        num_asked()
-        assert num_asked(**change) > 0, change
-        assert num_asked(**change) == 0, change
-    # An incomplete cache.
-    for content in (None, b"", b'{"rows": '):
-        path = tmp_path / "teacher_logits/meta.json"
-        path.unlink() if content is None else path.write_bytes(content)
-        assert num_asked() > 0
-        assert num_asked() == 0
-
-
-def test_a_dry_run_tells_what_the_cache_takes(tmp_path):
-    rows = make_documents(weighted=True)
-    make_distiller(tmp_path / "run", rows, cache_teacher_logits=5)
-    headers = 2 * 128
-    size = sum(path.stat().st_size for path in (tmp_path / "run/teacher_logits").glob("*.npy")) - headers
-    planned = make_distiller(tmp_path / "plan", rows, cache_teacher_logits=5, arguments={"dry_run": True})
-    (_, text), _ = planned._plan_lines()
-    num_tokens = 2 * sum(len(row["input_ids"]) for row in rows)
-    assert f"over {num_tokens:,} tokens" in text and f"takes {size / 1e6:,.0f} MB" in text
-    assert cache_bytes(num_tokens, top_k=5, vocab_size=61) == size
-    assert not (tmp_path / "plan/teacher_logits").exists()
-    with pytest.raises(ValueError, match="--cache_teacher_logits 0 must lie between 1"):
-        make_distiller(tmp_path / "plan", rows, cache_teacher_logits=0, arguments={"dry_run": True})
-
-
-def test_a_resumed_run_uses_the_cache(tmp_path):
-    rows = make_documents(weighted=True)
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}
-    whole = make_distiller(tmp_path, rows, arguments=arguments, cache_teacher_logits=5)
-    train(whole)
-    resumed = make_distiller(tmp_path, rows, arguments=arguments, cache_teacher_logits=5)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    for name, parameter in resumed.model.named_parameters():
-        assert torch.equal(parameter, whole.model.get_parameter(name)), name
-
-
-@pytest.mark.parametrize("top_k", [0, 65])
-def test_a_cache_of_impossible_size_is_refused(tmp_path, top_k):
-    with pytest.raises(
-        ValueError, match=f"--cache_teacher_logits {top_k} must lie between 1 and the vocabulary of 64"
-    ):
-        make_distiller(tmp_path, make_documents(), cache_teacher_logits=top_k)
-
-
-def test_rows_outside_of_the_cache_are_refused(tmp_path):
-    trainer = make_distiller(tmp_path, make_documents(), cache_teacher_logits=5)
-    with pytest.raises(ValueError, match="not in the teacher's cache"):
-        trainer.evaluate(Dataset.from_list(make_documents()))
 
 
 # Teachers
@@ -393,12 +280,11 @@ def test_a_student_gets_closer_to_its_teacher_than_by_cross_entropy(tmp_path):
 
 @pytest.mark.distributed
 def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
-    """On packed rows: with a teacher in memory, which ZeRO-3 must not shard, and with a cache from two ranks."""
+    """On packed rows. ZeRO-3 must not shard the teacher."""
     generator = random.Random(1)
     words = ["river", "stone", "green", "light", "walks", "under"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(40)]
     write_jsonl(tmp_path / "train.jsonl", texts)
-    whole_vocabulary = str(MiniMindConfig.from_pretrained(workspace / "dense").vocab_size)
 
     def launch(launcher: str, *more: str) -> list[dict]:
         batch = ["4", "1"] if launcher == "python" else ["1", "2"]
@@ -414,11 +300,10 @@ def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
         ]
         result = start([*launcher_command(launcher), str(ROOT / "recipes/distill.py"), *arguments])
         assert result.returncode == 0, result.stdout[-4000:]
-        assert (output_dir / "teacher_logits/meta.json").is_file() == ("--cache_teacher_logits" in more)
         return json.loads(Path(output_dir, "trainer_state.json").read_text())["log_history"]
 
     reference = launch("python")
-    for way in (("torchrun", "--cache_teacher_logits", whole_vocabulary), ("deepspeed", *DEEPSPEED["zero3"])):
+    for way in (("torchrun",), ("deepspeed", *DEEPSPEED["zero3"])):
         for entry, expected in zip(launch(*way), reference, strict=True):
             for key in ("loss", "ce_loss", "kl_loss", "aux_loss", "eval_loss", "eval_kl"):
                 assert (key in entry) == (key in expected)

@@ -190,9 +190,7 @@ def test_results_enter_a_card_and_its_text_stays(tmp_path):
     (tmp_path / "README.md").write_text(text)
     mine, other = tmp_path / "my.jsonl", tmp_path / "other.jsonl"
     mine.touch(), other.touch()
-    (tmp_path / "comparison.md").write_text("of an earlier evaluation")
     path = write_results(RESULTS, RunFacts(datasets=[str(mine)]), directory=tmp_path)
-    assert not (tmp_path / "comparison.md").exists()
     assert json.loads(path.read_text()) == RESULTS
     again = {**RESULTS, "held_out": {"eval_loss": 1.5}}
     write_results(again, RunFacts(datasets=[str(mine)]), directory=tmp_path)

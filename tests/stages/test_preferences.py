@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.reports.runs import read_run
-from hf_pretrain.stages.preferences import ALGORITHMS, preference_arguments
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.stages.preferences import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -41,29 +42,22 @@ def documents() -> Dataset:
 
 @pytest.fixture
 def build_trainer(build_model, tokenizer, tmp_path):
-    def build(*, algorithm: str = "dpo", num_pairs: int = 4, experts: dict | None = None, **arguments):
-        arguments_class, trainer_class = ALGORITHMS[algorithm]
+    def build(*, num_pairs: int = 4, experts: dict | None = None, **arguments):
         overrides = {"vocab_size": len(tokenizer), **(experts or {})}
         policy, reference = build_model(**overrides), build_model(**overrides)
         with torch.no_grad():  # Model and reference differ, or every reward would be 0.
             for parameter in policy.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         pairs, _ = prepare_pairs(documents(), tokenizer, max_length=64)
-        args = arguments_class(
+        args = DPOTrainingArguments(
             **{
                 **{"output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none"},
                 **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2, "beta": 0.3},
-                **{
-                    "algorithm": algorithm,
-                    "eval_on_start": False,
-                    "eval_strategy": "no",
-                    "save_strategy": "no",
-                    "max_length": 64,
-                },
+                **{"eval_on_start": False, "eval_strategy": "no", "save_strategy": "no", "max_length": 64},
                 **arguments,
             }
         )
-        return trainer_class(
+        return MiniMindDPOTrainer(
             model=policy,
             ref_model=reference,
             args=args,
@@ -126,81 +120,9 @@ def test_loss_and_gradient_follow_the_formula(build_trainer, experts):
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def answers(trainer) -> list[tuple[list[int], list[int], list[int]]]:
-    pairs, _ = prepare_pairs(documents(), trainer.processing_class, max_length=64)
-    return [(pair["prompt_ids"], pair["chosen_ids"], pair["rejected_ids"]) for pair in pairs]
-
-
-def simpo(trainer) -> torch.Tensor:
-    """Equation 6 of the paper, with gamma 0.5."""
-    losses = []
-    for prompt, chosen, rejected in answers(trainer):
-        means = [log_probability(trainer.model, prompt, ids) / len(ids) for ids in (chosen, rejected)]
-        losses.append(-torch.nn.functional.logsigmoid(0.3 * (means[0] - means[1]) - 0.5))
-    return torch.stack(losses).mean()
-
-
-def orpo(trainer) -> torch.Tensor:
-    """Equations 4 to 7 of the paper. The likelihood covers prompt and answer, as in TRL."""
-    losses, nll, num_tokens = [], 0.0, 0
-    for prompt, chosen, rejected in answers(trainer):
-        p = [(log_probability(trainer.model, prompt, ids) / len(ids)).exp() for ids in (chosen, rejected)]
-        odds = [value / (1 - value) for value in p]
-        losses.append(-torch.nn.functional.logsigmoid((odds[0] / odds[1]).log()))
-        nll = nll - log_probability(trainer.model, prompt[:1], prompt[1:] + chosen)
-        num_tokens += len(prompt) - 1 + len(chosen)
-    return nll / num_tokens + 0.3 * torch.stack(losses).mean()
-
-
-def kto(trainer) -> torch.Tensor:
-    """Equation 8 of the paper. The KL term pairs each prompt with the answer before it in the batch."""
-    rows = [(row["prompt_ids"], row["completion_ids"], row["label"]) for row in trainer.train_dataset]
-    wanted = [
-        (prompt, ids, liked)
-        for prompt, *both in answers(trainer)
-        for ids, liked in zip(both, (True, False), strict=True)
-    ]
-    assert sorted(rows) == sorted(wanted)
-    assert all(rows[i][0] != rows[i - 1][0] for i in range(len(rows)))
-    assert all(rows[i][2] != rows[i - 1][2] for i in range(len(rows)))
-
-    def margin(prompt: list[int], ids: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            baseline = log_probability(trainer.ref_model, prompt, ids)
-        return log_probability(trainer.model, prompt, ids) - baseline
-
-    kl = torch.stack([margin(rows[i][0], rows[i - 1][1]) for i in range(len(rows))]).mean().detach().clamp(min=0)
-    losses = []
-    for prompt, ids, is_liked in rows:
-        sign = 1 if is_liked else -1
-        losses.append(1 - torch.sigmoid(0.3 * sign * (margin(prompt, ids) - kl)))
-    return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
-@pytest.mark.parametrize("formula", [kto, orpo, simpo])
-def test_the_other_algorithms_follow_their_papers(build_trainer, formula, experts):
-    trainer = build_trainer(
-        algorithm=formula.__name__, experts=experts, per_device_train_batch_size=8 if formula is kto else 4
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.model.train()
-    loss = trainer.compute_loss(trainer.model, dict(batch))
-    expected = formula(trainer)
-    if experts:
-        triples = answers(trainer)
-        rows = [prompt + ids for prompt, *both in triples for ids in both]
-        expected = expected + 0.5 * switch_loss(trainer.model, rows)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_the_algorithm_chooses_the_arguments():
-    assert preference_arguments([]).__name__ == "DPOTrainingArguments"
-    assert preference_arguments(["--x", "1", "--algorithm", "orpo"]).__name__ == "ORPOTrainingArguments"
-    with pytest.raises(
-        ValueError, match="--algorithm ppo is unknown; the nearest one is dpo. All: dpo, kto, orpo, simpo"
-    ):
-        preference_arguments(["--algorithm=ppo"])
+def test_an_unknown_loss_names_the_known_ones(build_trainer):
+    with pytest.raises(UserError, match="--loss_type simpo is unknown.* All: sigmoid, hinge, ipo"):
+        build_trainer(loss_type="simpo")
 
 
 @pytest.mark.parametrize("coef", [0.0, 2.0])
@@ -249,24 +171,16 @@ def test_an_evaluation_records_the_expert_load_of_the_steps_before_it(build_trai
     assert entry["load"] == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_tokens_and_their_speed_are_logged(build_trainer, algorithm):
-    trainer = build_trainer(algorithm=algorithm, max_steps=2, logging_steps=1)
-    trainer.train()
-    num_tokens = sum(map(len, rows_of(build_trainer().train_dataset)))
-    # KTO's rows are single answers: two steps are one epoch. The other algorithms train on all pairs in each step.
-    assert trainer.state.num_input_tokens_seen == num_tokens * (1 if algorithm == "kto" else 2)
-    speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(speeds) == 2 and min(speeds) > 0
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_no_float64_is_needed(build_trainer, algorithm):
-    trainer = build_trainer(algorithm=algorithm, experts=EXPERTS, max_steps=2)
+def test_a_run_logs_its_tokens_and_speed_and_needs_no_float64(build_trainer):
+    trainer = build_trainer(experts=EXPERTS, max_steps=2, logging_steps=1)
     with WithoutFloat64():
         trainer.train()
         trainer.evaluate()
         trainer.save_model()
+    # Each step trains on all pairs.
+    assert trainer.state.num_input_tokens_seen == 2 * sum(map(len, rows_of(trainer.train_dataset)))
+    speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(speeds) == 2 and min(speeds) > 0
 
 
 def test_evaluation_has_no_router_loss(build_trainer):
@@ -323,12 +237,6 @@ def test_a_template_whose_prompt_depends_on_the_answer():
             assert v3.decode(pair["prompt_ids"] + pair[name]) + "\n" == rendered
 
 
-def test_kto_needs_two_answers_for_its_kl(build_trainer):
-    with pytest.raises(ValueError, match="--per_device_train_batch_size 1 must be at least 2"):
-        build_trainer(algorithm="kto", per_device_train_batch_size=1)
-    build_trainer(algorithm="kto", per_device_train_batch_size=1, loss_type="apo_zero_unpaired")
-
-
 def test_a_small_validation_set_is_evaluated(build_trainer):
     trainer = build_trainer(per_device_eval_batch_size=8)
     assert trainer.evaluate()["eval_loss"] > 0  # two pairs
@@ -347,15 +255,6 @@ def command(build_model, tokenizer, tmp_path) -> list[str]:
         *("--validation_fraction", "0", "--logging_steps", "1", "--per_device_train_batch_size", "2"),
         *("--learning_rate", "1e-2"),
     ]
-
-
-@pytest.mark.distributed
-def test_muon_under_deepspeed_is_checked_here_too(command, tmp_path):
-    words = command[len(launcher_command("python")) :]
-    words += ["--deepspeed", "ds_configs/zero2.json", "--optim_preset", "muon", "--max_grad_norm", "1"]
-    words += ["--output_dir", str(tmp_path / "muon")]
-    result = start([*launcher_command("deepspeed"), *words])
-    assert result.returncode != 0 and "Leave --max_grad_norm out" in result.stdout, result.stdout[-3000:]
 
 
 @pytest.mark.distributed
@@ -385,30 +284,25 @@ def test_the_recipe_runs_and_resumes(command, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "algorithm, adapter", [("kto", []), ("orpo", []), ("simpo", []), ("dpo", ["--use_peft", "--lora_r", "4"])]
-)
-def test_the_recipe_takes_the_other_algorithms_and_adapters(command, tmp_path, algorithm, adapter):
+def test_the_recipe_trains_an_adapter_and_reports_it(command, tmp_path):
     output = [*("--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "2")]
     evaluation = ["--validation_fraction", "0.25", "--eval_strategy", "steps", "--eval_steps", "1"]
-    result = start([*command, *output, *evaluation, "--algorithm", algorithm, "--beta", "0.2", *adapter])
+    result = start([*command, *output, *evaluation, "--beta", "0.2", "--use_peft", "--lora_r", "4"])
     assert result.returncode == 0, result.stdout[-3000:]
     history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
     assert sum("loss" in entry for entry in history) == 2
-    files = {path.name for path in (tmp_path / "run").glob("*.safetensors")}
-    assert files == ({"adapter_model.safetensors"} if adapter else {"model.safetensors"})
-    if adapter:
-        # B starts at zero, so the adapter is trained. The first loss is log 2: the reference has no adapter.
-        trained = load_file(tmp_path / "run/adapter_model.safetensors")
-        assert all(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
-        first = next(entry["loss"] for entry in history if "loss" in entry)
-        assert first == pytest.approx(math.log(2), abs=1e-6)
+    assert {path.name for path in (tmp_path / "run").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    # B starts at zero, so the adapter is trained. The first loss is log 2: the reference has no adapter.
+    trained = load_file(tmp_path / "run/adapter_model.safetensors")
+    assert all(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
+    first = next(entry["loss"] for entry in history if "loss" in entry)
+    assert first == pytest.approx(math.log(2), abs=1e-6)
     # Each evaluation answers the same questions, and the page has the loss of the algorithm, the memory and the time.
     run = read_run(tmp_path / "run")
     samples = {entry["step"]: entry["samples"] for entry in run.of_kind("samples")}
     questions = [[question for question, _ in answers] for answers in samples.values()]
     assert set(samples) == {0, 1, 2} and questions[0] == questions[1] == questions[2]
     assert set(questions[0]) <= {prompt for prompt, *_ in TEXTS}
-    assert run.loss_unit == algorithm.upper() and run.last("peak_memory_gib") > 0.1
+    assert run.loss_unit == "DPO" and run.last("peak_memory_gib") > 0.1
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert "Loss over minutes" in page and f"{run.last('eval_loss'):.4f} {algorithm.upper()}" in page
+    assert "Loss over minutes" in page and f"{run.last('eval_loss'):.4f} DPO" in page

@@ -20,7 +20,6 @@ from hf_pretrain.stages.rewards import (
     check_rewards,
     check_task,
     format_reward,
-    idiom_reward,
     load_reward_functions,
     solution_reward,
     tool_call_reward,
@@ -74,12 +73,6 @@ def test_numbers_are_found_beside_chinese():
     assert arithmetic_reward(says("答案是12。", "答案是12元", "x12"), solution=[["12"]] * 3) == [1.0, 1.0, 0.0]
     answers = says("结果是84。", "北京今天28°C", "共84个，28度")
     assert solution_reward(answers, solution=[["84", "28"]] * 3) == [0.5, 0.5, 1.0]
-
-
-def test_an_idiom_may_have_any_ending_in_the_dictionary():
-    solution = ["三窟", "狡兔三窟", "三穴", "狡兔三穴"]
-    answers = says("三窟", "狡兔三穴。", "成语是狡兔三窟", "四窟", "我不知道啊", "rabbit")
-    assert idiom_reward(answers, solution=[solution] * 6) == [1.0, 1.0, 1.0, 0.2, 0.0, 0.0]
 
 
 def test_the_solution_reward_equals_upstreams_share_of_gt():
@@ -180,7 +173,7 @@ def test_text_that_is_no_call_gets_no_reward(kind):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(words, max_size=6).map("".join))
 def test_no_answer_raises_an_error(answer):
-    for reward in (format_reward, idiom_reward, solution_reward, tool_call_reward):
+    for reward in (format_reward, solution_reward, tool_call_reward):
         (value,) = reward(says(answer), **ALL_COLUMNS)
         assert value is None or 0.0 <= value <= 1.0
     assert arithmetic_reward(says(answer), solution=[["12"]])[0] in (0.0, 0.2, 1.0)
@@ -257,9 +250,8 @@ def test_a_parsed_tool_call_counts_as_a_written_one():
 
 
 def test_rewards_leave_rows_of_other_tasks_alone():
-    columns = {"task": ["arithmetic", "idiom-task"], "solution": [["3"], ["意"]], "tools": [None, None]}
+    columns = {"task": ["arithmetic", "tool-call"], "solution": [["3"], ["{}"]], "tools": [None, None]}
     assert arithmetic_reward(says("3", "3"), **columns) == [1.0, None]
-    assert idiom_reward(says("意", "意"), **columns) == [None, 1.0]
     assert tool_call_reward(says("3", "3"), **columns) == [None, None]
 
 
@@ -320,7 +312,7 @@ def test_a_missing_reward_is_named(names, words):
 
 @pytest.mark.parametrize(
     ("dataset", "rewards", "fitting"),
-    [("idiom-task", ["format"], "idiom, solution"), ("answer-format", ["arithmetic", "tool_call"], "format")],
+    [("tool-call", ["format"], "solution, tool_call"), ("answer-format", ["arithmetic", "tool_call"], "format")],
 )
 def test_rewards_that_apply_to_no_task_are_refused(dataset, rewards, fitting):
     names = [f"embedded:{dataset}"]
@@ -331,10 +323,10 @@ def test_rewards_that_apply_to_no_task_are_refused(dataset, rewards, fitting):
 
 
 def test_rewards_that_apply_to_some_tasks_are_accepted():
-    names = ["embedded:arithmetic", "embedded:idiom-task"]
+    names = ["embedded:arithmetic", "embedded:tool-call"]
     tasks, _ = load_tasks(names, validation_fraction=0.0)
-    check_rewards([format_reward, idiom_reward], tasks, dataset_names=names)
-    check_rewards([idiom_reward], tasks, dataset_names=names)
+    check_rewards([format_reward, tool_call_reward], tasks, dataset_names=names)
+    check_rewards([tool_call_reward], tasks, dataset_names=names)
     # Scores of user-defined rewards for an empty answer prove nothing.
     check_rewards([lambda completions, **columns: [None]], tasks, dataset_names=names)
     with pytest.raises(ValueError, match="--rewards format concerns no task"):
@@ -345,7 +337,7 @@ def test_rewards_that_apply_to_some_tasks_are_accepted():
 
 
 def test_embedded_tasks_are_the_same_for_the_same_seed():
-    names = ["embedded:arithmetic", "embedded:idiom-task", "embedded:tool-call"]
+    names = ["embedded:arithmetic", "embedded:tool-call"]
     train, held_out = load_tasks(names, validation_fraction=0.1, seed=1)
     again, _ = load_tasks(names, validation_fraction=0.1, seed=1)
     assert train[:] == again[:]
@@ -357,7 +349,7 @@ def test_embedded_tasks_are_the_same_for_the_same_seed():
 
 @pytest.mark.parametrize("name", EMBEDDED_TASKS)
 def test_the_solution_of_every_embedded_task_gets_the_full_reward(name):
-    rewards = {"answer-format": "format", "arithmetic": "arithmetic", "idiom-task": "idiom", "tool-call": "tool_call"}
+    rewards = {"answer-format": "format", "arithmetic": "arithmetic", "tool-call": "tool_call"}
     (reward,) = load_reward_functions([rewards[name]])
     tasks, _ = load_tasks([f"embedded:{name}"], validation_fraction=0.0)
     if name == "answer-format":
@@ -562,7 +554,7 @@ def test_any_tasks_are_read_or_rejected_with_a_reason(records):
         num_rejected = len(rejected.read_text().splitlines()) if rejected.is_file() else 0
         assert len(train) + num_rejected == 1 + len(records)
         # Every accepted task can be rewarded.
-        for name in ("arithmetic", "idiom", "solution", "format", "tool_call"):
+        for name in ("arithmetic", "solution", "format", "tool_call"):
             for row in train:
                 REWARDS[name](
                     says("2"), **{"answer_format": [None], "tools": [None]} | {k: [v] for k, v in row.items()}

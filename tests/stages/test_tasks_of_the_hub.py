@@ -13,8 +13,8 @@ from datasets import Dataset
 from lm_eval.tasks import TaskManager
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.stages.evaluation import GROUPS
 from hf_pretrain.stages.harness import evaluate_tasks, find_datasets
-from hf_pretrain.stages.task_groups import GROUPS
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment
@@ -73,7 +73,7 @@ def score(model, tokenizer, context: str, choice: str) -> float:
 
 
 @pytest.mark.slow
-def test_tasks_from_the_hub_are_compared_with_published_figures(hub, talker, tmp_path):
+def test_tasks_from_the_hub_are_scored(hub, talker, tmp_path):
     arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path / "results"), "--bf16", "false"]
     arguments += ["--apply_chat_template", "false"]
     environment = hub.client_environment() | {"HF_HOME": str(tmp_path / "home")}
@@ -99,10 +99,7 @@ def test_tasks_from_the_hub_are_compared_with_published_figures(hub, talker, tmp
         metrics = results["tasks"][task]["metrics"]
         assert metrics["acc"]["value"] == pytest.approx(sum(right) / len(rows)), task
         assert metrics["acc_norm"]["value"] == pytest.approx(sum(right_by_length) / len(rows)), task
-        assert results["comparison"]["this model"][task] == round(100 * sum(right_by_length) / len(rows), 2)
     assert results["tasks"]["arc_easy"]["dataset"] == "allenai/ai2_arc" and results["apply_chat_template"] is False
-    table = (tmp_path / "results/comparison.md").read_text()
-    assert "| minimind-3 (64M)" in table and table.strip() in result.stdout
 
 
 @pytest.mark.slow

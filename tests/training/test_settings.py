@@ -71,26 +71,6 @@ STAGES = {
             ("--model_name_or_path", "other"): "its reference model had other weights; --model_name_or_path was toy",
         },
     ),
-    "kto": (
-        *("dpo", ["--dataset_name", "pairs.jsonl", "--algorithm", "kto"]),
-        {("--desirable_weight", "2"): "--desirable_weight was 1.0 and is now 2.0"},
-    ),
-    "orpo": (
-        *("dpo", ["--dataset_name", "pairs.jsonl", "--algorithm", "orpo"]),
-        {
-            ("--beta", "0.5"): "--beta was 0.1 and is now 0.5",
-            (
-                "--per_device_train_batch_size",
-                "1",
-                "--gradient_accumulation_steps",
-                "2",
-            ): "--per_device_train_batch_size was 2 and is now 1",
-        },
-    ),
-    "simpo": (
-        *("dpo", ["--dataset_name", "pairs.jsonl", "--algorithm", "simpo"]),
-        {("--simpo_gamma", "1"): "--simpo_gamma was 0.5 and is now 1.0"},
-    ),
     "distill": (
         *("distill", ["--dataset_name", "chats.jsonl", "--max_length", "64", "--teacher_name_or_path", "teacher"]),
         {
