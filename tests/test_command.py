@@ -17,7 +17,6 @@ import hf_pretrain
 import hf_pretrain_cli
 from hf_pretrain.data.corpora import EMBEDDED_CORPORA
 from hf_pretrain.runtime.help_cache import STARTED_AS
-from hf_pretrain.runtime.recipe_parsers import recipe_parser
 from hf_pretrain.stages.rewards import REWARDS
 from tests.faults.driving import ranks, start, wait_for
 from tests.invariants.launching import ROOT, cpu_environment, free_port
@@ -374,13 +373,6 @@ def test_help_is_a_command():
     assert result.returncode == 0 and "hf-pretrain list" in result.stdout and "--launcher" in result.stdout
 
 
-def test_the_doctor_takes_the_preset_as_the_stages_do():
-    parser = recipe_parser(ROOT / "recipes/doctor.py")
-    assert parser.parse_args(["--preset", "minimind2"]).model_preset == "minimind2"
-    (args,) = parser.parse_args_into_dataclasses(["--preset", "auto"])
-    assert args.model_preset == "auto"
-
-
 @pytest.mark.parametrize("words", [["--ds", "zero3"], ["--accelerate", "zero2"]])
 def test_a_launch_says_that_deepspeed_is_missing(no_gpus, monkeypatch, capsys, words):
     """It installs on Linux only."""
@@ -427,7 +419,6 @@ def test_bash_completes_commands_flags_and_their_words(tmp_path):
         (["hf-pretrain", "distill", "--kl", ""], {"forward", "reverse"}),
         (["hf-pretrain", "grpo", "--algorithm", ""], {"grpo", "rloo"}),
         (["hf-pretrain", "grpo", "--rewards", ""], REWARDS.keys()),
-        (["hf-pretrain", "doctor", "--strategy", "zero"], {"zero2", "zero3"}),
     ):
         result = run(["bash", "-c", bash, str(script), *words])
         assert expected <= set(result.stdout.split()), (words, result)

@@ -1,8 +1,7 @@
-"""The cores of this process that other programs use, and the number of threads that suits the rest of them."""
+"""The number of threads that suits the cores that other programs leave free."""
 
 import os
 import sys
-import time
 
 import psutil
 import torch
@@ -10,27 +9,6 @@ import torch
 
 _USER_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 _SECONDS = 0.5
-
-
-class CoreLoad:
-    """Measure how many cores other programs use."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        # psutil measures since the last call.
-        self.measure()
-
-    def measure(self) -> float:
-        """Return the mean number of cores that other programs have used since the last call."""
-        shares = psutil.cpu_percent(percpu=True)
-        cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(len(shares))
-        all_programs = sum(shares[core] for core in cores if core < len(shares))
-        return max(0.0, all_programs - self._process.cpu_percent()) / 100
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def choose_threads(kept: int | None = None) -> str:
@@ -46,13 +24,11 @@ def choose_threads(kept: int | None = None) -> str:
     """
     if _USER_VARIABLES & os.environ.keys():
         return ""
-    default, cores, reason = torch.get_num_threads(), num_cores(), "as before"
+    default, reason = torch.get_num_threads(), "as before"
     if kept is None:
-        load = CoreLoad()
-        time.sleep(_SECONDS)
-        others = load.measure()
-        kept = free_cores(others)
-        reason = f"because other programs use {others:.1f} of {cores} cores"
+        busy, cores = _measure_load()
+        kept = max(1, cores - round(busy))
+        reason = f"because other programs use {busy:.1f} of {cores} cores"
     threads = min(kept, default)
     if threads == default:
         return ""
@@ -60,9 +36,12 @@ def choose_threads(kept: int | None = None) -> str:
     return f"{threads} of {default} threads, {reason}"
 
 
-def free_cores(others: float) -> int:
-    """Return the number of cores that other programs leave, at least 1. `others` is their number of cores."""
-    return max(1, num_cores() - round(others))
+def _measure_load() -> tuple[float, int]:
+    """Return the number of cores that other programs use, and the number that this process may use."""
+    # This process sleeps meanwhile, so all load is that of others.
+    shares = psutil.cpu_percent(interval=_SECONDS, percpu=True)
+    cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(len(shares))
+    return sum(shares[core] for core in cores) / 100, len(cores)
 
 
-__all__ = ["CoreLoad", "choose_threads", "free_cores", "num_cores"]
+__all__ = ["choose_threads"]

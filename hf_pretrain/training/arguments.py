@@ -20,7 +20,6 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ..runtime.activity import activity, shows_bars
-from ..runtime.build_locks import remove_stale_build_locks
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.errors import UserError
 from ..runtime.installation import install_command
@@ -274,8 +273,6 @@ class LMTrainingArguments(TrainingArguments):
         # The other arguments of the run (`begin_run`). A resume compares them.
         self.other_arguments: tuple[Any, ...] = ()
         choose_optimizer(self)
-        if turns_on_deepspeed(self):
-            remove_stale_build_locks()
         start_cpu_ranks(self)
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
@@ -13,7 +12,6 @@ from transformers.utils import logging
 
 from ..reports.history import History
 from ..runtime.activity import Phase, activity
-from ..runtime.cores import CoreLoad, free_cores, num_cores
 from ..runtime.metrics import HEADLINES
 from .tracking import Trackers
 
@@ -58,28 +56,6 @@ class ProgressLinesCallback(PrinterCallback):
         if figures:
             # Python buffers redirected output. Flush, so that `tail -f` shows each step.
             print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)
-
-
-class BusyCoresCallback(TrainerCallback):
-    """Warn once if other programs use the cores of a run on CPUs."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._load: CoreLoad | None = CoreLoad()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self._load is None:
-            return
-        others, threads = self._load.measure(), torch.get_num_threads()
-        if threads + round(others) <= num_cores():
-            return
-        self._load = None
-        remedy = "End them"
-        if (free := free_cores(others)) < threads:
-            remedy += f", or stop this run and resume it with OMP_NUM_THREADS={free} --resume_from_checkpoint auto"
-        logger.warning(
-            f"Other programs use {others:.1f} of {num_cores()} cores, and {threads} thread(s) of this run wait for a "
-            f"core. A step takes longer than on a quiet machine. {remedy}."
-        )
 
 
 class SampleCallback(TrainerCallback):
@@ -167,7 +143,6 @@ class ProfilerCallback(TrainerCallback):
 
 
 __all__ = [
-    "BusyCoresCallback",
     "EvaluationIntervalCallback",
     "ProfilerCallback",
     "ProgressLinesCallback",

@@ -24,7 +24,6 @@ from ..runtime.writing import check_output
 from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
-    BusyCoresCallback,
     EvaluationIntervalCallback,
     ProfilerCallback,
     ProgressLinesCallback,
@@ -152,10 +151,6 @@ def train_and_evaluate(
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLinesCallback)
-    # Other ranks and the workers of a data loader would count as other programs.
-    is_alone = trainer.args.world_size == 1 and trainer.args.dataloader_num_workers == 0
-    if trainer.args.device.type == "cpu" and is_alone:
-        trainer.add_callback(BusyCoresCallback)
     _set_generation_defaults(trainer)
     trackers = Trackers(trainer.args, trainer.callback_handler.callbacks, is_resumed=checkpoint is not None)
     trainer.add_callback(trackers)

@@ -196,13 +196,3 @@ def test_the_estimate_is_near_the_measured_memory():
     config._attn_implementation = "packed"
     estimate = estimate_memory(MiniMindForCausalLM(config).train(), max_length=512, dtype=torch.float32)
     assert estimate.total(6) == pytest.approx(taken, rel=0.15)
-
-
-@pytest.mark.slow
-def test_doctor_prints_the_estimate():
-    words = [sys.executable, "recipes/doctor.py", "--estimate", "--model_preset", "tiny", "--max_length", "64"]
-    words += ["--memory_gib", "1", "--device", "cpu"]
-    result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert re.search(r"the largest batch in 1.0 GiB: \d+ sequences", result.stdout), result.stdout
-    assert result.stdout.startswith("tiny, muon, ddp")

@@ -11,9 +11,7 @@ from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.runtime.cores import num_cores
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.callbacks import BusyCoresCallback
 from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.run_trainer import RunTrainer
 from tests.toys import toy_model
@@ -172,17 +170,3 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch, caplog
         assert "on CPU (2 of 3 threads, as before), float32" in trainer.args.launch_description
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_run_that_waits_for_cores_names_the_remedy(caplog):
-    callback = BusyCoresCallback()
-    callback.on_train_begin(None, None, None)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        callback._load.measure = lambda: float(num_cores())
-        for _ in range(2):
-            callback.on_log(None, None, None)
-    finally:
-        torch.set_num_threads(before)
-    assert caplog.text.count("resume it with OMP_NUM_THREADS=1 --resume_from_checkpoint auto") == 1
