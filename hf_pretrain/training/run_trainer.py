@@ -67,7 +67,7 @@ class RunTrainer(Trainer):
         self._evaluation_is_due = self._resumed_before_evaluation = False
         self._weight_decays: list[float | None] = []
         self._throughput = Throughput()
-        # Batches that a dry run trains on instead (`memory_probe.py`).
+        # Batches that a dry run trains on instead (`plan.py`).
         self.planned_batches: Iterator | None = None
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
         # Digests of weights that change the updates but are in no checkpoint, by role. Compute them now: later, these

@@ -100,19 +100,12 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("serve", ["--model_name_or_path", "nope"], NO_MODEL),
         ("convert", ["--from", "nope"], "the following arguments are required: --to. `--help` lists the flags."),
         ("convert", ["--from", "nope", "--to", "x"], "nope: no such file or directory"),
-        ("doctor", ["--device", "tpu"], "--device tpu is unknown; the nearest one is cpu. All: cuda, cpu."),
-        ("doctor", ["--strategy", "zreo2"], "--strategy zreo2 is unknown; the nearest one is zero2."),
         ("sft", ["--dataset_kind", "sharegtp"], "--dataset_kind sharegtp is unknown; the nearest one is sharegpt."),
         ("data", ["inspect", "embedded:idoim"], "The dataset embedded:idoim is unknown; the nearest one is embedd"),
         ("data", ["inspct", "a.jsonl"], "action inspct is unknown; the nearest one is inspect. All: inspect, clean."),
         # There are no abbreviations.
         ("data", ["inspect", "a", "--text_colum", "x"], "argument '--text_colum'; the nearest known one is --text_"),
         ("chat", ["--temprature=1"], "Unknown argument '--temprature=1'; the nearest known one is --temperature."),
-        (
-            "doctor",
-            ["--model_prese", "tiny"],
-            "Unknown argument '--model_prese'; the nearest known one is --model_preset",
-        ),
         ("tokenizer", ["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
         # No flag is similar: not --tp_size, nor --run_name.
         ("chat", ["--batch_size", "8"], "Unknown argument '--batch_size'. `--help` lists the flags."),

@@ -723,22 +723,10 @@ def log_of(workspace, output_dir: str) -> list[dict]:
     return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
 
 
-@pytest.mark.parametrize(
-    ("beta", "reference"), [("0", "without a reference model"), ("0.1", "with a reference model")]
-)
-def test_a_dry_run_plans_the_rollouts(workspace, beta, reference):
-    command = [
-        *launcher_command("python"),
-        RECIPE,
-        *recipe_arguments(workspace, "planned", "--dry_run", "--beta", beta),
-    ]
-    result = start(command)
+def test_a_dry_run_writes_nothing(workspace):
+    result = start([*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "planned", "--dry_run")])
     assert result.returncode == 0, result.stdout[-3000:]
-    expected = f"Rollouts +2 completions per prompt, each of at most 8 tokens, {reference}"
-    assert re.search(rf"^{expected}$", result.stdout, re.MULTILINE)
     assert re.search(r"^Time +[\d.]+ s per step", result.stdout, re.MULTILINE)
-    randomness = "--seed 42 determines order of the data, sampled completions; the weights come from "
-    assert re.search(f"^Random +{randomness}", result.stdout, re.MULTILINE)
     assert not (workspace / "planned").exists()
 
 
@@ -766,9 +754,7 @@ def test_the_time_of_an_evaluation_counts_its_generation(tokenizer, tmp_path):
     trainer = toy_trainer(tokenizer, tmp_path, trainer={"eval_dataset": toy_tasks(12)}, num_generations_eval=2)
     begin_dry_run(trainer.args)
     # 12 tasks with 2 completions each, in steps of 4 completions, of which each takes 50 seconds.
-    clock = plan._Clock()
-    clock.times = [0.0, 9.0, 59.0, 109.0, 159.0]
-    assert "; 1 evaluation of about 5 min each" in plan._describe_time(trainer, clock, num_steps=2)
+    assert "; 1 evaluation of about 5 min each" in plan._describe_time(trainer, step_seconds=50)
 
 
 def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):

@@ -584,21 +584,10 @@ def test_logs_have_flops_and_memory(tmp_path):
     assert 0.1 < step["peak_memory_gib"] < 100
 
 
-def test_mfu_recovers_from_a_low_measured_peak(tmp_path, monkeypatch):
-    measure, rates = efficiency.measure_gemm_rate, []
-
-    def slow_at_first(*args, **kwargs):
-        rates.append(measure(*args, **kwargs) if rates else 1.0)
-        return rates[-1]
-
-    monkeypatch.setattr(efficiency, "measure_gemm_rate", slow_at_first)
-    steps = train(make_trainer(tmp_path, make_documents()))
-    assert len(rates) == 1 + len(steps) == 7
-    for number, step in enumerate(steps):
-        # A step of such a small model never reaches the rate of a large matrix product.
-        assert (
-            step["mfu"] == pytest.approx(step["model_flops_per_second"] / max(rates[: number + 2])) and step["mfu"] < 1
-        )
+def test_mfu_is_the_share_of_the_measured_peak(tmp_path, monkeypatch):
+    monkeypatch.setattr(efficiency, "measure_gemm_rate", lambda *args: 1e12)
+    for step in train(make_trainer(tmp_path, make_documents())):
+        assert step["mfu"] == pytest.approx(step["model_flops_per_second"] / 1e12)
 
 
 def test_tensorboard_gets_the_losses(tmp_path):
