@@ -1,6 +1,5 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
-import importlib.util
 import math
 import os
 import sys
@@ -22,7 +21,6 @@ from transformers.utils import logging
 from ..runtime.activity import activity, shows_bars
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.errors import UserError
-from ..runtime.installation import install_command
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices, check_word
 from ..runtime.waiting import first_process_first
@@ -44,8 +42,6 @@ logger = logging.get_logger(__name__)
 
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
-# Trackers whose tested versions the extra `trackers` installs.
-_TESTED_TRACKERS = ("trackio", "tensorboard", "wandb", "swanlab", "mlflow")
 
 # Numbers that must be at least 0, and below these limits. torch and numpy raise later, some of them only after the
 # data are prepared; a negative weight decay would let the weights grow without any error.
@@ -130,8 +126,8 @@ class LMTrainingArguments(TrainingArguments):
     report_to: None | str | list[str] = field(
         default=None,
         metadata={
-            "help": f"Trackers of the run: {', '.join(_TESTED_TRACKERS)}, or none. By default trackio "
-            "(a local dashboard without an account), if it is installed."
+            "help": "Trackers of the run, such as tensorboard and wandb, or none. By default trackio (a local "
+            "dashboard without an account), if it is installed."
         },
     )
     profile: bool = field(
@@ -263,7 +259,7 @@ class LMTrainingArguments(TrainingArguments):
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
         if self.report_to is None:
-            self.report_to = "trackio" if importlib.util.find_spec("trackio") else "none"
+            self.report_to = "trackio" if "trackio" in get_available_reporting_integrations() else "none"
         if self.trackio_static_space_id is None and self.trackio_space_id is None:
             # NOTE: with --push_to_hub, transformers would otherwise publish the tracked figures as a Space.
             self.trackio_static_space_id = False
@@ -392,17 +388,13 @@ def _check_trackers(names: list[str]) -> None:
     """
     Raise `ValueError` for a tracker of `--report_to` that is unknown or not installed. Trainer raises after the data.
     """
-    # transformers has replaced a `none` that stands alone.
-    if "none" in names:
-        raise UserError(f"--report_to {' '.join(names)}: none excludes trackers. Leave out none, or the trackers.")
-    available = get_available_reporting_integrations()
+    installed = get_available_reporting_integrations()
     for name in names:
-        check_word("--report_to", name, ("none", *INTEGRATION_TO_CALLBACK))
-        if name not in available:
-            command = install_command("trackers") if name in _TESTED_TRACKERS else f"pip install {name}"
+        check_word("--report_to", name, tuple(INTEGRATION_TO_CALLBACK))
+        if name not in installed:
             raise UserError(
-                f"--report_to {name}: its package is not installed. Installed here: {', '.join(available) or 'none'}. "
-                f"To add it: {command}"
+                f"--report_to {name}: its package is not installed. Installed here: {', '.join(installed) or 'none'}. "
+                f"To add it: pip install {name}"
             )
 
 

@@ -13,7 +13,6 @@ from transformers.utils import logging
 from ..reports.history import History
 from ..runtime.activity import Phase, activity
 from ..runtime.metrics import HEADLINES
-from .tracking import Trackers
 
 
 logger = logging.get_logger(__name__)
@@ -65,19 +64,15 @@ class SampleCallback(TrainerCallback):
     Args:
         sample (`Callable`): returns pairs of a prompt and the text that a model generates. All ranks call it.
         history ([`~reports.history.History`]): keeps the texts.
-        trackers ([`~training.tracking.Trackers`]): the trackers that show the texts.
     """
 
-    def __init__(
-        self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History, trackers: Trackers
-    ):
-        self.sample, self.history, self.trackers = sample, history, trackers
+    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History):
+        self.sample, self.history = sample, history
         self.latest: list[tuple[str, str]] = []
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         with activity.during("generating samples"):
             self.latest = self.sample(model)
-        self.trackers.log_samples(state.global_step, self.latest)
         self.history.add("samples", state.global_step, samples=self.latest)
         if state.is_world_process_zero and self.latest:
             prompt, text = self.latest[0]

@@ -46,7 +46,7 @@ from .run_description import describe_data
 from .run_log import LOG_NAME, begin_log, end_log
 from .run_record import add_to_record, begin_record, end_record
 from .run_trainer import RunTrainer
-from .tracking import Trackers, continue_tracking
+from .tracking import name_tracked_run
 
 
 @dataclass
@@ -114,9 +114,8 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         # An earlier run may have been killed in the middle of a save or a push.
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
-        tracking_id = continue_tracking(training_args, checkpoint=checkpoint)
+        name_tracked_run(training_args, checkpoint=checkpoint)
         begin_record(training_args, others, checkpoint=checkpoint)
-        add_to_record(training_args, tracking_id=tracking_id)
         rows = f"{training_args.rows_per_step:,} rows per step"
         print(f"{training_args.launch_description}; {rows}; {describe_found()}")
 
@@ -152,13 +151,11 @@ def train_and_evaluate(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLinesCallback)
     _set_generation_defaults(trainer)
-    trackers = Trackers(trainer.args, trainer.callback_handler.callbacks, is_resumed=checkpoint is not None)
-    trainer.add_callback(trackers)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if trainer.args.spaces_evaluations:
         trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
-    samples = None if sample is None else SampleCallback(sample, trainer.history, trackers)
+    samples = None if sample is None else SampleCallback(sample, trainer.history)
     if samples is not None:
         trainer.add_callback(samples)
     if trainer.args.process_index == 0:
