@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.repository import create_repository, push_folder
-from hf_pretrain.runtime.activity import activity
+from hf_pretrain.runtime.activity import announce
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.runtime.names import model_name
 from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
     # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
-    activity.begin("reading the weights")
+    announce("reading the weights")
     is_adapter = adapter_base(args.source) is not None
     model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
     # If there is no tokenizer beside the weights, the export warns.
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
     # A GGUF file with rounded weights costs perplexity: measure how much.
     is_rounded = args.format == "gguf" and args.dtype not in (None, "float32")
-    activity.begin("writing the model")
+    announce("writing the model")
     report = export(
         model,
         args.to,
@@ -107,6 +107,5 @@ if __name__ == "__main__":
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--hub_license", help="licence, for the model card")
     add_debug_flag(parser)
-    # No progress bar: the conversion prints warnings.
-    with one_line_errors(), activity.on_stderr(bars=False):
+    with one_line_errors():
         main(parser.parse_args())

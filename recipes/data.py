@@ -43,7 +43,7 @@ from hf_pretrain.data.cleaning import (
 )
 from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import describe_splits, list_sources, plain_text, read_records
-from hf_pretrain.runtime.activity import activity
+from hf_pretrain.runtime.activity import announce
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.runtime.errors import MissingExtraError, UserError
 from hf_pretrain.runtime.installation import install_command
@@ -58,22 +58,19 @@ def inspect(args: argparse.Namespace) -> None:
     for name, least in (("max_length", 2), ("show", 0), ("chars", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)} must be at least {least}.")
-    with activity.on_stderr(bars=False):
-        activity.begin("downloading")
-        sources = list_sources(args.names)
-    with activity.on_stderr():
-        survey = survey_records(read_records(sources, text_column=args.text_column))
-        if not survey.sample:
-            reasons = "; ".join(survey.reasons) or "there are none"
-            raise UserError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
-        if args.tokenizer is None:
-            tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
-        else:
-            tokenizer = load_tokenizer(args.tokenizer)
-            if any(record.schema != "text" for record in survey.sample):
-                mark_template(tokenizer)
-        activity.begin("counting tokens and languages")
-        findings = describe(survey, tokenizer, max_length=args.max_length)
+    sources = list_sources(args.names)
+    survey = survey_records(read_records(sources, text_column=args.text_column))
+    if not survey.sample:
+        reasons = "; ".join(survey.reasons) or "there are none"
+        raise UserError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
+    if args.tokenizer is None:
+        tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
+    else:
+        tokenizer = load_tokenizer(args.tokenizer)
+        if any(record.schema != "text" for record in survey.sample):
+            mark_template(tokenizer)
+    announce("counting tokens and languages")
+    findings = describe(survey, tokenizer, max_length=args.max_length)
     lines = [*filter(None, [describe_splits(sources)]), *(f"{label:20} {text}" for label, text in findings)]
     lines.append(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
     for record in random.Random(args.seed).sample(survey.sample, min(args.show, len(survey.sample))):
@@ -89,26 +86,19 @@ def clean(args: argparse.Namespace) -> None:
     find_replaced()
     output, dropped, report_path = output_files(Path(args.output))
     rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
-    with activity.on_stderr(bars=False):
-        activity.begin("downloading")
-        sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
+    sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
     check_sources(sources + held_out_sources, output)
     check_kinds(sources, args.text_column)
     if splits := describe_splits(sources + held_out_sources):
         print(splits)
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
-    with activity.on_stderr(bars=False):
-        activity.begin("reading the held-out texts")
-        held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
+    held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
     if held_out.short:
         print(
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
             "The command drops only records that equal one of them."
         )
-    with (
-        written_whole(output.parent, lock=f".{output.name}.lock", replaces=find_replaced) as scratch,
-        activity.on_stderr(),
-    ):
+    with written_whole(output.parent, lock=f".{output.name}.lock", replaces=find_replaced) as scratch:
         records = read_records(sources, text_column=args.text_column)
         report = write_cleaned(records, scratch / output.name, rules, held_out)
         content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}

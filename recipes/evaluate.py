@@ -22,7 +22,7 @@ from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.preparation import PackedRows, load_rows
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.hub.repository import push_folder
-from hf_pretrain.runtime.activity import activity
+from hf_pretrain.runtime.activity import announce
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.metrics import METRICS
@@ -64,7 +64,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
             f"{', '.join(data_args.dataset_name)} to evaluate on. Use 1 to evaluate on all of them."
         )
 
-    activity.begin("evaluating")
+    announce("evaluating")
     trainer = MaskedLossTrainer(
         model=load_model(model_args, tokenizer, distributed=training_args.distributed_config),
         args=training_args,

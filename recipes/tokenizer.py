@@ -13,7 +13,6 @@ from pathlib import Path
 
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.hub.repository import create_repository, push_folder
-from hf_pretrain.runtime.activity import activity
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.locking import LOCK_NAME
 from hf_pretrain.runtime.writing import check_empty, check_output, written_whole
@@ -57,17 +56,16 @@ def main(args: TokenizerArguments) -> None:
         # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
 
-    with activity.on_stderr(bars=False):
-        train, validation = load_documents(
-            args.dataset_name,
-            text_column=args.text_column,
-            streaming=args.streaming,
-            validation_fraction=args.validation_fraction,
-            max_rejected_ratio=args.max_rejected_ratio,
-        )
-        tokenizer = load_or_train_tokenizer(
-            None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
-        )
+    train, validation = load_documents(
+        args.dataset_name,
+        text_column=args.text_column,
+        streaming=args.streaming,
+        validation_fraction=args.validation_fraction,
+        max_rejected_ratio=args.max_rejected_ratio,
+    )
+    tokenizer = load_or_train_tokenizer(
+        None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
+    )
     with written_whole(
         output_dir, lock=LOCK_NAME, replaces=partial(check_empty, output_dir, "--output_dir")
     ) as scratch:

@@ -307,7 +307,7 @@ def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, stat
     words = ["pretrain", "--preset", "tiny", "--use_cpu", "--nproc", "2", "--dataset_name", "embedded:idiom"]
     command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--logging_steps", "1"]
     with start([*command, "--output_dir", str(tmp_path / "run")]) as process:
-        wait_for(lambda: "step 2/" in read_text(tmp_path / "run/train.log"), process)
+        wait_for(lambda: '"step": 2,' in read_text(tmp_path / "run/history.jsonl"), process)
         (process if victim == "launcher" else ranks(process)[1]).send_signal(number)
         output, _ = process.communicate(timeout=500)
     assert process.returncode == status and "torch/distributed/run.py" not in output, output[-3000:]
@@ -321,7 +321,7 @@ def test_a_closed_terminal_does_not_end_a_run_under_nohup(tmp_path):
     words += ["--logging_steps", "1", "--max_steps", "9", "--eval_strategy", "no", "--report_to", "none"]
     command = ["nohup", sys.executable, "-m", "hf_pretrain_cli", *words, "--output_dir", str(tmp_path / "run")]
     with start(command) as process:
-        wait_for(lambda: "step 2/" in read_text(tmp_path / "run/train.log"), process)
+        wait_for(lambda: '"step": 2,' in read_text(tmp_path / "run/history.jsonl"), process)
         process.send_signal(signal.SIGHUP)
         output, _ = process.communicate(timeout=500)
     assert process.returncode == 0 and "step 9/9" in output, output[-3000:]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..runtime.activity import activity
+from ..runtime.activity import progress
 from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from ..runtime.writing import check_output
@@ -332,12 +332,16 @@ def write_cleaned(
     Raises:
         `ValueError`: if no record is good.
     """
-    report, phase = CleaningReport(), activity.begin("cleaning")
+    report = CleaningReport()
     path, dropped_path, _ = output_files(path)
-    with path.open("w", encoding="utf-8") as kept, dropped_path.open("w", encoding="utf-8") as dropped:
+    with (
+        path.open("w", encoding="utf-8") as kept,
+        dropped_path.open("w", encoding="utf-8") as dropped,
+        progress("cleaning") as bar,
+    ):
         for record, line, reason in clean_records(records, rules, held_out):
             report.num_records += 1
-            phase.text = f"cleaning, {report.num_records:,} records"
+            bar.update()
             if reason:
                 report.dropped[reason] += 1
                 where = {"source": record.source, "line": record.line, "reason": record.reason or reason}

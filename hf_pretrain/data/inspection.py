@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
-from ..runtime.activity import activity
+from ..runtime.activity import announce
 from ..runtime.errors import MissingExtraError, UserError
 from ..runtime.installation import install_command
 from ..tokenizer.encoding import encode_documents
@@ -66,14 +66,14 @@ def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
     Raises:
         `ImportError`: if datasketch is not installed.
     """
-    survey, generator, phase = Survey(), random.Random(seed), activity.begin("reading")
+    survey, generator = Survey(), random.Random(seed)
+    announce("reading")
     digests, finder = set[bytes](), DuplicateFinder(CleaningRules().near_duplicates)
     for record in records:
         if record.reason:
             survey.reasons[record.reason] += 1
             continue
         survey.kinds[record.schema] += 1
-        phase.text = f"reading, {survey.num_records:,} records"
         if survey.num_records <= NUM_SEARCHED:
             survey.num_near_duplicates += finder.add(record.document, plain_text(record)) == "near duplicate"
         survey.num_bytes += len(plain_text(record, chosen_only=True).encode())

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import datasets
 from datasets import Dataset
 
-from ..runtime.activity import activity
+from ..runtime.activity import announce, progress
 from ..runtime.errors import UserError
 
 
@@ -107,13 +107,13 @@ def map_parts(
     # To start processes takes longer than to open a few cached results. The results of many parts are opened by
     # workers, because the pages that are read stay mapped.
     if len(parts) == 1 or (len(parts) <= MAX_PROCESSES and all(map(finds_result, parts))):
-        with activity.during(desc):
-            return [function(part) for part in parts]
+        announce(desc)
+        return [function(part) for part in parts]
     num_proc = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), len(parts))
     # A forked process starts at once; Windows can only start a new interpreter.
     context = get_context("fork" if hasattr(os, "fork") else "spawn")
     with (
-        activity.during(desc, total=len(parts)) as phase,
+        progress(desc, len(parts)) as bar,
         ProcessPoolExecutor(num_proc, context, _begin_worker, (os.getpid(),)) as executor,
     ):
         outcomes = executor.map(partial(_try, function), parts)
@@ -123,7 +123,7 @@ def map_parts(
             if mistake is not None:
                 raise mistake
             results.append(result)
-            phase.done += 1
+            bar.update()
         return results
 
 

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from ..runtime.activity import activity
+from ..runtime.activity import announce
 from ..runtime.errors import UserError
 from .loading import load_tokenizer, save_tokenizer
 from .special_tokens import (
@@ -67,8 +67,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with activity.during("training a tokenizer"):
-        backend.train_from_iterator(texts, trainer)
+    announce("training a tokenizer")
+    backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS_TOKEN,

@@ -18,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from ..runtime.activity import activity, shows_bars
+from ..runtime.activity import shows_bars
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
@@ -287,12 +287,11 @@ class LMTrainingArguments(TrainingArguments):
             local (`bool`): ignored; transformers' method has this argument.
             desc (`str`): the work as a participle, such as `preparing the data`, for the waiting processes' message.
         """
-        with activity.during(desc):
-            if self.world_size > 1 and dist.is_initialized():
-                with first_process_first(self.process_index, self.local_process_index, desc=desc):
-                    yield
-            else:
+        if self.world_size > 1 and dist.is_initialized():
+            with first_process_first(self.process_index, self.local_process_index, desc=desc):
                 yield
+        else:
+            yield
 
     def evaluate_never(self) -> None:
         """Turn evaluation off, for a run without a validation set."""

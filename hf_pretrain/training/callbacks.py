@@ -1,44 +1,28 @@
 """Callbacks of a run: progress, log lines, samples, evaluation interval and profiler."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
+from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
-from transformers.trainer_utils import has_length
-from transformers.utils import logging
+from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from ..reports.history import History
-from ..runtime.activity import Phase, activity
 from ..runtime.metrics import HEADLINES
 
 
-logger = logging.get_logger(__name__)
+class ProgressBarCallback(ProgressCallback):
+    """Trainer's progress bars, without its lines."""
+
+    def on_log(self, args, state, control, **kwargs):
+        """Do nothing: [`LogLinesCallback`] prints the lines."""
 
 
-class ProgressLinesCallback(PrinterCallback):
-    """One plain line per log, and the phases of the training for the display ([`~runtime.activity`])."""
-
-    def __init__(self) -> None:
-        self.training, self.evaluating = Phase("training"), Phase("evaluating")
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.training = activity.begin("training", state.max_steps, state.global_step)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.training.done = state.global_step
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if activity.phase is not self.evaluating:
-            self.evaluating = activity.begin(
-                "evaluating", len(eval_dataloader) if has_length(eval_dataloader) else None
-            )
-        self.evaluating.done += 1
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        activity.phase = self.training
+class LogLinesCallback(TrainerCallback):
+    """One plain line per log."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
@@ -53,8 +37,14 @@ class ProgressLinesCallback(PrinterCallback):
             if "mfu" in logs:
                 figures += f", mfu {logs['mfu']:.0%}"
         if figures:
-            # Python buffers redirected output. Flush, so that `tail -f` shows each step.
-            print(f"step {state.global_step}/{state.max_steps}: {figures}", flush=True)
+            print_line(f"step {state.global_step}/{state.max_steps}: {figures}")
+
+
+def print_line(line: str) -> None:
+    """Print a line above the progress bars."""
+    tqdm.write(line)
+    # Python buffers redirected output. Flush, so that `tail -f` shows each step.
+    sys.stdout.flush()
 
 
 class SampleCallback(TrainerCallback):
@@ -71,12 +61,11 @@ class SampleCallback(TrainerCallback):
         self.latest: list[tuple[str, str]] = []
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
-        with activity.during("generating samples"):
-            self.latest = self.sample(model)
+        self.latest = self.sample(model)
         self.history.add("samples", state.global_step, samples=self.latest)
         if state.is_world_process_zero and self.latest:
             prompt, text = self.latest[0]
-            print(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}", flush=True)
+            print_line(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
 
 
 class EvaluationIntervalCallback(TrainerCallback):
@@ -139,7 +128,8 @@ class ProfilerCallback(TrainerCallback):
 
 __all__ = [
     "EvaluationIntervalCallback",
+    "LogLinesCallback",
     "ProfilerCallback",
-    "ProgressLinesCallback",
+    "ProgressBarCallback",
     "SampleCallback",
 ]

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_pretrain_cli import FLAG_SIMILARITY, hint, read_config
@@ -20,7 +19,6 @@ from ..runtime.command_line import RecipeParser
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
 from ..weights.model_arguments import default_preset
-from .run_log import begin_log
 
 
 logger = logging.get_logger(__name__)
@@ -88,7 +86,6 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         `ValueError`: for an unknown YAML key or flag (the message names the nearest known one), for a value of the
             wrong type, and for a value that a dataclass refuses.
     """
-    is_run = argv is None and any(issubclass(cls, TrainingArguments) for cls in dataclass_types)
     argv = sys.argv[1:] if argv is None else argv
     # A bare --debug makes `one_line_errors` print tracebacks. --debug with a value is a flag of TrainingArguments.
     pairs = zip(argv, [*argv, "--"][1:], strict=True)
@@ -111,9 +108,6 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
             defaults = _yaml_to_argv(config, known_keys, _known_aliases(dataclass_types), known)
             defaults += ["--config", config]
     namespace = parser.parse_args(defaults + argv)
-    if is_run:
-        # The dataclasses start the process group and compile kernels, which can take minutes.
-        begin_log(None)
     # transformers and TRL refuse values here, too.
     with as_user_errors():
         return parser.parse_dict(vars(namespace), allow_extra_keys=False)

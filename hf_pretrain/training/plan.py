@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.activity import activity
+from ..runtime.activity import announce
 from ..runtime.allocation import return_freed_blocks
 from ..runtime.processes import num_local_processes, on_main_process
 from ..weights.adapters import base_model_of
@@ -85,7 +85,7 @@ def format_plan(trainer: Any) -> str:
     for printer in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printer)
     trainer.add_callback(measured)
-    activity.begin("measuring the time and the memory of a step")
+    announce("measuring the time and the memory of a step")
     trainer.train()
     args, num_steps = trainer.args, trainer.state.max_steps
     # A rank may hold only a part of the model.
@@ -113,7 +113,7 @@ def format_plan(trainer: Any) -> str:
         ("", _describe_largest_batch(measured)),
         ("Time", _describe_time(trainer, measured.step_seconds)),
         ("Disk", _describe_disk(trainer)),
-        ("Files", f"{args.planned['output_dir']}: model, checkpoints, run.json, report.html, train.log"),
+        ("Files", f"{args.planned['output_dir']}: model, checkpoints, run.json, report.html"),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
         ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "the run pushes nothing"),
     ]

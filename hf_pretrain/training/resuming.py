@@ -21,7 +21,6 @@ from ..runtime.locking import hold_output_dir, lock_holder, release_output_dir
 from ..runtime.processes import on_main_process, on_processes, on_saving_processes
 from ..runtime.writing import is_unfinished
 from .arguments import LMTrainingArguments
-from .run_log import LOG_NAME
 
 
 logger = logging.get_logger(__name__)
@@ -32,7 +31,7 @@ _PATIENCE_SECONDS = 30.0
 # (`acdirmax`) that a file was not there.
 _VISIBLE_SECONDS = 90.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
-_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME, LOG_NAME, HISTORY_NAME}
+_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME, HISTORY_NAME}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:

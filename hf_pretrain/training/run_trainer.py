@@ -22,7 +22,7 @@ from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
 from ..reports.history import History
-from ..runtime.activity import activity
+from ..runtime.activity import announce
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.locking import hold_output_dir, watch_launcher
@@ -451,10 +451,7 @@ class RunTrainer(Trainer):
         # Create and lock the directory again: a user may have renamed or deleted it during the run.
         on_saving_processes(self.args, lambda: hold_output_dir(target.parent))
         run = self.description.after(self.state)
-        with (
-            activity.during(f"saving {target.name}"),
-            self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source,
-        ):
+        with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:
             super()._save_checkpoint(model, trial)
             # Trainer recorded the path in `.saving/` as the best checkpoint.
             if self.state.best_model_checkpoint == str(source):
@@ -484,7 +481,7 @@ class RunTrainer(Trainer):
             super().save_model(output_dir, _internal_call=True)
             return
         directory = Path(output_dir or self.args.output_dir)
-        with activity.during("saving the model"), self.writer.writing_model(directory) as source:
+        with self.writer.writing_model(directory) as source:
             super().save_model(str(source), _internal_call=True)
 
     def save_state(self) -> None:
@@ -576,7 +573,7 @@ class RunTrainer(Trainer):
         if not self.is_world_process_zero():
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        activity.begin("pushing")
+        announce("pushing")
         self.create_model_card(**kwargs)
         # Pushes of checkpoints come first, so that the final model is the last commit.
         self.pusher.finish()

@@ -6,15 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers import GenerationConfig, PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from ..checkpoints.directory import remove_leftovers
 from ..data.preparation import PackedRows
 from ..hub.model_card import CURVE_NAME
 from ..hub.repository import remove_staging
 from ..reports.runs import read_run
-from ..runtime.activity import activity
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.locking import release_output_dir, watch_launcher
@@ -25,8 +23,9 @@ from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
     EvaluationIntervalCallback,
+    LogLinesCallback,
     ProfilerCallback,
-    ProgressLinesCallback,
+    ProgressBarCallback,
     SampleCallback,
 )
 from .launch import choose_cpu_threads
@@ -43,7 +42,6 @@ from .reporting import (
 from .resume_from_hub import pull_checkpoint
 from .resuming import checkpoint_to_resume, occupy_output_dir
 from .run_description import describe_data
-from .run_log import LOG_NAME, begin_log, end_log
 from .run_record import add_to_record, begin_record, end_record
 from .run_trainer import RunTrainer
 from .tracking import name_tracked_run
@@ -101,8 +99,6 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
     # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
     occupy_output_dir(training_args)
-    is_main = training_args.process_index == 0
-    begin_log(Path(training_args.output_dir, LOG_NAME) if is_main else None)
     pull_checkpoint(training_args)
     checkpoint = checkpoint_to_resume(training_args)
     keep_optimizer(training_args, others, checkpoint=checkpoint)
@@ -149,7 +145,9 @@ def train_and_evaluate(
     # Trainer adds one of these two callbacks, depending on `disable_tqdm`. Replace it by ours.
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ProgressLinesCallback)
+    if not trainer.args.disable_tqdm:
+        trainer.add_callback(ProgressBarCallback)
+    trainer.add_callback(LogLinesCallback)
     _set_generation_defaults(trainer)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
@@ -218,14 +216,12 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
     training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
     evaluations = find_evaluations(history)
     is_main = training_args.process_index == 0
-    activity.begin("writing the report")
     if is_main:
         curve = Path(training_args.output_dir, CURVE_NAME)
         # Plot before the push, which uploads the curve. Report after the push, because the report quotes its result.
         plot_loss_curve(history, curve, unigram=facts.unigram_loss, loss_unit=facts.loss_unit)
     if training_args.push_to_hub:
         trainer.push_to_hub()
-        activity.begin("writing the report")
     if is_main:
         commands = next_commands(training_args, facts)
         report = format_report(
@@ -248,7 +244,6 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         )
         write_run_page(training_args.output_dir)
     # Release the lock only now: the record and the report are written under it.
-    end_log()
     release_output_dir(training_args.output_dir)
 
 

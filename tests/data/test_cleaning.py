@@ -31,7 +31,6 @@ from hf_pretrain.data.corpora import COPY
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, find_language, render, survey_records
 from hf_pretrain.data.records import Record, find_schema, list_sources, plain_text, read_records
-from hf_pretrain.runtime import activity
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
@@ -488,12 +487,6 @@ def test_different_kinds_are_not_mixed(tmp_path, capsys):
     assert "4 records read, 3 kept" in capsys.readouterr().out
 
 
-def test_a_long_cleaning_shows_its_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(activity.Activity.start, "__kwdefaults__", {"seconds": 0.01})
-    run_command("clean", write_jsonl(tmp_path / "a.jsonl", sentences(300)), "--output", str(tmp_path / "b.jsonl"))
-    assert re.search(r"^cleaning, \d+ records, 00:\d\d$", capsys.readouterr().err, re.MULTILINE)
-
-
 def test_the_command(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", [*sentences(30), "short"])
     words = ["clean", source, "--output", str(tmp_path / "b.jsonl")]
@@ -529,7 +522,7 @@ def test_a_reader_may_end_before_the_last_line(tmp_path):
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().startswith("Records")
         process.stdout.close()
-        assert (process.wait(), process.stderr.read()) == (0, "")
+        assert process.wait() == 0 and "Error" not in process.stderr.read()
 
 
 @pytest.mark.parametrize(

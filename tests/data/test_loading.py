@@ -225,7 +225,7 @@ def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monke
         write_jsonl(data / place / "a.jsonl", [{"text": f"text of {place}"}])
     (data / "notes.md").write_text("no data")
     (data / ".hidden.jsonl").write_text('{"text": "hidden"}\n')
-    for name in ("run/run.json", "run/train.log", "tokenizer/tokenizer_config.json"):
+    for name in ("run/run.json", "run/report.html", "tokenizer/tokenizer_config.json"):
         (data / "out" / name).write_text("{}")
     (data / "linked").symlink_to(elsewhere)
     (data / "sub" / "loop").symlink_to(data)

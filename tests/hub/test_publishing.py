@@ -26,7 +26,7 @@ MODEL = {
 }
 # Files of a run and of other programs, none of which may be pushed.
 OTHERS = {
-    *("nonfinite-5.json", "rejected.jsonl", "notes.json", "run.json", "train.log", ".lock", "training_args.bin"),
+    *("nonfinite-5.json", "rejected.jsonl", "notes.json", "run.json", ".lock", "training_args.bin"),
     *(
         "secret.safetensors",
         "secret.py",

@@ -7,7 +7,7 @@ from hf_pretrain.hub.model_card import RunFacts, validation_results
 from hf_pretrain.runtime.metrics import METRICS, find_evaluations
 from hf_pretrain.stages.evaluation import format_results
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.callbacks import ProgressLinesCallback
+from hf_pretrain.training.callbacks import LogLinesCallback
 from hf_pretrain.training.reporting import format_report
 
 
@@ -18,7 +18,7 @@ def test_every_place_shows_the_same_label_and_value(capsys):
     args = LMTrainingArguments(output_dir="out/a")
     report = format_report(args, metrics=FIGURES, unigram=None, samples=[])
     state = TrainerState(is_world_process_zero=True, global_step=3, max_steps=5)
-    ProgressLinesCallback().on_log(args, state, TrainerControl(), logs=FIGURES)
+    LogLinesCallback().on_log(args, state, TrainerControl(), logs=FIGURES)
     line = capsys.readouterr().out
     results = {result.metric_type: result for result in validation_results(FIGURES, RunFacts())}
     table = format_results({"held_out": FIGURES, "tasks": {}}).splitlines()[1:]
