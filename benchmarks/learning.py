@@ -4,13 +4,10 @@ learning rate and seed.
 
     python -m benchmarks.learning --rate_factors 0.5 1 2
     python -m benchmarks.learning --model_preset minimind2-small --max_steps 2000 --batch_sizes 64 --max_length 512
-    python -m benchmarks.learning --optim_presets muon --leave_out all --candidates all --seeds 0 1 2
 
 Learning rates are given as multiples of the one that pretraining would choose (`default_learning_rate`).
 
 The script prints the final validation loss of each run and appends it to `benchmarks/results/learning-<preset>.json`.
-`--leave_out all` also trains without each of the default's ingredients, and `--candidates all` with each of the ideas
-that the default does not use, one at a time.
 To compare Muon with AdamW at fewer tokens, start a run with fewer `--max_steps`. Do not read the loss from the middle
 of a longer run, because its learning rate has not decayed yet.
 """
@@ -20,14 +17,11 @@ import itertools
 import json
 import tempfile
 import time
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 
 from benchmarks.bench import ROOT, git_commit, machine
-from benchmarks.variants import CANDIDATES, INGREDIENTS, OptimizerFollower, Variant
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.loading import load_documents
@@ -48,8 +42,6 @@ def main() -> None:
     parser.add_argument("--lr_scheduler_types", nargs="+", default=["cosine_with_min_lr"])
     parser.add_argument("--max_steps", nargs="+", type=int, default=[550])
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
-    parser.add_argument("--leave_out", nargs="*", default=[], choices=["all", *INGREDIENTS])
-    parser.add_argument("--candidates", nargs="*", default=[], choices=["all", *CANDIDATES])
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[8])
     parser.add_argument("--max_length", type=int, default=256)
     args = parser.parse_args()
@@ -69,48 +61,32 @@ def main() -> None:
         args.rate_factors,
         args.seeds,
     )
-    left_out = INGREDIENTS if "all" in args.leave_out else args.leave_out
-    candidates = CANDIDATES if "all" in args.candidates else args.candidates
-    variants: list[tuple[dict[str, str | None], Variant]] = [
-        ({"left_out": None}, Variant()),
-        *(({"left_out": name}, INGREDIENTS[name]) for name in left_out),
-        *(({"left_out": None, "candidate": name}, CANDIDATES[name]) for name in candidates),
-    ]
+    config = MiniMindConfig(**fields)
     for combination in itertools.product(*values):
-        for description, variant in variants:
-            settings = dict(zip(names, combination, strict=True)) | variant.settings
-            rate = default_learning_rate(settings["optim_preset"], fields["hidden_size"])
-            settings["learning_rate"] = settings.pop("rate_factor") * rate
-            changed = fields | variant.fields(fields["hidden_size"])
-            config = MiniMindConfig(**changed)
-            record = run(config, rows, eval_rows, tokenizer, settings, variant)
-            record |= {"config_overrides": args.config_overrides, "config": changed, **description}
-            record |= {"max_length": args.max_length, **made_by}
-            # Write after each run, so that an interrupted search keeps its results.
-            records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
-            path.write_text(json.dumps([*records, record], indent=1) + "\n", encoding="utf-8")
-            print({name: record[name] for name in (*settings, *description, "eval_loss", "seconds")}, flush=True)
+        settings = dict(zip(names, combination, strict=True))
+        rate = default_learning_rate(settings["optim_preset"], fields["hidden_size"])
+        settings["learning_rate"] = settings.pop("rate_factor") * rate
+        record = run(config, rows, eval_rows, tokenizer, settings)
+        record |= {"config_overrides": args.config_overrides, "config": fields, "max_length": args.max_length}
+        # Write after each run, so that an interrupted search keeps its results.
+        records: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+        path.write_text(json.dumps([*records, record | made_by], indent=1) + "\n", encoding="utf-8")
+        print({name: record[name] for name in (*settings, "eval_loss", "seconds")}, flush=True)
 
 
-def run(
-    config: MiniMindConfig, rows, eval_rows, tokenizer, settings: dict[str, Any], variant: Variant
-) -> dict[str, Any]:
+def run(config: MiniMindConfig, rows, eval_rows, tokenizer, settings: dict[str, Any]) -> dict[str, Any]:
     """
     Train once, and return the settings with the validation metrics, tokens and seconds.
 
     Args:
         config ([`MiniMindConfig`]): shape of the model.
         settings (`dict`): training arguments.
-        variant ([`Variant`]): changes of the model, of the package and of the optimizer.
     """
     # All settings start from the same random draws.
     torch.manual_seed(settings["seed"])
     model = MiniMindForCausalLM(config)
-    variant.prepare_model(model)
     model.set_attn_implementation("packed")
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        for name, value in variant.replacements.items():
-            stack.enter_context(mock.patch(name, value))
+    with tempfile.TemporaryDirectory() as directory:
         trainer = MaskedLossTrainer(
             model=model,
             args=LMTrainingArguments(
@@ -125,7 +101,6 @@ def run(
             train_dataset=rows,
             eval_dataset=eval_rows,
             processing_class=tokenizer,
-            callbacks=[OptimizerFollower(variant.follow_optimizer)] if variant.follow_optimizer else [],
         )
         start = time.perf_counter()
         trainer.train()

@@ -127,7 +127,7 @@ class UpstreamStyleTrainer:
 
 
 class PaddedDocuments:
-    """Padded token ids of the documents of MiniMind's `PretrainDataset`."""
+    """Padded token ids of the documents of MiniMind's `PretrainDataset`, whose items are `(input_ids, labels)`."""
 
     def __init__(self, documents: Any):
         self.documents = documents
@@ -136,9 +136,7 @@ class PaddedDocuments:
         return len(self.documents)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        # Newer versions return `(input_ids, labels)`, older ones `(input_ids[:-1], input_ids[1:], loss_mask)`.
-        input_ids, following, *loss_mask = self.documents[index]
-        return torch.cat([input_ids, following[-1:]]) if loss_mask else input_ids
+        return self.documents[index][0]
 
 
 def load_checkout(
@@ -151,7 +149,7 @@ def load_checkout(
     output_dir: Path,
 ) -> tuple[nn.Module, PaddedDocuments]:
     """
-    Return the model and the data set of a checkout of MiniMind (https://github.com/jingyaogong/minimind, v2 or v3).
+    Return the model and the data set of a checkout of MiniMind (https://github.com/jingyaogong/minimind, from 2026).
 
     Args:
         path (`Path`): the checkout.
@@ -161,33 +159,17 @@ def load_checkout(
         max_length (`int`): tokens per row.
         output_dir (`Path`): directory for the file that the data set reads.
     """
-    names = ("model.model_minimind", "MiniMindConfig", "model.model_minimind", "MiniMindForCausalLM")
-    data_module = "dataset.lm_dataset"
-    # Versions of 2025 until April.
-    if not (path / "model/model_minimind.py").is_file():
-        names = ("model.LMConfig", "LMConfig", "model.model", "MiniMindLM")
-        data_module = "model.dataset"
     sys.path.insert(0, str(path))
-    config_class, model_class = (
-        getattr(importlib.import_module(module), name) for module, name in zip(names[::2], names[1::2], strict=True)
+    model_module, data_module = map(importlib.import_module, ("model.model_minimind", "dataset.lm_dataset"))
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("intermediate_size", "rms_norm_eps")
+    model = model_module.MiniMindForCausalLM(
+        model_module.MiniMindConfig(**{name: getattr(config, name) for name in names})
     )
-    dataset_class = importlib.import_module(data_module).PretrainDataset
-    # Each class of configs reads its own names and ignores the others.
-    fields: dict[str, Any] = {"vocab_size": config.vocab_size, "rms_norm_eps": config.rms_norm_eps}
-    fields |= {"hidden_size": config.hidden_size, "dim": config.hidden_size, "norm_eps": config.rms_norm_eps}
-    fields |= {"num_hidden_layers": config.num_hidden_layers, "n_layers": config.num_hidden_layers}
-    fields |= {"num_attention_heads": config.num_attention_heads, "n_heads": config.num_attention_heads}
-    fields |= {"num_key_value_heads": config.num_key_value_heads, "n_kv_heads": config.num_key_value_heads}
-    fields |= {"intermediate_size": config.intermediate_size, "hidden_dim": config.intermediate_size}
     # MiniMind pads on the right, as its own tokenizer does.
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.padding_side = "right"
     documents.to_json(output_dir / "documents.jsonl", force_ascii=False)
-    rows = PaddedDocuments(dataset_class(str(output_dir / "documents.jsonl"), tokenizer, max_length))
-    if rows[0][0] != tokenizer.bos_token_id:
-        # Versions of 2025 from May on expect bos and eos in the text.
-        bos, eos = tokenizer.bos_token, tokenizer.eos_token
-        marked = documents.map(lambda document: {"text": bos + document["text"] + eos})
-        marked.to_json(output_dir / "marked.jsonl", force_ascii=False)
-        rows = PaddedDocuments(dataset_class(str(output_dir / "marked.jsonl"), tokenizer, max_length))
-    return model_class(config_class(**fields)), rows
+    return model, PaddedDocuments(
+        data_module.PretrainDataset(str(output_dir / "documents.jsonl"), tokenizer, max_length)
+    )

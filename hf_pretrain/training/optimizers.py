@@ -25,7 +25,7 @@ OPTIM_PRESETS = ("adamw", "muon")
 # fast. In return, the iteration ends near 1 instead of exactly at 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
-# Momentum of Muon's matrices. It won the comparison of `benchmarks/learning.py --leave_out all`.
+# Momentum of Muon's matrices. It won the comparison in docs/performance.md.
 MOMENTUM = 0.85
 # Number of elements to orthogonalize at a time. This bounds the memory for gathered copies of sharded matrices.
 MAX_ELEMENTS = 2**24
