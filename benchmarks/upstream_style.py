@@ -161,7 +161,13 @@ def load_checkout(
     """
     sys.path.insert(0, str(path))
     model_module, data_module = map(importlib.import_module, ("model.model_minimind", "dataset.lm_dataset"))
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names: tuple[str, ...] = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     names += ("intermediate_size", "rms_norm_eps")
     model = model_module.MiniMindForCausalLM(
         model_module.MiniMindConfig(**{name: getattr(config, name) for name in names})
