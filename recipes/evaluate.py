@@ -79,7 +79,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     results: dict[str, Any] = {
         # This key keeps its older name for programs that read the file.
         "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
-        "data": f"{', '.join(facts.public_datasets)} in sequences of {data_args.max_length}: {report}",
+        "data": f"{facts.data_name} in sequences of {data_args.max_length}: {report}",
         "tasks": {},
         "limit": training_args.limit,
         "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},

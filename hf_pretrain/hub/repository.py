@@ -50,19 +50,18 @@ _CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAI
 STAGING_PREFIX = ".hub-"
 
 
-def create_repository(repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+def create_repository(repo_id: str, *, private: bool | None = None) -> str:
     """
     Create a model repository on the Hub if it does not exist, and return its full id.
 
     Args:
         repo_id (`str`): `owner/name`, or a name in the user's own namespace.
         private (`bool`, *optional*): whether a new repository is private; by default as the account is set.
-        token (`str`, *optional*): the token to create it with; by default the token of the login.
 
     Raises:
         `ValueError`: if the Hub refuses or cannot be reached, with the reason.
     """
-    hub = HfApi(token=token)
+    hub = HfApi()
     try:
         # `create_repo` returns the full id, which adds the user's namespace to a bare name.
         return hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -91,12 +90,14 @@ def published_files(folder: str | Path, *, also: Iterable[str] = ()) -> list[str
     return sorted(names)
 
 
-def upload_command(folder: str | Path, repo_id: str, names: list[str]) -> str:
-    """Return the command that pushes these files by hand."""
-    return shlex.join(["hf", "upload", repo_id, str(folder), *(f"--include={name}" for name in names)])
-
-
-def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", also: Iterable[str] = ()) -> str:
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    message: str | None = "Upload",
+    also: Iterable[str] = (),
+    revision: str | None = None,
+) -> str:
     """
     Push the files that [`published_files`] names in one commit, and return the URL of the repository.
 
@@ -105,19 +106,24 @@ def push_folder(folder: str | Path, repo_id: str, *, message: str = "Upload", al
         repo_id (`str`): an existing repository.
         message (`str`): the commit message.
         also (`Iterable[str]`): glob patterns of further files.
+        revision (`str`, *optional*): the branch to push to.
 
     Raises:
         `ValueError`: if the push fails, with the reason and the command that tries again.
     """
     api = HfApi()
+    # Names, not patterns such as *.json: the directory of a run also holds rows of the training data.
     names = published_files(folder, also=also)
     try:
-        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=names)
+        api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=names, revision=revision
+        )
     # As above, catch every type of error: the user gets the reason and the command.
     except Exception as error:
+        command = shlex.join(["hf", "upload", repo_id, str(folder), *(f"--include={name}" for name in names)])
         raise UserError(
             f"The push to {repo_id} failed: {describe_error(error)}. The files are in {folder}; push them with "
-            f"`{upload_command(folder, repo_id, names)}`."
+            f"`{command}`."
         ) from error
     return f"{api.endpoint}/{repo_id}"
 
@@ -206,5 +212,4 @@ __all__ = [
     "published_files",
     "push_folder",
     "remove_staging",
-    "upload_command",
 ]

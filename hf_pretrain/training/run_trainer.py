@@ -11,7 +11,6 @@ from signal import Signals
 from typing import Any, NoReturn
 
 import torch
-from huggingface_hub import CommitInfo
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
@@ -131,7 +130,6 @@ class RunTrainer(Trainer):
         self.pusher = HubPusher(
             args.output_dir,
             strategy=args.hub_strategy,
-            token=args.hub_token,
             revision=args.hub_revision,
             pushes_always=args.hub_always_push,
             write_card=self.create_model_card,
@@ -458,7 +456,7 @@ class RunTrainer(Trainer):
                 self.state.best_model_checkpoint = str(target)
         tokens = self.state.num_input_tokens_seen
         self.history.add("checkpoint", self.state.global_step, message=target.name, num_input_tokens_seen=tokens)
-        if self.args.push_to_hub and self.is_world_process_zero() and self.pusher.takes(target):
+        if self.args.push_to_hub and self.is_world_process_zero():
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.pusher.push_checkpoint(target)
         if self.args.should_save:
@@ -538,7 +536,7 @@ class RunTrainer(Trainer):
         if self.is_world_process_zero():
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             private = self.args.hub_private_repo if private is None else private
-            self.hub_model_id = self.pusher.create_repository(name, private=private, token=token)
+            self.hub_model_id = self.pusher.create_repository(name, private=private)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Write the card of a run to `output_dir`. With plain `TrainingArguments`, Trainer writes its own."""
@@ -560,25 +558,25 @@ class RunTrainer(Trainer):
         revision: str | None = None,
         private: bool | None = None,
         **kwargs: Any,
-    ) -> CommitInfo | None:
+    ) -> None:
         """
         Save the model, and push it with its card from `output_dir`. All ranks must call this method. It always waits
-        for the upload. Return `None` on other ranks and if the push failed; see `pusher.report`.
+        for the upload. `pusher.report` tells whether the push succeeded.
         """
         if token is not None:
-            self.pusher.use_token(token)
+            raise UserError("Log in with `hf auth login` or set HF_TOKEN instead of passing a token.")
         if self.hub_model_id is None:
             self.init_hf_repo(private=private)
         self.save_model()
         if not self.is_world_process_zero():
-            return None
+            return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         announce("pushing")
         self.create_model_card(**kwargs)
         # Pushes of checkpoints come first, so that the final model is the last commit.
         self.pusher.finish()
         self.pusher.repo_id = self.hub_model_id
-        return self.pusher.push_model(message=commit_message, revision=revision)
+        self.pusher.push_model(message=commit_message, revision=revision)
 
 
 __all__ = ["RunTrainer"]

@@ -167,5 +167,5 @@ def test_the_missing_package_is_named(monkeypatch):
 
 def test_a_model_card_names_it_and_does_not_link_it_to_the_hub():
     facts = RunFacts(datasets=["modelscope://user/data:a.jsonl", "hf://datasets/other/data@v1/a.jsonl"])
-    assert facts.public_datasets == facts.datasets
+    assert facts.data_name == ", ".join(facts.datasets)
     assert facts.hub_datasets == ["other/data"]
