@@ -305,9 +305,9 @@ def test_the_message_of_a_rank_comes_last(launcher, tmp_path):
 )
 def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, status, last):
     words = ["pretrain", "--preset", "tiny", "--use_cpu", "--nproc", "2", "--dataset_name", "embedded:idiom"]
-    command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--logging_steps", "1"]
+    command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--save_steps", "2"]
     with start([*command, "--output_dir", str(tmp_path / "run")]) as process:
-        wait_for(lambda: '"step": 2,' in read_text(tmp_path / "run/history.jsonl"), process)
+        wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
         (process if victim == "launcher" else ranks(process)[1]).send_signal(number)
         output, _ = process.communicate(timeout=500)
     assert process.returncode == status and "torch/distributed/run.py" not in output, output[-3000:]
@@ -318,10 +318,11 @@ def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, stat
 @pytest.mark.distributed
 def test_a_closed_terminal_does_not_end_a_run_under_nohup(tmp_path):
     words = ["pretrain", "--preset", "tiny", "--use_cpu", "--nproc", "2", "--dataset_name", "embedded:idiom"]
-    words += ["--logging_steps", "1", "--max_steps", "9", "--eval_strategy", "no", "--report_to", "none"]
+    words += ["--save_steps", "2", "--max_steps", "9", "--eval_strategy", "no", "--report_to", "none"]
+    words += ["--logging_steps", "1"]
     command = ["nohup", sys.executable, "-m", "hf_pretrain_cli", *words, "--output_dir", str(tmp_path / "run")]
     with start(command) as process:
-        wait_for(lambda: '"step": 2,' in read_text(tmp_path / "run/history.jsonl"), process)
+        wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
         process.send_signal(signal.SIGHUP)
         output, _ = process.communicate(timeout=500)
     assert process.returncode == 0 and "step 9/9" in output, output[-3000:]

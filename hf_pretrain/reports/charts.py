@@ -1,4 +1,4 @@
-"""Charts of runs as SVG text: lines over tokens or time, and a heat map."""
+"""Charts of runs: lines over tokens or time, and a heat map."""
 
 import io
 import re
@@ -16,16 +16,13 @@ COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#b
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 
 
-def line_chart(
-    lines: list[Line], *, x_label: str, y_label: str, marks: Sequence[tuple[float, str]] = (), from_zero: bool = False
-) -> str:
+def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool = False) -> Figure:
     """
-    Return an SVG of lines.
+    Return a chart of lines.
 
     Args:
         lines (`list`): label, x values, y values and arguments of `Axes.plot` of each line.
         x_label, y_label (`str`): titles of the axes, with the unit.
-        marks (`Sequence`): x positions and names of events, drawn as vertical lines.
         from_zero (`bool`): let the y axis begin at 0, for figures whose ratios matter.
     """
     figure, axes = _make_axes(height=3.2)
@@ -33,27 +30,13 @@ def line_chart(
         # A single point has no line: show it as a dot.
         default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
         axes.plot(x, y, label=_escape(label), **default | style)
-    # Events at one place share a text: two would lie over each other.
-    names: dict[float, list[str]] = {}
-    for position, name in marks:
-        names.setdefault(position, []).append(name)
-    for position, found in names.items():
-        axes.axvline(position, color="#9ca3af", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            _escape(", ".join(dict.fromkeys(found))),
-            (position, 1),
-            xycoords=("data", "axes fraction"),
-            fontsize=7,
-            rotation=90,
-            va="top",
-        )
     axes.set(xlabel=x_label, ylabel=y_label)
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     if len(lines) > 1:
         axes.legend(fontsize=8, frameon=False)
-    return _to_svg(figure)
+    return figure
 
 
 def _escape(label: str) -> str:
@@ -62,9 +45,9 @@ def _escape(label: str) -> str:
     return ("\u200b" if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
-def heat_map(values: Sequence[Sequence[float]], *, x_label: str, y_label: str, colour_label: str) -> str:
+def heat_map(values: Sequence[Sequence[float]], *, x_label: str, y_label: str, colour_label: str) -> Figure:
     """
-    Return an SVG of a matrix, the first row at the top.
+    Return a chart of a matrix, the first row at the top.
 
     Args:
         values (`Sequence` of shape `(num_rows, num_columns)`): the shares to show.
@@ -74,7 +57,7 @@ def heat_map(values: Sequence[Sequence[float]], *, x_label: str, y_label: str, c
     image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0)
     figure.colorbar(image, ax=axes, label=colour_label)
     axes.set(xlabel=x_label, ylabel=y_label, xticks=range(len(values[0])), yticks=range(len(values)))
-    return _to_svg(figure)
+    return figure
 
 
 def _make_axes(*, height: float) -> tuple[Figure, Axes]:
@@ -85,7 +68,7 @@ def _make_axes(*, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _to_svg(figure: Figure) -> str:
+def to_svg(figure: Figure) -> str:
     """Return the SVG element of a figure, without width and height, so that the page sets its size."""
     text = io.StringIO()
     # Keep text as text, in the font of the page. The salt makes the ids depend on the figure alone.
@@ -97,4 +80,4 @@ def _to_svg(figure: Figure) -> str:
     return re.sub(r'^(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'^(<svg[^>]*?) height="[^"]*"', r"\1", svg))
 
 
-__all__ = ["COLOURS", "Line", "heat_map", "line_chart"]
+__all__ = ["COLOURS", "Line", "heat_map", "line_chart", "to_svg"]

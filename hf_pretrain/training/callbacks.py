@@ -10,8 +10,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
-from ..reports.history import History
 from ..runtime.metrics import HEADLINES
+from .run_record import add_to_record
 
 
 class ProgressBarCallback(ProgressCallback):
@@ -53,18 +53,19 @@ class SampleCallback(TrainerCallback):
 
     Args:
         sample (`Callable`): returns pairs of a prompt and the text that a model generates. All ranks call it.
-        history ([`~reports.history.History`]): keeps the texts.
     """
 
-    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]], history: History):
-        self.sample, self.history = sample, history
-        self.latest: list[tuple[str, str]] = []
+    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]]):
+        self.sample = sample
+        # Steps, and the prompts and texts of each.
+        self.samples: list[tuple[int, list[tuple[str, str]]]] = []
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
-        self.latest = self.sample(model)
-        self.history.add("samples", state.global_step, samples=self.latest)
-        if state.is_world_process_zero and self.latest:
-            prompt, text = self.latest[0]
+        texts = self.sample(model)
+        self.samples.append((state.global_step, texts))
+        if state.is_world_process_zero and texts:
+            add_to_record(args, samples=self.samples)
+            prompt, text = texts[0]
             print_line(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
 
 

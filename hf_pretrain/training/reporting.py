@@ -1,6 +1,6 @@
 """
-The report at the end of a run: validation metrics beside a baseline, samples, loss curve and the next command. The
-model card shows the same figures on the Hub.
+The report at the end of a run: validation metrics beside a baseline, samples and the next command. The model card
+shows the same figures on the Hub.
 """
 
 import importlib.metadata
@@ -9,9 +9,7 @@ import json
 import os
 import platform
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,23 @@ import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from hf_pretrain_cli import config_value
-
 from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
-from ..reports.runs import RECORD_NAME, REPORT_NAME, read_run
-from ..runtime.installation import install_command
+from ..model.presets import PRESETS
+from ..reports.runs import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..runtime.metrics import HEADLINES
-from ..runtime.processes import num_local_processes
 from ..tokenizer.encoding import encode_prompt
 from .arguments import LMTrainingArguments
 from .optimizers import complete_schedule_kwargs, optimizer_name
-from .run_record import COMMAND_VARIABLE
+from .run_record import add_to_record
 
 
 logger = logging.get_logger(__name__)
 
 # The usual next stage after each stage.
 NEXT_STAGES = {"pretrain": "sft", "sft": "dpo", "distill": "dpo", "dpo": "grpo"}
-# The share of pairs whose chosen answer gets the higher reward, and the mean difference of the two rewards.
-_ACCURACY, _MARGINS = "eval_rewards/accuracies", "eval_rewards/margins"
-# The stages that need the extra `trl`.
-TRL_STAGES = ("dpo", "grpo")
 
 
 def unigram_loss(train_rows: datasets.Dataset, eval_rows: datasets.Dataset, *, vocab_size: int) -> float:
@@ -191,44 +183,6 @@ def _generate(
     return output[0, input_ids.shape[1] :].tolist()
 
 
-def plot_loss_curve(
-    log_history: list[dict[str, Any]],
-    path: Path,
-    *,
-    unigram: float | None = None,
-    loss_unit: str = "nats per token",
-):
-    """
-    Write a PNG of training and validation loss (or reward) over tokens.
-
-    Args:
-        log_history (`list[dict]`): the log history of [`~transformers.TrainerState`].
-        path (`Path`): file to write.
-        unigram (`float`, *optional*): the result of [`unigram_loss`], drawn as a line.
-        loss_unit (`str`): unit on the axis of the loss.
-    """
-    # The import is slow, and no run needs it before its end. Without pyplot, there is no global state and no search
-    # for a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    measure = "reward" if any("reward" in entry for entry in log_history) else "loss"
-    for key, label, style in ((measure, "training", "-"), (f"eval_{measure}", "validation", "o-")):
-        points = [
-            (entry["num_input_tokens_seen"] / 1e6, entry[key])
-            for entry in log_history
-            if {key, "num_input_tokens_seen"} <= entry.keys()
-        ]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), style, label=label, markersize=3, linewidth=1.2)
-    if unigram is not None:
-        axes.axhline(unigram, color="gray", linestyle="--", linewidth=1, label="unigram model")
-    axes.set(xlabel="tokens seen (millions)", ylabel="mean reward" if measure == "reward" else f"loss ({loss_unit})")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
-
-
 def format_report(
     args: LMTrainingArguments,
     *,
@@ -259,13 +213,12 @@ def format_report(
     ]
     for metric in HEADLINES:
         if metric.key in metrics:
-            beside = f" ({start[metric.key]:.4f} before)" if start and metric.key in start else ""
-            if start and metric.key == _ACCURACY and start.get(_ACCURACY) == start.get(_MARGINS) == 0:
-                beside = " (before, all pairs tied)"
-            if metric.key == "eval_loss" and unigram is not None:
-                beside = f" (a unigram model: {unigram:.4f})"
             figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()
-            rows.append((metric.label[0].upper() + metric.label[1:], figure + beside))
+            if metric.key == "eval_loss" and unigram is not None:
+                figure += f" (a unigram model: {unigram:.4f})"
+            elif start and metric.key in start:
+                figure += f" ({start[metric.key]:.4f} before)"
+            rows.append((metric.label[0].upper() + metric.label[1:], figure))
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
     rows += commands
     if push_report is not None:
@@ -283,66 +236,47 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
         facts ([`~hub.model_card.RunFacts`]): the recipe and the kind of data decide the next stage.
     """
     # A distillation on text gives a base model, as pretraining does.
-    recipe = "pretrain" if facts.data_kind == "text" else facts.recipe
-    model = ["--model_name_or_path", args.output_dir]
-    program = _program()
-    commands = [("Talk to it", [program, "chat", *model])]
-    if recipe in NEXT_STAGES:
-        stage = NEXT_STAGES[recipe]
-        # The YAML file of the preset's next stage is in the same directory as the file of this run.
-        config = Path(args.config).with_name(f"{stage}.yaml") if args.config else None
-        words, starts_from = [program, stage], None
-        if config is not None and config.is_file():
-            is_preset = config.resolve().parent.parent == Path(sys.argv[0]).resolve().parent
-            words += ["--preset", config.parent.name] if is_preset else ["--config", str(config)]
-            starts_from = config_value(str(config), "model_name_or_path")
-        # The preset's directories belong to its own chain of stages.
-        output_dir = args.output_dir.rstrip("/")
-        if starts_from != output_dir:
-            words += [*model, "--output_dir", f"{output_dir}-{stage}"]
-        words += _launch_words(args)
-        # Without an accelerator, `use_cpu` is on although nobody asked for it.
-        if "--use_cpu" in sys.argv:
-            words.append("--use_cpu")
-        if stage in TRL_STAGES and not find_spec("trl"):
-            commands.append(("Next, install TRL", shlex.split(install_command("trl"))))
-        commands.append(("Next stage", words))
+    stage = NEXT_STAGES.get("pretrain" if facts.data_kind == "text" else facts.recipe)
+    output_dir = str(args.output_dir).rstrip("/")
+    model = ["--model_name_or_path", output_dir]
+    commands = [("Talk to it", ["hf-pretrain", "chat", *model])]
+    if stage is not None:
+        preset = Path(args.config).parent.name if args.config else None
+        words = ["--preset", preset] if preset in PRESETS else []
+        commands.append(
+            ("Next stage", ["hf-pretrain", stage, *words, *model, "--output_dir", f"{output_dir}-{stage}"])
+        )
     return [(label, shlex.join(words)) for label, words in commands]
 
 
-def _launch_words(args: LMTrainingArguments) -> list[str]:
-    """Return the flags with which `hf-pretrain` launches the next stage as this run was launched."""
-    words = ["--nproc", str(num_local_processes())] if args.world_size > 1 else []
-    # Only `hf-pretrain` chooses among its own configs.
-    command = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
-    if command and args.launcher == "deepspeed":
-        path = Path(str(args.deepspeed))
-        is_ours = path.resolve().parent == Path(sys.argv[0]).resolve().parent.parent / "ds_configs"
-        words += ["--launcher", "deepspeed", *(["--ds", path.stem] if is_ours else ["--deepspeed", str(path)])]
-    elif command and args.launcher == "accelerate launch":
-        config = Path(command[command.index("--config_file") + 1])
-        words += ["--launcher", "accelerate", "--accelerate", config.stem]
-    return words
+def write_curve(args: LMTrainingArguments, state: TrainerState, *, unigram: float | None) -> None:
+    """Write the loss curve of a run, for its model card."""
+    # The import of matplotlib is slow, and no run needs charts before it ends.
+    from ..reports.page import write_loss_curve
+
+    run = Run("", read_launches(args.output_dir), state.log_history)
+    write_loss_curve(run, Path(args.output_dir, CURVE_NAME), unigram=unigram)
 
 
-def _program() -> str:
-    """Return the name of the command, or its path if its environment is not active in the shell of the user."""
-    is_active = sys.prefix in (sys.base_prefix, os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX"))
-    path = Path(sys.executable).with_name("hf-pretrain")
-    if is_active or not path.is_file():
-        return "hf-pretrain"
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+def write_run_page(args: LMTrainingArguments, state: TrainerState, *, stopped: str | None = None) -> None:
+    """
+    Write `report.html` of a run of a recipe. Only the main process calls it. No failure ends the run.
 
-
-def write_run_page(output_dir: str | Path) -> None:
-    """Write `report.html` of a run of a recipe. Only the main process calls it. No failure ends the run."""
+    Args:
+        args ([`LMTrainingArguments`]): the run's training arguments.
+        state ([`~transformers.TrainerState`]): the state with the log.
+        stopped (`str`, *optional*): why the run stops, for its record.
+    """
+    output_dir = Path(args.output_dir)
     try:
-        if not Path(output_dir, RECORD_NAME).is_file():
+        if not (output_dir / RECORD_NAME).is_file():
             return
-        # The import of matplotlib is slow, and no run needs charts before it ends.
+        if stopped is not None:
+            add_to_record(args, stopped=f"after step {state.global_step}: {stopped}")
         from ..reports.page import write_page
 
-        write_page([read_run(output_dir)], Path(output_dir, REPORT_NAME))
+        run = Run(output_dir.resolve().name, read_launches(output_dir), state.log_history)
+        write_page([run], output_dir / REPORT_NAME)
     except Exception as error:
         # The run matters more than its page.
         logger.warning(f"The page of {output_dir} could not be written: {error}. `hf-pretrain compare` writes it.")
@@ -373,12 +307,13 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
     """Return rows `(name, value)` that describe how a run was trained, for a table in its model card."""
     not_sharded = "DDP" if args.world_size > 1 else "one process"
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    schedule = SchedulerType(args.lr_scheduler_type).value
     schedule_kwargs = complete_schedule_kwargs(args, state.max_steps)
     # The ranks of a group share their rows.
     groups = f"groups of {args.tp_size} tensor-parallel processes" if args.tp_size > 1 else "processes"
-    clipping = f"gradients clipped at {args.max_grad_norm:g}" if args.max_grad_norm else "gradients not clipped"
-    rows = [
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions["hf_pretrain"] = importlib.metadata.version("hf_pretrain")
+    return [
         ("tokens seen", f"{state.num_input_tokens_seen:,}"),
         ("optimizer steps", f"{state.global_step:,}"),
         (
@@ -391,31 +326,17 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
         (
             "optimizer",
             f"{optimizer_name(args)}, betas ({args.adam_beta1:g}, {args.adam_beta2:g}), weight decay "
-            f"{args.weight_decay:g}, {clipping}",
+            f"{args.weight_decay:g}, gradients clipped at {args.max_grad_norm:g} (0: not clipped)",
         ),
         ("seed", str(args.seed)),
         ("launcher", f"{args.launcher}, {sharding}"),
-        ("hardware", f"{args.launch_description}{f' ({_cpu_name()})' if args.device.type == 'cpu' else ''}"),
+        ("hardware", f"{args.launch_description}, {platform.machine()}, {os.cpu_count()} cores"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
-    # Trainer measures only the current launch. A resumed run has one entry for each launch that reached its end.
-    seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
-    if seconds:
-        rows.append(("duration of the last launch", f"{seconds[-1]:,.0f} seconds"))
-    packages = [("torch", torch.__version__), ("transformers", transformers.__version__)]
-    packages.append(("hf_pretrain", importlib.metadata.version("hf_pretrain")))
-    return rows + [("versions", ", ".join(f"{name} {version}" for name, version in packages))]
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def resume_command(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
     """Return the command that continues a run from `repo_id`: from a pushed checkpoint, or else from the weights."""
-    strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
-    if strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
+    if args.hub_strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
         return f"hf-pretrain {recipe} --resume_from_hub {repo_id}   # with the flags of this run"
     return f"hf-pretrain {recipe} --model_name_or_path {repo_id}"

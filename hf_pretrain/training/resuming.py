@@ -13,7 +13,6 @@ from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..checkpoints.machines import require_same_files, share_checkpoint
-from ..reports.history import HISTORY_NAME
 from ..reports.runs import RECORD_NAME, REPORT_NAME, read_launches
 from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.errors import UserError
@@ -31,7 +30,7 @@ _PATIENCE_SECONDS = 30.0
 # (`acdirmax`) that a file was not there.
 _VISIBLE_SECONDS = 90.0
 # Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
-_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME, HISTORY_NAME}
+_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME}
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:

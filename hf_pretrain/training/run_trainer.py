@@ -20,7 +20,6 @@ from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
-from ..reports.history import History
 from ..runtime.activity import announce
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.errors import UserError
@@ -121,7 +120,6 @@ class RunTrainer(Trainer):
             keep_freed_blocks()
         # Make the parts here: the rest of Trainer's constructor already needs some of them.
         self.ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
-        self.history = History(args.output_dir, is_writer=args.process_index == 0)
         # Plain `TrainingArguments` lack the flag.
         self.guard = NonfiniteGuard(args.output_dir, skips=getattr(args, "on_nonfinite", "stop") == "skip")
         self.writer = CheckpointWriter(
@@ -243,7 +241,6 @@ class RunTrainer(Trainer):
                         # Trainer only warns.
                         raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
                     self.pusher.finish()
-                    self.history.add("end", self.state.global_step)
                     return output
                 except EvaluationStopped as stopped:
                     # `_maybe_log_save_evaluate` handles all evaluations except the one before the first step.
@@ -260,7 +257,6 @@ class RunTrainer(Trainer):
     def _init_training_state(self, max_steps, num_steps_per_epoch, num_epochs, checkpoint, trial):
         progress = super()._init_training_state(max_steps, num_steps_per_epoch, num_epochs, checkpoint, trial)
         self._evaluation_is_due = self._resumed_before_evaluation = False
-        self.history.begin(self.state.global_step, checkpoint=checkpoint)
         self._throughput = Throughput(self.state.num_input_tokens_seen)
         if checkpoint is None:
             return progress
@@ -316,10 +312,9 @@ class RunTrainer(Trainer):
         self._end(128 + number, f"Stopped by {name} after step {self.state.global_step}. {hint}")
 
     def _record_stop(self, why: str) -> None:
-        """Add the reason to the history, and write the page, which shows how to resume."""
-        self.history.add("stop", self.state.global_step, message=why)
+        """Record the reason, and write the page, which shows how to resume."""
         if self.is_world_process_zero():
-            write_run_page(self.args.output_dir)
+            write_run_page(self.args, self.state, stopped=why)
 
     def _end(self, status: int, message: str) -> NoReturn:
         """Print the reason, wait for the pushes, and end all ranks together."""
@@ -394,7 +389,6 @@ class RunTrainer(Trainer):
         if not is_skipped:
             self._record_stop(message)
             self._end(EXIT_NOT_FINITE, message)
-        self.history.add("skipped_step", step, message=message)
         if self.is_world_process_zero():
             logger.warning(message)
         self._skip_step()
@@ -412,8 +406,6 @@ class RunTrainer(Trainer):
         if self.guard.num_skipped:
             logs["skipped_steps"] = self.guard.num_skipped
         super().log(logs, *args, **kwargs)
-        # Trainer has added the step, the epoch and the number of tokens.
-        self.history.add("log", **self.state.log_history[-1])
 
     def _measure(self) -> dict[str, float]:
         """Return the figures of the steps since the last log. All ranks call it. Subclasses add theirs."""
@@ -425,10 +417,10 @@ class RunTrainer(Trainer):
             return super().evaluate(*args, **kwargs)
 
     def _record_router_load(self, load: RouterLoad) -> None:
-        """Add the counts of all ranks to the history. All ranks call it."""
+        """Add the counts of all ranks to the log. All ranks call it."""
         if load.counts is not None:
             counts = self.accelerator.reduce(load.counts, "sum")
-            self.history.add("router_load", self.state.global_step, load=to_shares(counts))
+            self.state.log_history.append({"router_load": to_shares(counts), "step": self.state.global_step})
 
     # Saving and loading
 
@@ -454,8 +446,6 @@ class RunTrainer(Trainer):
             # Trainer recorded the path in `.saving/` as the best checkpoint.
             if self.state.best_model_checkpoint == str(source):
                 self.state.best_model_checkpoint = str(target)
-        tokens = self.state.num_input_tokens_seen
-        self.history.add("checkpoint", self.state.global_step, message=target.name, num_input_tokens_seen=tokens)
         if self.args.push_to_hub and self.is_world_process_zero():
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.pusher.push_checkpoint(target)

@@ -3,16 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from ..checkpoints.directory import remove_leftovers
 from ..data.preparation import PackedRows
-from ..hub.model_card import CURVE_NAME
 from ..hub.repository import remove_staging
-from ..reports.runs import read_run
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.locking import release_output_dir, watch_launcher
@@ -34,9 +31,9 @@ from .plan import begin_dry_run, format_plan
 from .reporting import (
     format_report,
     next_commands,
-    plot_loss_curve,
     sample_answers,
     sample_continuations,
+    write_curve,
     write_run_page,
 )
 from .resume_from_hub import pull_checkpoint
@@ -153,7 +150,7 @@ def train_and_evaluate(
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if trainer.args.spaces_evaluations:
         trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
-    samples = None if sample is None else SampleCallback(sample, trainer.history)
+    samples = None if sample is None else SampleCallback(sample)
     if samples is not None:
         trainer.add_callback(samples)
     if trainer.args.process_index == 0:
@@ -170,11 +167,7 @@ def train_and_evaluate(
     if trainer.eval_dataset is not None:
         metrics = _last_evaluation(trainer) or trainer.evaluate()
     trainer.save_state()
-    if samples is not None and not samples.latest and trainer.args.process_index == 0:
-        # The run resumed at its end, and evaluated nothing anew.
-        earlier = read_run(trainer.args.output_dir).of_kind("samples")
-        samples.latest = [tuple(pair) for pair in earlier[-1]["samples"]] if earlier else []
-    return RunResults(metrics, [] if samples is None else samples.latest)
+    return RunResults(metrics, samples.samples[-1][1] if samples is not None and samples.samples else [])
 
 
 def _set_generation_defaults(trainer: RunTrainer) -> None:
@@ -213,13 +206,12 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         trainer ([`RunTrainer`]): the trainer after [`train_and_evaluate`].
         results ([`RunResults`]): the result of [`train_and_evaluate`].
     """
-    training_args, facts, history = trainer.args, trainer.run_facts, trainer.state.log_history
-    evaluations = find_evaluations(history)
+    training_args, facts = trainer.args, trainer.run_facts
+    evaluations = find_evaluations(trainer.state.log_history)
     is_main = training_args.process_index == 0
     if is_main:
-        curve = Path(training_args.output_dir, CURVE_NAME)
         # Plot before the push, which uploads the curve. Report after the push, because the report quotes its result.
-        plot_loss_curve(history, curve, unigram=facts.unigram_loss, loss_unit=facts.loss_unit)
+        write_curve(training_args, trainer.state, unigram=facts.unigram_loss)
     if training_args.push_to_hub:
         trainer.push_to_hub()
     if is_main:
@@ -242,7 +234,7 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
             report=report.strip().splitlines(),
             next_commands=commands,
         )
-        write_run_page(training_args.output_dir)
+        write_run_page(training_args, trainer.state)
     # Release the lock only now: the record and the report are written under it.
     release_output_dir(training_args.output_dir)
 

@@ -90,7 +90,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(small_disk, capfd):
     with pytest.raises(SystemExit) as status:
         trainer.save_model()
     assert status.value.code == 74 and "could not be saved" in capfd.readouterr().err
-    assert [path.name for path in (disk / "run").iterdir()] == ["history.jsonl"]
+    assert not list((disk / "run").iterdir())
     with pytest.raises(SystemExit):
         trainer.save_state()
 

@@ -108,11 +108,11 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
 def test_the_command_on_the_page_resumes_with_all_ranks(harm, tmp_path):
     harm(to_launcher(signal.SIGTERM), "torchrun")
     page = html.unescape((tmp_path / "run/report.html").read_text(encoding="utf-8"))
-    assert "the run was stopped: SIGTERM" in page
+    assert re.search(r"stopped: after step \d+: SIGTERM", page)
     (pasted,) = re.findall(r"<pre>(.* --resume_from_checkpoint auto)</pre>", page)
     # The shell that the user pastes it into knows nothing of the launcher.
     with start(["bash", "-c", f"unset LOCAL_SIZE OMP_NUM_THREADS; {pasted}"]) as process:
-        wait_for(lambda: '"resume"' in (tmp_path / "run/history.jsonl").read_text(), process)
+        wait_for(lambda: (tmp_path / "run/run.json").read_text().count('"recipe"') == 2, process)
     launches = json.loads((tmp_path / "run/run.json").read_text())
     assert [launch["launch"].split(" on ")[0] for launch in launches] == ["2 process(es)"] * 2
     assert launches[1]["resumed_from"] and launches[1]["launcher"] == "torchrun"

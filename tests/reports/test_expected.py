@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.expected import DECISIVE, EXPECTED_NAME
 from hf_pretrain.data.arguments import DataArguments
-from hf_pretrain.reports.expected import DECISIVE, EXPECTED_NAME
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.optimizer_choice import keep_optimizer
 from hf_pretrain.training.parsing import parse_args
@@ -47,7 +47,7 @@ def test_the_table_of_expected_losses_has_the_recorded_figures(stage):
 
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_a_default_run_has_the_recorded_arguments(stage):
-    """Otherwise, its page would lack the recorded curves."""
+    """Otherwise, the table would not be that of a default run."""
     types = {**STAGES, "pretrain": (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments)}[stage]
     path = ROOT / f"recipes/tiny/{stage}.yaml"
     parts = parse_args(*types, stage=stage, argv=["--config", str(path), "--use_cpu", "--bf16", "false"])
@@ -77,17 +77,3 @@ def test_the_table_of_short_runs_has_the_recorded_figures(preset):
     assert len(figures) >= 4 and int(figures[-1][0]) == recorded["steps"]
     assert [value for _, value in figures] == [f"{curve[int(step) // per_log - 1][1]:.2f}" for step, _ in figures]
     assert end == f"{recorded['metrics']['eval_loss']:.2f}"
-
-
-@pytest.mark.parametrize("preset", SHORT)
-def test_the_command_of_the_page_has_the_recorded_arguments(preset):
-    """Otherwise, the page of its run would lack the recorded curve."""
-    (command,) = re.findall(r"^hf-pretrain pretrain --preset minimind2 (.*)$", section(), re.MULTILINE)
-    types = (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments)
-    argv = ["--config", str(ROOT / f"recipes/{preset}/pretrain.yaml"), "--use_cpu", "--bf16", "false"]
-    parts = parse_args(*types, stage="pretrain", argv=[*argv, *command.split()])
-    keep_optimizer(parts[-1], parts, checkpoint=None)
-    given = {name: value for part in parts for name, value in vars(part).items()}
-    recorded = SHORT[preset]
-    assert {name: given.get(name) for name in DECISIVE} == recorded["arguments"]
-    assert (parts[-1].rows_per_step, parts[-1].max_steps) == (recorded["rows_per_step"], recorded["steps"])

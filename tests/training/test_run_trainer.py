@@ -58,11 +58,13 @@ def test_the_history_names_the_ranks_that_died(tmp_path, monkeypatch):
         raise ConnectionError("closed")
 
     trainer = make_run_trainer(tmp_path)
+    (tmp_path / "run.json").write_text("[{}]")
     monkeypatch.setattr(trainer.ranks, "naming_missing", naming_missing)
     monkeypatch.setattr(trainer, "training_step", lose_connection)
     with pytest.raises(RuntimeError, match="Rank.s. 1 of 2 died"):
         trainer.train()
-    assert "Rank(s) 1 of 2 died" in (tmp_path / "history.jsonl").read_text().splitlines()[-1]
+    assert "Rank(s) 1 of 2 died" in (tmp_path / "run.json").read_text()
+    assert "Rank(s) 1 of 2 died" in (tmp_path / "report.html").read_text()
 
 
 def test_a_schedule_that_needs_the_number_of_steps_works_in_every_stage(tmp_path):

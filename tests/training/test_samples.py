@@ -1,4 +1,4 @@
-"""Samples at each evaluation have the same prompts, are in the history, and do not change the training."""
+"""Samples at each evaluation have the same prompts, are in the record, and do not change the training."""
 
 import json
 
@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from hf_pretrain.reports.runs import RECORD_NAME, read_run
+from hf_pretrain.reports.runs import read_run
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import reporting
 from hf_pretrain.training.reporting import sample_answers
@@ -40,9 +40,8 @@ def test_samples_do_not_change_the_training(tmp_path, capsys):
     (numbers, weights, none), (others, other_weights, samples) = found
     assert numbers == others and all(torch.equal(weights[name], other_weights[name]) for name in weights)
     assert none == [] and samples[0][0] == "once"
-    (tmp_path / "1" / RECORD_NAME).write_text("[]")
-    kept = read_run(tmp_path / "1").of_kind("samples")
-    assert [entry["step"] for entry in kept] == [2, 4, 6] and kept[-1]["samples"] == [list(samples[0])]
+    kept = read_run(tmp_path / "1").samples
+    assert list(kept) == [2, 4, 6] and kept[6] == [list(samples[0])]
     assert "step 6/6: 'once' -> " in capsys.readouterr().out
 
 
