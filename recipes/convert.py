@@ -26,11 +26,11 @@ from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_l
 from hf_pretrain.runtime.names import model_name
 from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
+from hf_pretrain.weights.comparing import validation_documents
 from hf_pretrain.weights.configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, replaced_files, upstream_stage
 from hf_pretrain.weights.loading import load_upstream
 from hf_pretrain.weights.model_arguments import parse_fields
-from hf_pretrain.weights.perplexity import validation_documents
 
 
 def main(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate.utils import other as accelerate_other
 from torch.distributed import distributed_c10d
-from transformers import Trainer, modeling_gguf_pytorch_utils
+from transformers import Trainer
 
 from hf_pretrain.training.run_trainer import RunTrainer
 from hf_pretrain.training.trainer import MaskedLossTrainer
@@ -92,11 +92,6 @@ def test_the_server_builds_its_settings_from_the_request():
     serving = pytest.importorskip("transformers.cli.serving.utils")
     found = list(inspect.signature(serving.BaseHandler._build_generation_config).parameters)
     assert found[:2] == ["self", "body"], row("_build_generation_config")
-
-
-def test_the_gguf_reader_still_draws_a_bar_with_tqdm_itself():
-    source = inspect.getsource(modeling_gguf_pytorch_utils)
-    assert "\nfrom tqdm.auto import tqdm\n" in source and " in tqdm(reader.tensors" in source, row("tqdm")
 
 
 def test_accelerate_asks_for_deepspeed_only_to_recognize_its_engine():

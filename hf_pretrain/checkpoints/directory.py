@@ -11,7 +11,6 @@ from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.writing import ASIDE
-from ..weights.files import check_shards
 from .manifest import MANIFEST_NAME, find_damage, read_manifest
 
 
@@ -31,7 +30,7 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
         unverified (`bool`): accept a checkpoint without a manifest, as another program writes it.
 
     Raises:
-        `ValueError`: for a checkpoint without a manifest unless `unverified`, or for shards outside of the directory.
+        `ValueError`: for a checkpoint without a manifest unless `unverified`.
     """
     output_dir = Path(output_dir)
     found = sort_checkpoints(str(output_dir)) if output_dir.is_dir() else []
@@ -41,7 +40,6 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
         if not damage or (unverified and not (path / MANIFEST_NAME).exists()):
             if damage:
                 logger.warning(f"{path} was not verified: {damage[0]}.")
-            check_shards(path)
             return str(path)
         if not (path / MANIFEST_NAME).exists():
             # Do not fall back to an older checkpoint: this one may be intact, and only the user can know.
@@ -71,7 +69,6 @@ def verify_checkpoint(path: Path, *, unverified: bool) -> str:
     """
     if not (path / TRAINER_STATE_NAME).is_file():
         raise UserError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
-    check_shards(path)
     if not (path / MANIFEST_NAME).exists():
         if not unverified:
             raise UserError(_no_manifest(path))

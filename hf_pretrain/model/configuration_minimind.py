@@ -9,6 +9,7 @@ checkpoint and imports only files that travel, too.
 import dataclasses
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,9 @@ if Version(transformers.__version__).release < (5, 23):
     )
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
-
-from .config_fields import check_fields
 
 
 # The versions of transformers that the tests run with, as in pyproject.toml.
@@ -48,7 +46,7 @@ FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
     *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "attention_check.py"),
-    *("config_fields.py", "experts.py", "loss.py"),
+    *("experts.py", "loss.py"),
 )
 AUTO_MAP = {
     "AutoConfig": "configuration_minimind.MiniMindConfig",
@@ -58,6 +56,39 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_minimind.MiniMindForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_minimind.MiniMindForQuestionAnswering",
 }
+# Fields of MiniMind's and transformers' configs that are whole numbers of at least 1, and numbers above 0.
+_COUNTS = frozenset(
+    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
+    "moe_intermediate_size max_position_embeddings num_experts_per_tok moe_k dim n_layers n_heads n_kv_heads "
+    "hidden_dim max_seq_len original_max_position_embeddings".split()
+)
+_POSITIVE = frozenset("rms_norm_eps norm_eps rope_theta factor beta_fast beta_slow".split())
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """
+    Check the sizes and constants of a config, also within nested objects such as `rope_parameters`.
+
+    `MiniMindConfig` and the importers of other checkpoints run this check first. Without it, a wrong value would fail
+    deep inside torch, with a message that does not name the field.
+
+    Args:
+        fields (`Mapping`): names and values. A value of `None` counts as absent; unknown names are not checked.
+
+    Raises:
+        `ValueError`: for the first field with a value of the wrong type or range.
+    """
+    for name, value in fields.items():
+        # `bool` is a subclass of `int`.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, Mapping):
+            check_fields(value)
+        elif value is None:
+            continue
+        elif name in _COUNTS and not (is_number and isinstance(value, int) and value >= 1):
+            raise ValueError(f"The config says {name}={value!r}; it must be a whole number of at least 1.")
+        elif name in _POSITIVE and not (is_number and 0 < value < float("inf")):
+            raise ValueError(f"The config says {name}={value!r}; it must be a number above 0.")
 
 
 @strict
@@ -298,10 +329,7 @@ class MiniMindConfig(PreTrainedConfig):
                 f"This checkpoint has format_version={version!r}, and this code reads up to {FORMAT_VERSION}. "
                 "Install a newer version of hf_pretrain."
             )
-        try:
-            return super().from_dict(config_dict, **kwargs)
-        except StrictDataclassError as error:
-            raise ValueError(f"The config has a value of the wrong type: {error}. Correct the config.") from error
+        return super().from_dict(config_dict, **kwargs)
 
 
 __all__ = ["AUTO_MAP", "CODE_FILES", "FORMAT_VERSION", "MiniMindConfig"]

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from huggingface_hub.errors import StrictDataclassError
+
 
 class UserError(ValueError):
     """
@@ -19,14 +21,14 @@ class MissingExtraError(UserError, ImportError):
 @contextmanager
 def as_user_errors() -> Iterator[None]:
     """
-    Raise each `ValueError` of a block as a `UserError`, for code that cannot import this module: the model, whose
-    files travel without the package, and the argument classes of libraries.
+    Raise each `ValueError` of a block, and each wrong type in a config, as a `UserError`, for code that cannot import
+    this module: the model, whose files travel without the package, and the argument classes of libraries.
     """
     try:
         yield
     except UserError:
         raise
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
         raise UserError(str(error)) from error
 
 

@@ -35,7 +35,6 @@ from ..training.efficiency import num_active_parameters
 from ..training.run_description import digest_weights
 from ..training.trainer import MaskedLossTrainer
 from ..weights.adapters import base_model_of
-from ..weights.files import check_shards
 
 
 logger = logging.get_logger(__name__)
@@ -145,10 +144,9 @@ def load_teacher(
         trust_remote_code (`bool`): whether code in its repository may run.
 
     Raises:
-        `ValueError`: if the teacher cannot be loaded, or a shard lies outside its directory; if its tokenizer is
+        `ValueError`: if the teacher cannot be loaded; if its tokenizer is
             missing or differs from the student's; if it attends across documents in packed rows.
     """
-    check_shards(name_or_path)
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path, trust_remote_code=trust_remote_code))
     try:
         with _whole_weights():

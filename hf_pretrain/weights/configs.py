@@ -10,9 +10,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..model.config_fields import check_fields
-from ..model.configuration_minimind import MiniMindConfig
-from ..runtime.errors import UserError, as_user_errors
+from ..model.configuration_minimind import MiniMindConfig, check_fields
+from ..runtime.errors import UserError
 from .layouts import LAYOUTS
 
 
@@ -21,6 +20,9 @@ UPSTREAM_FIELDS = frozenset(
     ("rope_theta", "use_moe", "n_routed_experts", "n_shared_experts", "aux_loss_alpha", "seq_aux", "scoring_func")
     + ("inference_rope_scaling", "rope_scaling")
 )
+# Other programs' names of our fields.
+_RENAMES = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+_RENAMES |= {"num_local_experts": "num_experts", "n_routed_experts": "num_experts"}
 # Fields for which MiniMind's code has defaults, and the names under which a config may give them.
 _ASSUMED = {
     "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
@@ -29,8 +31,13 @@ _ASSUMED = {
     "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
     "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
 }
-# Sizes that have the same name in every config but v1's, which `MiniMindConfig.attribute_map` translates.
+# Fields that have the same name and meaning in every config but v1's, which `MiniMindConfig.attribute_map` translates.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SHARED = (*_SIZES, "hidden_act", "bos_token_id", "eos_token_id")
+_MODERN = (*_SHARED, "head_dim", "intermediate_size", "initializer_range", "tie_word_embeddings", "pad_token_id")
+# Features of other programs that MiniMind lacks, with the value that leaves them out.
+_LACKING = {"use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1, "scoring_func": "softmax"}
+_LACKING |= {"partial_rotary_factor": 1.0}
 # The positions of MiniMind's rotary table.
 _POSITIONS = 32768
 # YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
@@ -54,17 +61,12 @@ def merge_fields(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         `ValueError`: if a field has a wrong value.
     """
     fields = {**raw, **given}
-    with as_user_errors():
-        check_fields(fields)
+    check_fields(fields)
     if fields.get("model_type") in LAYOUTS:
         # Copy, because transformers changes the dictionaries that it gets.
         fields = copy.deepcopy(_split_rope(raw) | _split_rope(given))
-        try:
-            # Python evaluates `pop` before it unpacks `**fields`, so `model_type` is passed only once.
-            fields = AutoConfig.for_model(model_type := fields.pop("model_type"), **fields).to_dict()
-        except Exception as error:
-            # transformers checks only some fields and computes with the others, so a wrong value may raise any error.
-            raise UserError(f"The config is not valid for {model_type}: {error}") from error
+        # Python evaluates `pop` before it unpacks `**fields`, so `model_type` is passed only once.
+        fields = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -83,57 +85,33 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     """
     Translate the config fields of `layout` into ours, and add the constants of that program's code.
 
-    Our router loss divides by top-k; the losses of v3, Qwen3-MoE and Ernie4.5-MoE do not. The latter two also average
-    over layers, and MiniMind sums. The translated coefficient compensates for both differences.
-
     Raises:
         `ValueError`: if a field contradicts the weights or asks for something that MiniMind lacks; if a value is
             missing that the weights do not show, such as `num_experts_per_tok`.
     """
     # v1 has other names for the sizes, such as `dim`.
-    aliases = MiniMindConfig.attribute_map if layout == "v1" else {}
-    raw = {aliases.get(name, name): value for name, value in raw.items()}
-    if layout == "ernie4_5_moe":
-        names = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
-        raw = {names.get(name, name): value for name, value in raw.items()}
-        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than the floor
-        # `moe_norm_min`.
-        if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
-            raise UserError(
-                f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
-                "1e-6) or never (exactly 1)."
-            )
-        raw["norm_topk_prob"] = raw["moe_norm_min"] != 1.0
-    raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", raw.get("n_routed_experts")))
+    renames = _RENAMES | (MiniMindConfig.attribute_map if layout == "v1" else {})
+    raw = {renames.get(name, name): value for name, value in raw.items()}
     if raw.get("use_moe", has_experts) != has_experts:
         raise UserError(
             f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
         )
-    if raw.get("use_sliding_window") or raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
-        raise UserError("MiniMind has neither sliding windows nor dense layers among layers with experts.")
-    if (raw.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError("MiniMind rotates whole heads: partial_rotary_factor must be 1.")
+    flat = raw | raw.get("rope_parameters", {})
+    for name, plain in _LACKING.items():
+        if flat.get(name, plain) != plain:
+            raise UserError(f"MiniMind has no such feature: {name}={flat[name]} in the config.")
 
-    given = {
-        name: raw[name]
-        for name in (
-            *_SIZES,
-            *("head_dim", "intermediate_size", "hidden_act", "initializer_range", "dropout", "tie_word_embeddings"),
-            *("bos_token_id", "eos_token_id", "pad_token_id"),
-        )
-        if raw.get(name) is not None
-    }
+    is_generation = LAYOUTS[layout].is_generation
+    given = {name: raw[name] for name in (*_MODERN, "dropout") if name in raw}
     given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
     given["rope_parameters"] = _read_rope(raw, layout)
     # In v1, max_seq_len is the length of the training rows. The rotary table always has 32,768 positions.
     given["max_position_embeddings"] = _POSITIONS if layout == "v1" else raw.get("max_position_embeddings", _POSITIONS)
-    if LAYOUTS[layout].is_generation:
-        given["upstream_generation"] = layout
-    if layout == "v1":
-        given["upstream_max_seq_len"] = raw.get("max_position_embeddings")
+    given["upstream_generation"] = layout if is_generation else None
+    given["upstream_max_seq_len"] = raw.get("max_position_embeddings") if layout == "v1" else None
     if has_experts:
         given |= _read_router_fields(raw, layout)
-    return given
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def assumed_fields(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -142,47 +120,52 @@ def assumed_fields(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]
 
 
 def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Translate the config fields of the experts' router."""
+    """
+    Translate the config fields of the experts' router.
+
+    Our router loss divides by top-k; the losses of v3, Qwen3-MoE and Ernie4.5-MoE do not. The latter two also average
+    over layers, and MiniMind sums. The translated coefficient compensates for both differences.
+    """
     if "num_experts_per_tok" not in raw:
         raise UserError(
             "The weights do not show how many experts a token is routed to: give the config.json, or "
             "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
         )
     top_k = raw["num_experts_per_tok"]
-    given = {"num_experts_per_tok": top_k}
-    if raw["num_experts"] is not None:
-        given["num_experts"] = raw["num_experts"]
+    given = {name: raw[name] for name in ("num_experts", "num_experts_per_tok") if name in raw}
     if layout in ("v1", "v2"):
-        if raw.get("scoring_func", "softmax") != "softmax":
-            raise UserError(f"scoring_func={raw['scoring_func']!r}: MiniMind's routers have softmax scores.")
-        if raw.get("intermediate_size") is not None:
-            given["moe_intermediate_size"] = raw["intermediate_size"]
         return given | {
+            "moe_intermediate_size": raw.get("intermediate_size"),
             # v1 and v2 never normalise at top-1, whatever the config says.
             "norm_topk_prob": top_k > 1 and raw.get("norm_topk_prob", True),
             "router_aux_loss_coef": raw.get("aux_loss_alpha", 0.1),
             "router_aux_loss_level": "sequence" if raw.get("seq_aux", True) else "batch",
         }
-    if "moe_intermediate_size" in raw:
-        given["moe_intermediate_size"] = raw["moe_intermediate_size"]
+    norm_topk_prob = raw.get("norm_topk_prob", True)
+    if layout == "ernie4_5_moe":
+        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than this floor.
+        if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
+            raise UserError(
+                f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
+                "1e-6) or never (exactly 1)."
+            )
+        norm_topk_prob = raw["moe_norm_min"] != 1.0
     # v3 sums over layers as we do; the others average.
-    layers = 1 if layout == "v3" else raw["num_hidden_layers"]
+    num_layers = 1 if layout == "v3" else raw["num_hidden_layers"]
     return given | {
-        "norm_topk_prob": raw.get("norm_topk_prob", True),
-        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 5e-4) * top_k / layers,
+        "moe_intermediate_size": raw.get("moe_intermediate_size"),
+        "norm_topk_prob": norm_topk_prob,
+        "router_aux_loss_coef": raw.get("router_aux_loss_coef", 5e-4) * top_k / num_layers,
         "router_aux_loss_level": "batch",
     }
 
 
 def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     """Translate the fields of the rotary table into `rope_parameters`."""
-    rope = dict(raw.get("rope_parameters") or {})
+    rope = {name: value for name, value in raw.get("rope_parameters", {}).items() if value is not None}
     rope.pop("type", None)
-    if raw.get("rope_theta") is not None:
+    if "rope_theta" in raw:
         rope["rope_theta"] = raw["rope_theta"]
-    # A null in the file means that the file does not give the field.
-    if rope.get("rope_theta", 0) is None:
-        del rope["rope_theta"]
     if layout == "v1" and "rope_theta" not in rope:
         raise UserError(
             "The base of v1's rotary table is unknown: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
@@ -212,15 +195,8 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
 
 def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
     """Return the config fields of the transformers architecture `layout`."""
-    fields = {
-        name: getattr(config, name)
-        for name in (
-            *_SIZES,
-            *("head_dim", "intermediate_size", "hidden_act", "max_position_embeddings", "initializer_range"),
-            *("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
-            "pad_token_id",
-        )
-    }
+    ours = config.to_dict()
+    fields = {name: ours[name] for name in (*_MODERN, "max_position_embeddings", "rms_norm_eps", "rope_parameters")}
     if layout != "ernie4_5_moe":
         # Ernie's config has no such field.
         fields["attention_dropout"] = config.dropout
@@ -232,40 +208,27 @@ def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
         config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
     )
     if layout == "qwen3_moe":
-        return fields | {
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "norm_topk_prob": config.norm_topk_prob,
-        }
+        return fields | {name: ours[name] for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
     return fields | {
         "moe_num_experts": config.num_experts,
         "moe_k": config.num_experts_per_tok,
         "moe_num_shared_experts": config.num_shared_experts,
         "moe_layer_start_index": 0,
-        # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than this floor. A floor
-        # of 1 therefore turns the normalisation off.
+        # A floor of 1 turns Ernie's normalisation off, see `_read_router_fields`.
         "moe_norm_min": 1e-12 if config.norm_topk_prob else 1.0,
     }
 
 
 def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, Any]:
-    """Return the fields of config.json that MiniMind's code of `generation` writes. Call `check_fits` before."""
-    fields: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in (
-            *_SIZES,
-            *("rms_norm_eps", "dropout", "bos_token_id", "eos_token_id", "hidden_act", "max_position_embeddings"),
-        )
-    }
+    """Return the fields of config.json that MiniMind's code of `generation` writes."""
+    ours = config.to_dict()
     width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
-    fields |= {
+    fields = {name: ours[name] for name in (*_SHARED, "rms_norm_eps", "dropout", "max_position_embeddings")} | {
         "model_type": "minimind",
         "intermediate_size": width,
         "rope_theta": config.rope_parameters["rope_theta"],
         "use_moe": config.num_experts > 0,
         "num_experts_per_tok": config.num_experts_per_tok,
-        # v1 and v2 never normalise at top-1, whatever this field says; True is their default.
-        "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
     }
     if generation == "v3":
         return fields | {
@@ -279,6 +242,8 @@ def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, 
             "router_aux_loss_coef": config.router_aux_loss_coef / config.num_experts_per_tok,
         }
     fields |= {
+        # v1 and v2 never normalise at top-1, whatever this field says; True is their default.
+        "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
         "n_routed_experts": config.num_experts or 4,
         "n_shared_experts": config.num_shared_experts,
         "scoring_func": "softmax",

@@ -1,8 +1,8 @@
 """
 Write checkpoints for other programs: MiniMind's own generations, stock transformers architectures (and so vLLM), GGUF.
 
-[`export`] writes one format, reads it back with the program that it is meant for, and compares the logits with the
-model's. [`check_fits`] refuses a model that a format cannot hold before anything is written.
+[`export`] writes one format, reads it back, and compares the logits with the model's. [`check_fits`] refuses a model
+that a format cannot hold before anything is written.
 """
 
 import copy
@@ -22,12 +22,12 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.locking import LOCK_NAME
 from ..runtime.names import split_hub_name
-from ..runtime.writing import check_output, is_unfinished, written_whole
+from ..runtime.writing import check_empty, check_output, is_unfinished, written_whole
 from ..tokenizer.loading import check_tokenizer, save_tokenizer
-from .comparing import ExportReport, compare, compare_gguf
+from .comparing import ExportReport, compare
 from .configs import V3_YARN, write_stock_fields, write_upstream_fields
-from .gguf import FILE_NAME, check_gguf, gguf_layout, write_gguf, write_modelfile
-from .layouts import LAYOUTS, describe_layout, to_half_split
+from .gguf import FILE_NAME, check_gguf, gguf_layout, read_gguf, write_gguf
+from .layouts import LAYOUTS, describe_layout, is_rotated, to_half_split
 from .loading import load_upstream
 
 
@@ -58,34 +58,18 @@ def replaced_files(directory: str | Path, *, overwrite: bool = False) -> list[Pa
     """
     check_output(directory, "--to")
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file, not a directory; choose another name.")
-    entries = [path for path in directory.iterdir() if not is_unfinished(path)] if directory.exists() else []
-    if not entries:
-        return []
-    if not overwrite:
+    if not overwrite or not directory.is_dir():
+        return check_empty(directory, "--to")
+    entries = [path for path in directory.iterdir() if not is_unfinished(path)]
+    config = directory / CONFIG_NAME
+    # Other programs have a config.json, too.
+    is_model = (directory / FILE_NAME).is_file() or (config.is_file() and '"model_type"' in config.read_text("utf-8"))
+    if entries and (not is_model or any(path.is_dir() and not path.is_symlink() for path in entries)):
         raise UserError(
-            f"{directory} exists and is not an empty directory; choose another, or replace it with --overwrite."
-        )
-    others = [path.name for path in entries if path.is_dir() and not path.is_symlink()]
-    if others or not _holds_model(directory):
-        found = f"the directory {others[0]}" if others else f"no model, but {entries[0].name}"
-        raise UserError(
-            f"--overwrite replaces the files of a model, and {directory} holds {found}; choose another, or delete it."
+            f"--overwrite replaces the files of a model, and {directory} holds no model, or directories beside it. "
+            "Choose another directory, or delete this one."
         )
     return [path for path in entries if _MODEL_FILES.fullmatch(path.name)]
-
-
-def _holds_model(directory: Path) -> bool:
-    """Return whether a directory holds a GGUF file of ours, or the config of a model."""
-    if (directory / FILE_NAME).is_file():
-        return True
-    try:
-        fields = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    # Other programs have a config.json, too.
-    return isinstance(fields, dict) and not {"model_type", "architectures"}.isdisjoint(fields)
 
 
 def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
@@ -95,35 +79,31 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
     """
     if layout == "minimind":
         return None
-    target = LAYOUTS[layout]
+    target, has_experts = LAYOUTS[layout], config.num_experts > 0
+    is_v1, is_v1_or_v2 = layout == "v1", layout in ("v1", "v2")
+    rope, length = config.rope_parameters, config.max_position_embeddings
+    # v3's code has fixed constants of YaRN, and applies them only to tables longer than the original length.
+    v3_yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"]}
+    is_v3_yarn = layout == "v3" and rope == v3_yarn and length > rope["original_max_position_embeddings"]
     parts = {
-        "experts": target.has_experts is False and config.num_experts > 0,
-        "dense layers (no experts)": target.has_experts is True and config.num_experts == 0,
+        "experts": target.has_experts is False and has_experts,
+        "dense layers (no experts)": target.has_experts is True and not has_experts,
         "q/k norms": config.qk_norm and not target.has_qk_norm,
         "attention without q/k norms": target.has_qk_norm and not config.qk_norm,
-        "shared experts": layout in ("v3", "qwen3_moe") and config.num_experts and config.num_shared_experts > 0,
-        "several shared experts": layout == "v1" and config.num_experts and config.num_shared_experts > 1,
-    }
-    if layout in ("v1", "v2"):
+        "shared experts": layout in ("v3", "qwen3_moe") and has_experts and config.num_shared_experts > 0,
+        "several shared experts": is_v1 and has_experts and config.num_shared_experts > 1,
+        "an untied output head": is_v1_or_v2 and not config.tie_word_embeddings,
+        "a head_dim other than hidden_size / num_attention_heads": (
+            is_v1_or_v2 and config.head_dim * config.num_attention_heads != config.hidden_size
+        ),
         # v1 and v2 never normalise at top-1, because normalising would make every weight 1.
-        is_top1 = config.num_experts > 0 and config.num_experts_per_tok == 1
-        parts |= {
-            "an untied output head": not config.tie_word_embeddings,
-            "a head_dim other than hidden_size / num_attention_heads": (
-                config.head_dim * config.num_attention_heads != config.hidden_size
-            ),
-            "normalised top-1 routing": is_top1 and config.norm_topk_prob,
-            "scaled rotary positions": config.rope_parameters["rope_type"] != "default",
-            f"the activation {config.hidden_act}": layout == "v1" and config.hidden_act != "silu",
-            "more than the 32,768 positions of its table": layout == "v1" and config.max_position_embeddings > 32768,
-        }
-    elif layout == "v3":
-        rope = config.rope_parameters
-        yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"]}
-        is_long = config.max_position_embeddings > V3_YARN["original_max_position_embeddings"]
-        # v3's code has fixed constants of YaRN, and applies them only to tables longer than the original length.
-        is_v3_yarn = rope == yarn and is_long
-        parts["scaled rotary positions other than its own YaRN"] = rope["rope_type"] != "default" and not is_v3_yarn
+        "normalised top-1 routing": (
+            is_v1_or_v2 and has_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob
+        ),
+        "these scaled rotary positions": target.is_generation and rope["rope_type"] != "default" and not is_v3_yarn,
+        f"the activation {config.hidden_act}": is_v1 and config.hidden_act != "silu",
+        "more than the 32,768 positions of its table": is_v1 and length > 32768,
+    }
     return next((part for part, is_there in parts.items() if is_there), None)
 
 
@@ -133,12 +113,10 @@ def check_fits(config: MiniMindConfig, layout: str) -> None:
     if part is None:
         return
     fitting = [other for other in LAYOUTS if unsupported_feature(config, other) is None]
-    generations = [other for other in fitting if LAYOUTS[other].is_generation]
-    others = ["minimind", *(other for other in fitting if other not in generations)]
-    if generations:
-        others.append(f"upstream ({', '.join(generations)})")
+    names = [f"upstream ({other})" if LAYOUTS[other].is_generation else other for other in fitting]
     raise UserError(
-        f"{describe_layout(layout)} cannot hold {part}. Formats that can hold this model: {', '.join(others)}."
+        f"{describe_layout(layout)} cannot hold {part}. Formats that can hold this model: "
+        f"{', '.join(['minimind', *names])}."
     )
 
 
@@ -147,26 +125,22 @@ def default_generation(config: MiniMindConfig) -> str:
     Return the generation that `--format upstream` writes: the origin of the weights if it still fits, or else the
     newest generation that fits.
     """
-    if config.upstream_generation is not None and unsupported_feature(config, config.upstream_generation) is None:
-        return config.upstream_generation
-    return next(
-        (layout for layout in ("v3", "v2", "v1") if unsupported_feature(config, layout) is None),
-        "v3" if config.qk_norm else "v2",
-    )
+    newest = "v3" if config.qk_norm else "v2"
+    candidates = [config.upstream_generation or newest, "v3", "v2", "v1"]
+    return next((layout for layout in candidates if unsupported_feature(config, layout) is None), newest)
 
 
 def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Tensor]:
     """Return the weights of `model` with the names and shapes of `layout`, contiguous. Tied weights share memory."""
-    check_fits(model.config, layout)
-    state_dict: dict[str, torch.Tensor] = {}
-    for ours, tensor in model.state_dict().items():
-        for name, part in LAYOUTS[layout].split(ours, tensor.detach().cpu(), model.config):
-            state_dict[name] = part.contiguous()
+    target = LAYOUTS[layout]
+    state_dict = {
+        name: part.contiguous()
+        for ours, tensor in model.state_dict().items()
+        for name, part in target.split(ours, tensor.detach().cpu(), model.config)
+    }
     if model.config.tie_word_embeddings:
         # Put the same tensor under both names: `torch.save` then stores it once.
-        state_dict[LAYOUTS[layout].name("lm_head.weight")] = state_dict[
-            LAYOUTS[layout].name("model.embed_tokens.weight")
-        ]
+        state_dict[target.name("lm_head.weight")] = state_dict[target.name("model.embed_tokens.weight")]
     return state_dict
 
 
@@ -174,17 +148,16 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
     """
     Return the model as `LlamaForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM` or `Ernie4_5_MoeForCausalLM`.
     """
-    check_fits(model.config, layout)
     config = AutoConfig.for_model(layout, **write_stock_fields(model.config, layout))
     stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    target = LAYOUTS[layout]
     # transformers stacks experts in memory as this package does, and splits them only when it saves them.
-    state_dict = {
-        name: to_half_split(tensor, model.config.head_dim)
-        if target.half_split and re.search(r"\.[qk]_(proj|norm)\.", name)
-        else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    state_dict = model.state_dict()
+    if LAYOUTS[layout].half_split:
+        state_dict |= {
+            name: to_half_split(tensor, model.config.head_dim)
+            for name, tensor in state_dict.items()
+            if is_rotated(name)
+        }
     if layout == "ernie4_5_moe":
         # Ernie adds these biases to the router's scores; MiniMind has none.
         zeros = torch.zeros(1, model.config.num_experts, dtype=model.dtype)
@@ -227,7 +200,7 @@ def export(
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
         card (`Callable`, *optional*): returns the model card, given the report as text.
         overwrite (`bool`, *optional*): replace the files of the model in `output_dir`; other files stay.
-        documents (`list[list[int]]`, *optional*): for GGUF, token ids to measure the perplexity on, before and after.
+        documents (`list[list[int]]`, *optional*): token ids to measure the perplexity on, before and after.
 
     Returns:
         [`ExportReport`]: how far the written model is from `model`.
@@ -254,59 +227,38 @@ def export(
     if format == "gguf":
         check_gguf(model.config, tokenizer)
     check_fits(model.config, target)
+    _warn_about_losses(model.config, target, has_tokenizer=tokenizer is not None)
 
-    if tokenizer is None:
-        logger.warning(
-            "The weights are exported without a tokenizer. Their ids are meaningless without the tokenizer that they "
-            "were trained on. The tokenizers of MiniMind's generations are not interchangeable: of 6,400 ids, 9 mean "
-            "the same in v1/v2 and in v3."
-        )
-    is_per_document = model.config.num_experts and model.config.router_aux_loss_level == "sequence"
-    if is_per_document and target not in ("minimind", "v1", "v2"):
-        logger.warning(
-            f"{describe_layout(target)} computes its router loss over a whole batch, this model over each document. "
-            "The logits are the same, but further training there balances the experts differently."
-        )
-    if format in ("qwen3_moe", "ernie4_5_moe"):
-        # NOTE: with output_router_logits=True, transformers' generate() fails on padded prompts.
-        logger.warning(
-            f"{format} is written with output_router_logits=False, so transformers would train it without router "
-            "loss. Set it to True in the config to train the model there, and back to False to generate."
-        )
-    # Compare in float32 on both sides, so that the difference shows only the rounding of the weights. Work on copies:
-    # the caller's model keeps its dtype and its config.
-    reference = copy.deepcopy(model).float().eval()
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
-    converted = _cast(copy.deepcopy(model), torch.float32 if format == "gguf" else DTYPES[dtype])
+    converted = _cast(model, torch.float32 if format == "gguf" else DTYPES[dtype])
     if tokenizer is not None:
         # Other programs read the special tokens from the config, so copy them from the tokenizer.
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(converted.config, name, getattr(tokenizer, name))
-            setattr(converted.generation_config, name, getattr(tokenizer, name))
+        for config in (converted.config, converted.generation_config):
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
     with written_whole(output_dir, lock=LOCK_NAME, replaces=find_replaced) as aside:
+        written: PreTrainedModel
         if format == "gguf":
-            path = write_gguf(
-                converted, aside, model_name=model_name, tokenizer=tokenizer, tensor_type=GGUF_TYPES[dtype]
-            )
-            if tokenizer is not None and "<|im_start|>" in (tokenizer.chat_template or ""):
-                write_modelfile(aside, tokenizer)
-            report = compare_gguf(reference, path, dtype, documents)
+            types = {"model_name": model_name, "tensor_type": GGUF_TYPES[dtype]}
+            written = read_gguf(write_gguf(converted, aside, tokenizer=tokenizer, **types), model.config)
         elif format == "upstream":
             # MiniMind's own scripts read only a pickled state dict, not safetensors.
             torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
             fields = json.dumps(write_upstream_fields(converted.config, generation), indent=2)
-            (aside / "config.json").write_text(fields + "\n", encoding="utf-8")
-            report = compare(reference, load_upstream(aside, dtype=torch.float32), target, dtype)
+            (aside / CONFIG_NAME).write_text(fields + "\n", encoding="utf-8")
+            written = load_upstream(aside, dtype=torch.float32)
         else:
             if format == "minimind":
                 converted.save_pretrained(aside)
             else:
                 to_stock_model(converted, format).save_pretrained(aside)
-                _add_older_names(aside / "config.json")
+                _add_older_names(aside / CONFIG_NAME)
             # Read the files back as a user would, with the Auto class.
             written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
-            report = compare(reference, written, target, dtype)
+        name = f"GGUF ({target})" if format == "gguf" else target
+        # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
+        report = compare(_cast(model, torch.float32), written.eval(), name, dtype, documents)
         difference = report.decisive_difference
         # In the model's own dtype no weight was rounded, so only the order of float32 operations may differ.
         if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):
@@ -319,6 +271,28 @@ def export(
         if card is not None:
             (aside / CARD_NAME).write_text(card(str(report)), encoding="utf-8")
     return report
+
+
+def _warn_about_losses(config: MiniMindConfig, target: str, *, has_tokenizer: bool) -> None:
+    """Warn about what the layout `target` does not hold although the logits are the same."""
+    if not has_tokenizer:
+        logger.warning(
+            "The weights are exported without a tokenizer. Their ids are meaningless without the tokenizer that they "
+            "were trained on. The tokenizers of MiniMind's generations are not interchangeable: of 6,400 ids, 9 mean "
+            "the same in v1/v2 and in v3."
+        )
+    is_per_document = config.num_experts and config.router_aux_loss_level == "sequence"
+    if is_per_document and target not in ("minimind", "v1", "v2"):
+        logger.warning(
+            f"{describe_layout(target)} computes its router loss over a whole batch, this model over each document. "
+            "The logits are the same, but further training there balances the experts differently."
+        )
+    if target in ("qwen3_moe", "ernie4_5_moe"):
+        # NOTE: with output_router_logits=True, transformers' generate() fails on padded prompts.
+        logger.warning(
+            f"{target} is written with output_router_logits=False, so transformers would train it without router "
+            "loss. Set it to True in the config to train the model there, and back to False to generate."
+        )
 
 
 def upstream_file_name(config: MiniMindConfig, stage: str) -> str:
@@ -353,8 +327,8 @@ def _add_older_names(config_file: Path) -> None:
 
 
 def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:
-    """Convert a model to `dtype`; raise `ValueError` if a value overflows."""
-    model = model.to(dtype)
+    """Return a copy of a model in `dtype` and eval mode; raise `ValueError` if a value overflows."""
+    model = copy.deepcopy(model).to(dtype).eval()
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")

@@ -6,11 +6,10 @@ the graphs `llama` and `ernie4_5-moe`, llama.cpp rotates neighbouring channels, 
 `qwen3moe`, it rotates the two halves of a head.
 """
 
+import copy
 import json
-import math
-import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +21,24 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.installation import install_command
-from .layouts import to_half_split
+from .layouts import is_rotated, to_half_split, to_interleaved
 
 
 # transformers' names of the architectures, and llama.cpp's names for them.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "ernie4_5_moe": "ernie4_5-moe"}
 FILE_NAME = "model.gguf"
-# The tensor names of llama.cpp's ernie4_5-moe graph, written by hand: the check of a file must not use the same table
-# as the writer.
-_ERNIE_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
+# Ollama does not read the Jinja template in the GGUF file. This one renders system, user and assistant messages in the
+# same way, and no tools.
+_MODELFILE = f'''\
+FROM ./{FILE_NAME}
+TEMPLATE """{{{{- range .Messages }}}}<|im_start|>{{{{ .Role }}}}
+{{{{ .Content }}}}<|im_end|>
+{{{{ end }}}}<|im_start|>assistant
+"""
+PARAMETER stop "<|im_end|>"
+PARAMETER temperature 0.8
+PARAMETER top_p 0.9
+'''
 
 
 def _gguf() -> Any:
@@ -63,76 +60,65 @@ def gguf_layout(config: MiniMindConfig) -> str:
 def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Raise `ValueError` for features and tokenizers that a GGUF file cannot describe."""
     _gguf()
-    problem = None
-    if config.num_experts and not config.norm_topk_prob:
-        problem = "llama.cpp always normalises the top-k probabilities, this model does not (norm_topk_prob=False)"
-    elif config.rope_parameters["rope_type"] != "default":
-        problem = f"scaled rotary positions ({config.rope_parameters['rope_type']}) cannot be exported to GGUF"
-    elif config.hidden_act != "silu":
-        problem = f"llama.cpp's graphs use the activation silu, this model uses {config.hidden_act}"
-    if problem is not None:
-        raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {gguf_layout(config)}.")
-    if tokenizer is not None:
-        _check_tokenizer(tokenizer)
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerFast):
-    """Raise `ValueError` unless llama.cpp's pre-tokenizer `gpt-2` splits text exactly as `tokenizer` does."""
+    rope_type = config.rope_parameters["rope_type"]
+    problems = {
+        "llama.cpp always normalises the top-k probabilities, this model does not (norm_topk_prob=False)": (
+            config.num_experts and not config.norm_topk_prob
+        ),
+        f"scaled rotary positions ({rope_type}) cannot be exported to GGUF": rope_type != "default",
+        f"llama.cpp's graphs use the activation silu, this model uses {config.hidden_act}": config.hidden_act
+        != "silu",
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {gguf_layout(config)}.")
+    if tokenizer is None:
+        return
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    # `trim_offsets` changes only offsets, never tokens.
-    split = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
-    model = backend["model"]
-    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    splits = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
     # llama.cpp ignores these options of a BPE model.
-    beyond = {name: model[name] for name in names if model.get(name)}
-    is_gpt2 = (
-        backend["normalizer"] is None
-        and split == {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-        and model["type"] == "BPE"
-        and not beyond
-    )
-    if not is_gpt2:
+    ignored = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    if (
+        backend["normalizer"] is not None
+        or splits != {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+        or backend["model"]["type"] != "BPE"
+        or any(backend["model"].get(name) for name in ignored)
+    ):
         raise UserError(
-            f"No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer by {model['type']} ({beyond or 'plain'}) "
-            f"and {split} after the normalizer {backend['normalizer']}. Use a byte-level BPE, as "
+            "No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer does not. Use a byte-level BPE, as "
             "`hf-pretrain tokenizer` trains it."
         )
-    _adds_bos(tokenizer)
 
 
-def _adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether `tokenizer(text)` begins with bos. Raise `ValueError` if it adds anything else."""
-    plain, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
-    if whole not in (plain, [tokenizer.bos_token_id, *plain]):
-        raise UserError(
-            f"No GGUF: llama.cpp can put bos before a text, but this tokenizer turns {plain} into {whole}. Change its "
-            "post_processor."
-        )
-    return whole != plain
+def _namer(config: MiniMindConfig) -> Callable[[str], list[str]]:
+    """Return a function that maps our name of a tensor to the GGUF names of its parts; only `gate_up_proj` has two."""
+    gguf = _gguf()
+    # The package identifies architectures by numbers.
+    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(architectures[ARCHITECTURES[gguf_layout(config)]], config.num_hidden_layers)
+
+    def names(ours: str) -> list[str]:
+        parts = ["gate_proj", "up_proj"] if ours.endswith("gate_up_proj") else ["gate_up_proj"]
+        stem = ours.removesuffix(".weight")
+        return [f"{table.get_name(stem.replace('gate_up_proj', part))}.weight" for part in parts]
+
+    return names
 
 
 def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights with GGUF names and layouts, in float32 on the CPU. Leave out a tied output head."""
-    config = model.config
-    gguf = _gguf()
-    layout = gguf_layout(config)
-    # The package identifies architectures by numbers. Invert its table of names.
-    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[layout]], config.num_hidden_layers)
+    config, names = model.config, _namer(model.config)
     for ours, tensor in model.state_dict().items():
         # llama.cpp uses the embedding if a file has no output head.
         if ours == "lm_head.weight" and config.tie_word_embeddings:
             continue
         tensor = tensor.detach().cpu().float()
-        if layout.startswith("qwen3") and re.search(r"\.[qk]_(proj|norm)\.", ours):
+        if config.qk_norm and is_rotated(ours):
             tensor = to_half_split(tensor, config.head_dim)
-        parts = {ours: tensor}
-        if ours.endswith("gate_up_proj"):
-            # (num_experts, 2 * width, hidden_size) -> twice (num_experts, width, hidden_size)
-            gate, up = tensor.chunk(2, dim=1)
-            parts = {ours.replace("gate_up_proj", "gate_proj"): gate, ours.replace("gate_up_proj", "up_proj"): up}
-        for name, part in parts.items():
-            yield f"{names.get_name(name.removesuffix('.weight'))}.weight", part.contiguous()
+        # (num_experts, 2 * width, hidden_size) -> twice (num_experts, width, hidden_size)
+        parts = tensor.chunk(2, dim=1) if ours.endswith("gate_up_proj") else [tensor]
+        for name, part in zip(names(ours), parts, strict=True):
+            yield name, part.contiguous()
 
 
 def write_gguf(
@@ -144,7 +130,7 @@ def write_gguf(
     tensor_type: str,
 ) -> Path:
     """
-    Write `model.gguf` and return its path.
+    Write `model.gguf` and return its path; for a tokenizer with MiniMind's chat format, also Ollama's `Modelfile`.
 
     Args:
         model ([`MiniMindForCausalLM`]): the model.
@@ -160,15 +146,16 @@ def write_gguf(
     """
     gguf = _gguf()
     writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_layout(model.config)])
-    is_float = tensor_type == "F32"
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if is_float else f"MOSTLY_{tensor_type}"])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if tensor_type == "F32" else f"MOSTLY_{tensor_type}"])
     writer.add_name(model_name)
     _add_config(writer, model.config)
-    if tokenizer is not None:
-        _add_tokenizer(writer, tokenizer, model.config.vocab_size)
-    else:
+    if tokenizer is None:
         # llama.cpp loads such a file, but accepts only ids, no text.
         writer.add_tokenizer_model("no_vocab")
+    else:
+        _add_tokenizer(writer, tokenizer, model.config.vocab_size)
+        if "<|im_start|>" in (tokenizer.chat_template or ""):
+            (output_dir / "Modelfile").write_text(_MODELFILE, encoding="utf-8")
     for name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
         # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.
@@ -186,29 +173,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return output_dir / FILE_NAME
-
-
-def write_modelfile(output_dir: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """
-    Write the `Modelfile` with which Ollama imports `model.gguf`: `ollama create NAME -f Modelfile`.
-
-    Ollama does not read the chat template of the file, which is a Jinja template. The one here renders system, user
-    and assistant messages in the same way, and no tools.
-    """
-    eos = tokenizer.eos_token
-    lines = [
-        f"FROM ./{FILE_NAME}",
-        'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}',
-        "{{ .Content }}<|im_end|>",
-        "{{ end }}<|im_start|>assistant",
-        '"""',
-        *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(["<|im_end|>", eos])),
-        "PARAMETER temperature 0.8",
-        "PARAMETER top_p 0.9",
-    ]
-    path = output_dir / "Modelfile"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
 
 
 def _add_config(writer: Any, config: MiniMindConfig):
@@ -230,7 +194,7 @@ def _add_config(writer: Any, config: MiniMindConfig):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if gguf_layout(config) == "ernie4_5_moe":
+    if not config.qk_norm:
         writer.add_expert_shared_count(config.num_shared_experts)
         writer.add_expert_shared_feed_forward_length(config.num_shared_experts * config.moe_intermediate_size)
         # Every layer has experts, beginning with the first one.
@@ -242,120 +206,46 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
     """Write vocabulary, merges, special tokens and chat template."""
     gguf = _gguf()
     pieces = {index: piece for piece, index in tokenizer.get_vocab().items()}
-    added = tokenizer.added_tokens_decoder
-    tokens, types = [], []
-    for index in range(vocab_size):
-        # The model's vocabulary may be larger than the tokenizer's, but llama.cpp needs a token for every row of the
-        # embedding.
-        tokens.append(pieces.get(index, f"[PAD{index}]"))
-        if index not in pieces:
-            types.append(gguf.TokenType.UNUSED)
-        elif index in added:
-            types.append(gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED)
-        else:
-            types.append(gguf.TokenType.NORMAL)
+    # The model's vocabulary may be larger than the tokenizer's, but llama.cpp needs a token for every row of the
+    # embedding.
+    types = dict.fromkeys(range(vocab_size), gguf.TokenType.UNUSED) | dict.fromkeys(pieces, gguf.TokenType.NORMAL)
+    for index, token in tokenizer.added_tokens_decoder.items():
+        types[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_add_bos_token(_adds_bos(tokenizer))
-    # A prompt must not end with eos, even if the training rows do.
-    writer.add_add_eos_token(False)
+    writer.add_token_list([pieces.get(index, f"[PAD{index}]") for index in range(vocab_size)])
+    writer.add_token_types([types[index] for index in range(vocab_size)])
+    # The package reads the rest only from files.
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
-        # The package reads merges only from a tokenizer's files, so save the tokenizer first.
-        merges = gguf.SpecialVocab(directory, load_merges=True).merges
-    writer.add_token_merges(merges)
-    for kind in ("bos", "eos", "pad", "unk"):
-        index = getattr(tokenizer, f"{kind}_token_id")
-        if index is not None:
-            getattr(writer, f"add_{kind}_token_id")(index)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+        rest = gguf.SpecialVocab(directory, load_merges=True)
+    # A prompt must not end with eos, even if the training rows do.
+    rest.add_special_token = {"bos": tokenizer("a").input_ids[0] == tokenizer.bos_token_id, "eos": False}
+    rest.add_to_gguf(writer, quiet=True)
 
 
-def read_gguf_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, dequantized to float32."""
+def read_gguf(path: Path, config: MiniMindConfig) -> MiniMindForCausalLM:
+    """Return the model in a file that [`write_gguf`] wrote, dequantized to float32."""
     gguf = _gguf()
     # Copy the values: the reader maps the file into memory, and `dequantize` may return a view of it.
-    return {
+    tensors = {
         tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).float()
         for tensor in gguf.GGUFReader(path).tensors
     }
-
-
-def read_ernie_weights(path: Path) -> dict[str, torch.Tensor]:
-    """
-    Return the dequantized weights of an `ernie4_5-moe` file under our names. Unknown tensors keep their own names.
-    """
-    tensors = read_gguf_tensors(path)
-    ends = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    weights = {f"{ends[name]}.weight": tensors.pop(f"{name}.weight") for name in ends if f"{name}.weight" in tensors}
-    for name in [name for name in tensors if name.endswith(".ffn_gate_exps.weight")]:
-        layer = f"model.layers.{name.split('.')[1]}.mlp.experts"
-        gate, up = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+    model, names = MiniMindForCausalLM(copy.deepcopy(config)), _namer(config)
+    state_dict = {}
+    for ours in model.state_dict():
+        if ours == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        parts = [tensors.pop(name) for name in names(ours)]
         # twice (num_experts, width, hidden_size) -> (num_experts, 2 * width, hidden_size)
-        weights[f"{layer}.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        weights[f"{layer}.down_proj"] = tensors.pop(name.replace("gate", "down"))
-    for name, tensor in tensors.items():
-        layer, _, part = name.removeprefix("blk.").removesuffix(".weight").partition(".")
-        weights[f"model.layers.{layer}.{_ERNIE_NAMES[part]}.weight" if part in _ERNIE_NAMES else name] = tensor
-    return weights
+        state_dict[ours] = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if config.qk_norm and is_rotated(ours):
+            state_dict[ours] = to_interleaved(state_dict[ours], config.head_dim)
+    assert not tensors, f"unexpected tensors: {', '.join(tensors)}"
+    # A tied head has no weights of its own.
+    model.load_state_dict(state_dict, strict=not config.tie_word_embeddings)
+    return model.eval()
 
 
-def check_gguf_fields(path: Path, config: MiniMindConfig) -> None:
-    """Raise `RuntimeError` unless a file holds exactly the sizes and constants of `config`."""
-    architecture = ARCHITECTURES[gguf_layout(config)]
-    expected: dict[str, float] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": config.rope_parameters["rope_theta"],
-    }
-    if config.num_experts:
-        expected |= {
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-        }
-    if architecture == "ernie4_5-moe":
-        expected |= {
-            "expert_shared_count": config.num_shared_experts,
-            "expert_shared_feed_forward_length": config.num_shared_experts * config.moe_intermediate_size,
-            "interleave_moe_layer_step": 1,
-            "leading_dense_block_count": 0,
-        }
-    # GGUF prefixes the fields with the architecture's name.
-    expected = {f"{architecture}.{name}": value for name, value in expected.items()}
-    fields = _gguf().GGUFReader(path).fields
-    written = {name: field.contents() for name, field in fields.items() if name.startswith(f"{architecture}.")}
-    # GGUF stores fractional numbers in float32, so compare with a tolerance. NaN stands for a missing field and is
-    # never close to anything.
-    wrong = [
-        f"{name} is {written.get(name)} and should be {expected.get(name)}"
-        for name in sorted(written.keys() | expected.keys())
-        if not math.isclose(written.get(name, math.nan), expected.get(name, math.nan), rel_tol=1e-6)
-    ]
-    if wrong:
-        raise RuntimeError(f"{path} was written wrongly: {'; '.join(wrong)}. Please report this.")
-
-
-__all__ = [
-    "FILE_NAME",
-    "check_gguf",
-    "check_gguf_fields",
-    "gguf_layout",
-    "gguf_tensors",
-    "read_ernie_weights",
-    "read_gguf_tensors",
-    "write_modelfile",
-    "write_gguf",
-]
+__all__ = ["FILE_NAME", "check_gguf", "gguf_layout", "gguf_tensors", "read_gguf", "write_gguf"]

@@ -26,6 +26,11 @@ def to_interleaved(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
+def is_rotated(name: str) -> bool:
+    """Return whether our tensor `name` is a projection or a norm of queries or keys, which the rotation follows."""
+    return re.search(r"\.[qk]_(proj|norm)\.", name) is not None
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """
@@ -60,7 +65,7 @@ class WeightLayout:
 
         Stacked experts `(num_experts, ...)` become one matrix per expert, because all other programs store them so.
         """
-        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
+        if self.half_split and is_rotated(name):
             # Projections have the shape (num_heads * head_dim, hidden_size), and norms (head_dim,): one head.
             yield self.name(name), to_half_split(tensor, config.head_dim)
         elif name.endswith("experts.gate_up_proj"):
@@ -80,7 +85,7 @@ class WeightLayout:
 
     def join(self, name: str, parts: list[torch.Tensor], config: MiniMindConfig) -> torch.Tensor:
         """Return our tensor `name` from its parts, in the order in which [`split`] yields them."""
-        if self.half_split and re.search(r"\.[qk]_(proj|norm)\.", name):
+        if self.half_split and is_rotated(name):
             return to_interleaved(parts[0], config.head_dim)
         if name.endswith("experts.gate_up_proj"):
             return torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
@@ -120,4 +125,4 @@ def describe_layout(layout: str) -> str:
     return f"MiniMind {layout}" if LAYOUTS[layout].is_generation else layout
 
 
-__all__ = ["LAYOUTS", "WeightLayout", "describe_layout", "to_half_split", "to_interleaved"]
+__all__ = ["LAYOUTS", "WeightLayout", "describe_layout", "is_rotated", "to_half_split", "to_interleaved"]

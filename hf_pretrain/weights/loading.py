@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils import logging
 
@@ -24,7 +23,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
 from .configs import assumed_fields, merge_fields, read_fields
-from .files import check_content, check_shards, read_json, read_tensors, resolve
+from .files import read_json, read_tensors, resolve
 from .layouts import LAYOUTS, describe_layout
 
 
@@ -73,27 +72,17 @@ def load_upstream(
     if isinstance(config, str | Path):
         config = read_json(Path(config))
     tensors = read_tensors(path)
-
-    try:
-        # The config classes check types, but their errors do not name the file, so catch them.
-        raw = merge_fields(_read_config(path), config or {})
-        layout = _recognise(tensors, raw, path)
-        given = read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
-        inferred = _infer_sizes(tensors, layout, given)
-        minimind_config = MiniMindConfig(**given | inferred)
-    except StrictDataclassError as error:
-        raise UserError(f"{path}: a field of the config is of the wrong type. {error}") from error
-    # A file without an output head has tied embeddings.
-    tensors.setdefault(
-        LAYOUTS[layout].name("lm_head.weight"), tensors[LAYOUTS[layout].name("model.embed_tokens.weight")]
-    )
+    raw = merge_fields(_read_config(path), config or {})
+    layout = _recognise(tensors, raw, path)
+    given = read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
+    inferred = _infer_sizes(tensors, layout, given)
+    minimind_config = MiniMindConfig(**given | inferred)
     state_dict = _join(tensors, layout, minimind_config, path)
 
     # Load a file with several dtypes in float32, so that no tensor is rounded to a smaller dtype.
     dtypes = {tensor.dtype for tensor in state_dict.values()}
     file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
-    # `_join` has already compared names and shapes; `strict` guards against a mistake in it.
     model.load_state_dict(state_dict, strict=True)
     _check_finite(model, path)
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
@@ -114,12 +103,8 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
         **loading: for `from_pretrained`.
 
     Raises:
-        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite; if a file is damaged or a
-            shard lies outside the directory.
+        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite, or if a file is damaged.
     """
-    check_shards(path)
-    for file in Path(path).glob("*.safetensors"):
-        check_content(file)
     try:
         model, info = MiniMindForCausalLM.from_pretrained(
             # Without `ignore_mismatched_sizes`, transformers raises on the first wrong shape. We report all of them.
@@ -151,13 +136,10 @@ def _check_finite(model: MiniMindForCausalLM, path: str | Path):
 
 def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[str], shapes: Iterable[str]):
     """Raise `ValueError` for tensors that are missing, unexpected or of another shape, and name five of each."""
+    kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected), "of another shape": sorted(shapes)}
     problems = [
-        f"{len(names)} {what}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
-        for what, names in (
-            ("missing", sorted(missing)),
-            ("unexpected", sorted(unexpected)),
-            ("of another shape", sorted(shapes)),
-        )
+        f"{len(names)} {kind}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
+        for kind, names in kinds.items()
         if names
     ]
     if problems:
@@ -167,9 +149,7 @@ def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[st
 def _read_config(path: Path) -> dict[str, Any]:
     """Return the fields of the config.json in or beside `path`."""
     config = (path if path.is_dir() else path.parent) / "config.json"
-    if not config.is_file():
-        return {}
-    raw = read_json(config)
+    raw = read_json(config) if config.is_file() else {}
     if "format_version" in raw:
         logger.warning(f"{config} belongs to a checkpoint of hf_pretrain, not to {path.name}, and is ignored.")
         return {}
@@ -198,79 +178,61 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
 
 def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str, Any]) -> dict[str, Any]:
     """
-    Return the sizes that the shapes imply.
+    Return the sizes that the shapes imply. `_join` compares all names and shapes with them afterwards.
 
     Raises:
-        `ValueError`: if a tensor is missing or has no sensible shape, or if `given` contradicts.
+        `ValueError`: if a tensor that shows a size is missing or no matrix, or if `given` contradicts.
     """
+    name_of = LAYOUTS[layout].name
 
-    def shape(name: str) -> torch.Size:
-        name = LAYOUTS[layout].name(name)
-        if name not in tensors:
-            raise UserError(f"The weights lack {name}, which every MiniMind {layout} has.")
-        if tensors[name].dim() != 2 or tensors[name].numel() == 0:
-            raise UserError(f"{name} is {tuple(tensors[name].shape)} and should be a matrix.")
-        return tensors[name].shape
+    def shape(name: str) -> tuple[int, int]:
+        tensor = tensors.get(name_of(name), torch.empty(0))
+        if tensor.dim() != 2 or tensor.numel() == 0:
+            raise UserError(f"The weights lack the matrix {name_of(name)}, which every MiniMind {layout} has.")
+        return len(tensor), tensor.shape[1]
 
-    attention = "model.layers.0.self_attn."
-    layers = {int(match[1]) for match in (re.search(r"\blayers\.(\d{1,9})\.", name) for name in tensors) if match}
-    # `_join` builds a model with `max(layers) + 1` layers, so a single wrong name must not make it huge.
-    # The first number without a layer; it is `len(layers)` if the numbers are contiguous.
-    gap = next(number for number in range(len(layers) + 1) if number not in layers)
-    if gap < len(layers):
-        raise UserError(f"The weights have a layer {max(layers)}, but none of layer {gap}.")
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
-    # The number of rows is heads times head width, so one of the two must come from elsewhere.
     q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
-    if f"{attention}q_norm.weight" in tensors:
-        head_dim = tensors[f"{attention}q_norm.weight"].numel()
-    elif "head_dim" in given:
-        head_dim = given["head_dim"]
-    elif "num_attention_heads" in given:
-        head_dim = q_rows // given["num_attention_heads"]
-    else:
+    # The number of rows is heads times head width, so one of the two must come from elsewhere.
+    q_norm = tensors.get(f"{attention}q_norm.weight")
+    if q_norm is None and "head_dim" not in given and "num_attention_heads" not in given:
         raise UserError(
             "The weights do not show the number of heads: give the config.json, or num_attention_heads "
             "(MiniMind2 has 8, MiniMind-V1 of 2024 has 16)."
         )
-    if head_dim == 0:
-        raise UserError(f"{attention}q_proj.weight has {q_rows} rows: too few for that many heads.")
+    if q_norm is not None:
+        head_dim = q_norm.numel()
+    else:
+        head_dim = given.get("head_dim") or max(q_rows // given["num_attention_heads"], 1)
+    head = tensors.get(name_of("lm_head.weight"))
+    is_tied = head is None or head.equal(tensors[name_of("model.embed_tokens.weight")])
+    if head is None and not given.get("tie_word_embeddings", True):
+        raise UserError("The config says tie_word_embeddings=False, but the weights have no output head.")
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "num_hidden_layers": max(layers) + 1,
+        # If the numbers have a gap, `_join` reports the names.
+        "num_hidden_layers": len({match[1] for name in tensors if (match := re.search(r"\blayers\.(\d+)\.", name))}),
         "num_attention_heads": q_rows // head_dim,
         "num_key_value_heads": k_rows // head_dim,
         "head_dim": head_dim,
         "qk_norm": LAYOUTS[layout].has_qk_norm,
+        # An output head that equals the embedding may still be untied, so the config decides.
+        "tie_word_embeddings": is_tied and given.get("tie_word_embeddings", True),
     }
-    mlp = "model.layers.0.mlp."
-    experts = {
-        int(match[1]) for match in (re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name) for name in tensors) if match
-    }
+    experts = {match[1] for name in tensors if (match := re.search(r"layers\.0\..*\bexperts\.(\d+)\.", name))}
     if experts:
         # A file may list shared experts or hold one MLP of their summed width. The sum of rows is the same.
         width = shape(f"{mlp}experts.0.gate_proj.weight")[0]
-        # A scalar has no length. `_join` reports its wrong shape.
-        shared = [
-            len(t)
-            for n, t in tensors.items()
-            if t.dim() and re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", n)
-        ]
+        shared = [name for name in tensors if re.search(r"layers\.0\..*shared_experts.*(gate_proj|w1)\.", name)]
         sizes |= {
             "num_experts": len(experts),
             "moe_intermediate_size": width,
-            "num_shared_experts": sum(shared) // width,
+            "num_shared_experts": sum(tensors[name].shape[:1].numel() for name in shared) // width,
         }
     else:
         sizes["intermediate_size"] = shape(f"{mlp}gate_proj.weight")[0]
-    head = tensors.get(LAYOUTS[layout].name("lm_head.weight"))
-    is_same = head is None or head.equal(tensors[LAYOUTS[layout].name("model.embed_tokens.weight")])
-    if head is None and not given.get("tie_word_embeddings", True):
-        raise UserError("The config says tie_word_embeddings=False, but the weights have no output head.")
-    # An output head that equals the embedding may still be untied, so the config decides.
-    sizes["tie_word_embeddings"] = is_same and given.get("tie_word_embeddings", True)
-
     for name, size in sizes.items():
         if given.get(name, size) != size:
             raise UserError(f"The config says {name}={given[name]}, the weights say {size}.")
@@ -283,15 +245,18 @@ def _join(
     """
     Return our state dict. First check that `tensors` has exactly the names and shapes that `layout` has for `config`.
     """
+    target = LAYOUTS[layout]
+    # A file without an output head has tied embeddings.
+    tensors.setdefault(target.name("lm_head.weight"), tensors[target.name("model.embed_tokens.weight")])
+    # Ernie adds these biases to the router's scores. MiniMind has none, so one that is not zero is unexpected.
+    bias = "moe_statics.e_score_correction_bias"
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(bias) or tensor.any()}
     # On the meta device a model of any size costs no memory.
     with torch.device("meta"):
         empty = MiniMindForCausalLM(config).state_dict()
     # Split our own empty model as the file should be split, so that names and shapes compare one to one.
-    parts = {ours: dict(LAYOUTS[layout].split(ours, tensor, config)) for ours, tensor in empty.items()}
+    parts = {ours: dict(target.split(ours, tensor, config)) for ours, tensor in empty.items()}
     expected = {name: tensor.shape for split in parts.values() for name, tensor in split.items()}
-    if layout == "ernie4_5_moe":
-        tensors = _without_correction_biases(tensors, path)
-
     shapes = [
         f"{name} is {tuple(tensors[name].shape)} and should be {tuple(shape)}"
         for name, shape in expected.items()
@@ -299,18 +264,7 @@ def _join(
     ]
     complaint = f"{path} does not fit {describe_layout(layout)} with the sizes found"
     _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), shapes)
-    return {
-        ours: LAYOUTS[layout].join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()
-    }
-
-
-def _without_correction_biases(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """Drop the correction biases that Ernie adds to the router's scores. Raise `ValueError` if one is not zero."""
-    biases = {name for name in tensors if name.endswith("moe_statics.e_score_correction_bias")}
-    used = [name for name in biases if tensors[name].any()]
-    if used:
-        raise UserError(f"{path}: {used[0]} is not zero; MiniMind's routers have no such bias.")
-    return {name: tensor for name, tensor in tensors.items() if name not in biases}
+    return {ours: target.join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}
 
 
 __all__ = ["is_native_checkpoint", "load_native_checkpoint", "load_upstream"]

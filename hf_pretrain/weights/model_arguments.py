@@ -12,8 +12,7 @@ import yaml
 
 from hf_pretrain_cli import FLAG_SIMILARITY, ConfigLoader, hint
 
-from ..model.config_fields import check_fields
-from ..model.configuration_minimind import MiniMindConfig
+from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..model.presets import PRESETS
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import OpenChoices, check_choices, check_word

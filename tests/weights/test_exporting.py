@@ -21,7 +21,7 @@ from hf_pretrain.model.loss import find_documents, router_loss
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import exporting
-from hf_pretrain.weights import gguf as gguf_module
+from hf_pretrain.weights.configs import write_stock_fields
 from hf_pretrain.weights.exporting import (
     DTYPES,
     EXPORT_FORMATS,
@@ -32,7 +32,7 @@ from hf_pretrain.weights.exporting import (
     unsupported_feature,
     upstream_stage,
 )
-from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors, read_gguf_tensors
+from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors
 from hf_pretrain.weights.layouts import LAYOUTS
 from hf_pretrain.weights.loading import load_upstream
 from tests.model.test_modeling_minimind import assert_near
@@ -67,9 +67,6 @@ def test_every_format_of_every_generation(name, format, tmp_path):
         assert not (tmp_path / "out").exists()
         return
     report = export(model, tmp_path / "out", format)
-    if format == "gguf" and name in ("A_moe", "B_moe"):
-        assert report.max_weight_difference == 0
-        return
     assert report.relative_difference <= 1e-5
 
     expected = recorded(name)
@@ -107,8 +104,9 @@ def test_v1_and_v2_are_permutations_of_each_other(name, generation, tmp_path):
     assert all(torch.equal(back[key], weights[key]) for key in weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["A_dense", "B_moe", "C_moe"])
+@pytest.mark.parametrize(
+    "name, dtype", [("A_dense", torch.float16), ("B_moe", torch.bfloat16), ("C_moe", torch.float16)]
+)
 def test_half_precision_comes_back_bit_for_bit(name, dtype, tmp_path):
     model = load_upstream(GOLDEN / name, dtype=dtype)
     for format in CELLS[name][:-1]:
@@ -211,13 +209,13 @@ def test_the_router_loss_means_the_same_in_their_formula(format, num_layers, top
 @pytest.mark.parametrize(
     "overrides, format, message",
     [
-        ({"qk_norm": True}, "llama", "llama cannot hold q/k norms. .*: minimind, qwen3, upstream .v3.\\.$"),
-        ({}, "qwen3", "attention without q/k norms. .*: minimind, llama, upstream .v1, v2.\\.$"),
-        ({"num_experts": 4}, "llama", "experts. .*: minimind, ernie4_5_moe, upstream .v1, v2.\\.$"),
+        ({"qk_norm": True}, "llama", "llama cannot hold q/k norms. .*: minimind, upstream .v3., qwen3\\.$"),
+        ({}, "qwen3", "attention without q/k norms. .*: minimind, upstream .v1., upstream .v2., llama\\.$"),
+        ({"num_experts": 4}, "llama", "experts. .*: minimind, upstream .v1., upstream .v2., ernie4_5_moe\\.$"),
         (
             {"num_experts": 4, "num_shared_experts": 2},
             "v1",
-            "several shared experts. .*ernie4_5_moe, upstream .v2.\\.$",
+            "several shared experts. .*upstream .v2., ernie4_5_moe\\.$",
         ),
         (
             {"num_experts": 4, "num_shared_experts": 1, "qk_norm": True},
@@ -231,11 +229,11 @@ def test_the_router_loss_means_the_same_in_their_formula(format, num_layers, top
             "normalised top-1 routing. .*: minimind, ernie4_5_moe\\.$",
         ),
         ({"head_dim": 16}, "v1", "a head_dim other than .*: minimind, llama\\.$"),
-        ({"hidden_act": "gelu"}, "v1", "activation gelu. .*: minimind, llama, upstream .v2.\\.$"),
+        ({"hidden_act": "gelu"}, "v1", "activation gelu. .*: minimind, upstream .v2., llama\\.$"),
         (
             {"max_position_embeddings": 40000},
             "v1",
-            "more than the 32,768 positions .*: minimind, llama, upstream .v2.\\.$",
+            "more than the 32,768 positions .*: minimind, upstream .v2., llama\\.$",
         ),
     ],
 )
@@ -244,13 +242,19 @@ def test_misfits_name_the_part_and_the_formats_that_hold_it(overrides, format, m
         check_fits(MiniMindConfig(hidden_size=32, num_attention_heads=4, **overrides), format)
 
 
-def test_a_format_with_another_router_loss_gives_a_warning(build_model, tmp_path, caplog):
-    model = build_model(num_experts=4, num_shared_experts=1)
-    export(model, tmp_path / "a", "upstream")
-    export(model, tmp_path / "b", "minimind")
-    assert "over a whole batch" not in caplog.text
+def test_an_export_warns_about_what_the_format_lacks(build_model, tmp_path, caplog):
+    tokenizer = train_tokenizer(["some words"], vocab_size=320)
+    model = build_model(num_experts=4, num_shared_experts=1, vocab_size=320)
+    export(model, tmp_path / "a", "upstream", tokenizer=tokenizer)
+    export(model, tmp_path / "b", "minimind", tokenizer=tokenizer)
+    export(build_model(), tmp_path / "dense", "llama")
+    for warning in ("over a whole batch", "output_router_logits"):
+        assert warning not in caplog.text
+    assert caplog.text.count("of 6,400 ids, 9 mean the same in v1/v2 and in v3") == 1
     export(model, tmp_path / "c", "ernie4_5_moe")
     assert "ernie4_5_moe computes its router loss over a whole batch" in caplog.text
+    assert "would train it without router loss. Set it to True" in caplog.text
+    assert AutoConfig.from_pretrained(tmp_path / "c").output_router_logits is False
 
 
 MOE = {"num_experts": 4, "num_shared_experts": 1}
@@ -278,22 +282,6 @@ def test_v3_holds_only_its_own_yarn(change, positions, fits, build_model, tmp_pa
         export(model, tmp_path / "out", "upstream", generation="v3")
         table = load_upstream(tmp_path / "out").model.rotary_emb.pos_cis
         assert torch.equal(table, model.model.rotary_emb.pos_cis)
-
-
-def test_an_export_without_a_tokenizer_gives_a_warning(build_model, tmp_path, caplog):
-    tokenizer = train_tokenizer(["some words"], vocab_size=320)
-    export(build_model(vocab_size=320), tmp_path / "a", "minimind", tokenizer=tokenizer)
-    assert "tokenizer" not in caplog.text
-    export(build_model(vocab_size=320), tmp_path / "b", "minimind")
-    assert "of 6,400 ids, 9 mean the same in v1/v2 and in v3" in caplog.text
-
-
-def test_an_export_without_router_loss_gives_a_warning(build_model, tmp_path, caplog):
-    export(build_model(), tmp_path / "dense", "llama")
-    assert "output_router_logits" not in caplog.text
-    export(build_model(num_experts=4), tmp_path / "out", "ernie4_5_moe")
-    assert "would train it without router loss. Set it to True" in caplog.text
-    assert AutoConfig.from_pretrained(tmp_path / "out").output_router_logits is False
 
 
 @torch.no_grad()
@@ -337,8 +325,7 @@ def test_a_few_wrong_rows_are_noticed(num_wrong, overrides, is_noticed, build_mo
         assert export(model, tmp_path / "out", format).relative_difference > 1e-3
 
 
-@pytest.mark.parametrize("overrides", [{}, {"num_experts": 4}])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("overrides", "dtype"), [({}, "float32"), ({"num_experts": 4}, "bfloat16")])
 def test_non_finite_logits_fail_every_export(overrides, dtype, build_model, tmp_path):
     model = build_model(**overrides)
     model.model.norm.weight.data.fill_(1e38)
@@ -350,7 +337,7 @@ def test_overflow_and_overwriting_are_refused(build_model, tmp_path):
     model = build_model()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/kept").touch()
-    with pytest.raises(ValueError, match="not an empty directory"):
+    with pytest.raises(ValueError, match="is not empty"):
         export(model, tmp_path / "full", "llama")
     with pytest.raises(ValueError, match="'ollama' is unknown; use one of minimind, upstream"):
         export(model, tmp_path / "out", "ollama")
@@ -406,16 +393,16 @@ def test_only_a_model_is_replaced(build_model, tmp_path):
     assert names == {"config.json", "generation_config.json", "model.safetensors", "full_sft_32.pth", *others}
     assert {name: (tmp_path / "out" / name).read_text() for name in others} == others
     (tmp_path / "out/checkpoint-4").mkdir()
-    with pytest.raises(ValueError, match="replaces the files of a model, and .* holds the directory checkpoint-4"):
+    with pytest.raises(ValueError, match="replaces the files of a model, and .* holds no model, or directories"):
         export(build_model(), tmp_path / "out", "llama", overwrite=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/thesis.tex").touch()
-    with pytest.raises(ValueError, match="holds no model, but thesis.tex"):
+    with pytest.raises(ValueError, match="holds no model"):
         export(build_model(), tmp_path / "notes", "llama", overwrite=True)
     # Other programs have a config.json, too.
     (tmp_path / "program").mkdir()
     (tmp_path / "program/config.json").write_text('{"theme": "dark"}')
-    with pytest.raises(ValueError, match="holds no model, but config.json"):
+    with pytest.raises(ValueError, match="holds no model"):
         export(build_model(), tmp_path / "program", "llama", overwrite=True)
 
 
@@ -525,10 +512,6 @@ def test_gguf_says_whether_the_tokenizer_adds_bos(with_vocabulary, tmp_path):
     add("<|im_start|> $A")
     export(with_vocabulary(), tmp_path / "out", "gguf", tokenizer=tokenizer)
     assert gguf.GGUFReader(tmp_path / "out" / FILE_NAME).fields["tokenizer.ggml.add_bos_token"].contents() is True
-    for template in ("$A <|im_end|>", "<|im_end|> $A"):
-        add(template)
-        with pytest.raises(ValueError, match="llama.cpp can put bos before a text"):
-            export(with_vocabulary(), tmp_path / "other", "gguf", tokenizer=tokenizer)
 
 
 ARCHITECTURES = {
@@ -551,13 +534,21 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
     assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == matrix
     assert types["blk.0.attn_norm.weight"] == "F32"
     assert "output.weight" not in types
-    if architecture == "ernie4_5-moe":
-        assert (report.max_weight_difference > 0) == (dtype != "float32")
-    elif dtype == "float32":
+    if dtype == "float32":
         assert report.relative_difference <= 1e-5
+        if architecture != "ernie4_5-moe":
+            # transformers has its own table of names, and reads the config of Llama from the file.
+            stock = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}[architecture]
+            config = (
+                AutoConfig.for_model(stock, **write_stock_fields(model.config, stock)) if stock != "llama" else None
+            )
+            read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=FILE_NAME, config=config)
+            ids = torch.randint(6400, (2, 40), generator=torch.Generator().manual_seed(0))
+            assert_near(read(ids).logits, model(ids).logits)
     else:
         assert 1e-4 < report.relative_difference < {"q5_1": 0.5, "q4_0": 1.0}.get(dtype, 0.1)
-    for name, tensor in read_gguf_tensors(tmp_path / "out" / FILE_NAME).items():
+    for read in reader.tensors:
+        name, tensor = read.name, torch.tensor(gguf.dequantize(read.data, read.tensor_type))
         expected = dict(gguf_tensors(model))[name]
         # Half a step of the mantissa, or of a block of 32, whose scale is also rounded to float16.
         step = {"F32": 0.0, "F16": 2.0**-11, "BF16": 2.0**-8}.get(types[name])
@@ -576,7 +567,7 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
         assert ((tensor - expected).abs() <= bound + 1e-7).all(), name
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["qwen3", "ernie4_5-moe"])
 def test_the_perplexity_of_a_gguf_is_measured_before_and_after(architecture, with_vocabulary, tmp_path):
     model = with_vocabulary(**ARCHITECTURES[architecture], max_position_embeddings=64)
     # The first document is longer than the positions of the model.
@@ -601,43 +592,6 @@ def test_the_perplexity_of_a_gguf_is_measured_before_and_after(architecture, wit
     assert export(model, tmp_path / "plain", "gguf", dtype="q4_0").perplexity is None
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("key, value", [("rope_freq_base", 7.0), ("layer_norm_rms_eps", 0.5), ("head_count_kv", 4)])
-def test_a_wrong_number_in_a_gguf_is_noticed(architecture, key, value, build_model, tmp_path, monkeypatch):
-    """The logits would not show it where transformers reads the file with the model's config."""
-    add = getattr(gguf.GGUFWriter, f"add_{key}")
-    monkeypatch.setattr(gguf.GGUFWriter, f"add_{key}", lambda writer, _: add(writer, value))
-    with pytest.raises(RuntimeError, match=f"{architecture}.* is {value} and should be "):
-        export(build_model(**ARCHITECTURES[architecture]), tmp_path / "out", "gguf")
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_extra_number_in_a_gguf_is_noticed(architecture, build_model, tmp_path, monkeypatch):
-    add_config = gguf_module._add_config
-    monkeypatch.setattr(
-        gguf_module,
-        "_add_config",
-        lambda writer, config: [add_config(writer, config), writer.add_rope_scaling_factor(2.0)],
-    )
-    with pytest.raises(RuntimeError, match=f"{architecture}.rope.scaling.factor is 2.0 and should be None"):
-        export(build_model(**ARCHITECTURES[architecture]), tmp_path / "out", "gguf")
-
-
-def test_swapped_experts_in_a_gguf_are_noticed(build_model, tmp_path, monkeypatch):
-    """The writer and its check once took these names from one table."""
-    swap = {"ffn_gate_exps": "ffn_up_exps", "ffn_up_exps": "ffn_gate_exps"}
-
-    def swapped(model):
-        for name, tensor in gguf_tensors(model):
-            part = name.split(".")[-2]
-            yield name.replace(part, swap.get(part, part)), tensor
-
-    monkeypatch.setattr(gguf_module, "gguf_tensors", swapped)
-    for overrides in (ARCHITECTURES["ernie4_5-moe"], ARCHITECTURES["qwen3moe"]):
-        with pytest.raises(RuntimeError, match="is not the same model"):
-            export(build_model(**overrides), tmp_path / str("qk_norm" in overrides), "gguf")
-
-
 def test_a_chat_model_gets_a_modelfile_that_renders_its_template(with_vocabulary, tmp_path):
     tokenizer = train_tokenizer(["some words to train on"], vocab_size=300)
     export(with_vocabulary(vocab_size=len(tokenizer)), tmp_path / "out", "gguf", tokenizer=tokenizer, dtype="q4_0")
@@ -656,12 +610,6 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(with_vocabulary
     # A model without a chat template gets none.
     export(with_vocabulary(), tmp_path / "plain", "gguf")
     assert not (tmp_path / "plain/Modelfile").exists()
-
-
-def test_rows_that_are_no_multiple_of_a_q8_block_are_f16(build_model, tmp_path):
-    export(build_model(intermediate_size=72), tmp_path / "out", "gguf", dtype="q8_0")
-    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / FILE_NAME).tensors}
-    assert types["blk.0.ffn_down.weight"] == "F16" and types["blk.0.ffn_up.weight"] == "Q8_0"
 
 
 @pytest.mark.parametrize(
@@ -685,7 +633,7 @@ def test_gguf_of_ernie_has_its_keys(build_model, tmp_path):
     keys = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 2, "expert_feed_forward_length": 48}
     keys |= {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 0, "interleave_moe_layer_step": 1}
     assert {key: fields[f"ernie4_5-moe.{key}"].contents() for key in keys} == keys
-    tensors = read_gguf_tensors(tmp_path / "out" / FILE_NAME)
-    experts = model.model.layers[1].mlp.experts
-    assert np.array_equal(tensors["blk.1.ffn_up_exps.weight"], experts.gate_up_proj[:, 48:].detach())
-    assert torch.equal(tensors["blk.1.attn_q.weight"], model.model.layers[1].self_attn.q_proj.weight)
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out" / FILE_NAME).tensors}
+    layer = model.model.layers[1]
+    assert np.array_equal(tensors["blk.1.ffn_up_exps.weight"], layer.mlp.experts.gate_up_proj[:, 48:].detach())
+    assert np.array_equal(tensors["blk.1.attn_q.weight"], layer.self_attn.q_proj.weight.detach())
