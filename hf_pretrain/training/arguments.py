@@ -43,11 +43,14 @@ logger = logging.get_logger(__name__)
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
 
-# Numbers that must be at least 0, and below these limits. torch and numpy raise later, some of them only after the
-# data are prepared; a negative weight decay would let the weights grow without any error.
-_LIMITS = {
-    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), math.inf),
-    **{"adam_beta1": 1, "adam_beta2": 1, "dataloader_num_workers": math.inf, "seed": 2**32, "data_seed": 2**32},
+# The least value of numbers, and a limit that they must stay below. torch and numpy raise later, some of them only
+# after the data are prepared; a negative weight decay would let the weights grow without any error.
+_BOUNDS: dict[str, tuple[int, float]] = {
+    **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size"), (1, math.inf)),
+    **{"per_device_eval_batch_size": (1, math.inf), "profile_interval": (2, math.inf)},
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "dataloader_num_workers"), (0, math.inf)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1)),
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**32)),
 }
 
 
@@ -223,10 +226,6 @@ class LMTrainingArguments(TrainingArguments):
         # NOTE: transformers treats larger values as better, unless the metric's name ends in "loss".
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
-        # NOTE: transformers' schedule has no default minimum, and TRL's trainers do not set one either.
-        schedule = str(self.lr_scheduler_type)
-        if self.lr_scheduler_kwargs is None and schedule == "cosine_with_min_lr":
-            self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         # The defaults of precision and compilation depend on the device.
         device_type = choose_device(use_cpu=self.use_cpu)
         self.use_cpu = device_type == "cpu"
@@ -251,10 +250,6 @@ class LMTrainingArguments(TrainingArguments):
         if self.optim is not None:
             check_word("--optim", self.optim, [name.value for name in OptimizerNames])
         check_choices(self)
-        if self.profile and self.profile_interval < 2:
-            raise UserError(
-                f"--profile_interval {self.profile_interval} must be at least 2: the profiler warms up for one step."
-            )
         self._check_amounts()
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
@@ -318,7 +313,7 @@ class LMTrainingArguments(TrainingArguments):
         Sizes by which transformers shards the model while it loads it; `None` if each process holds the whole model.
         """
         names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {name: vars(self)[name] for name in names}
         return DistributedConfig(**sizes) if max(sizes.values()) > 1 else None
 
     @property
@@ -327,9 +322,8 @@ class LMTrainingArguments(TrainingArguments):
         if self.device.type == "cpu":
             devices = f"CPU ({self.threads})" if self.threads else "CPU"
         else:
-            is_cuda, visible = self.device.type == "cuda", os.environ.get("CUDA_VISIBLE_DEVICES")
+            is_cuda = self.device.type == "cuda"
             devices = torch.cuda.get_device_name(self.device) if is_cuda else self.device.type
-            devices += f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
         return f"{self.world_size} process(es) on {devices}, {precision}"
 
@@ -365,21 +359,17 @@ class LMTrainingArguments(TrainingArguments):
                 f"--num_train_epochs {self.num_train_epochs:g} must be above 0 and finite. Use 1 for one pass over "
                 "the data, or --max_steps."
             )
-        for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)} must be at least 1.")
-        for name, limit in _LIMITS.items():
-            value = getattr(self, name)
+        for name, (least, limit) in _BOUNDS.items():
+            value = vars(self)[name]
             # NaN fails this test, too.
-            if isinstance(value, int | float) and not 0 <= value < limit:
+            if isinstance(value, int | float) and not least <= value < limit:
                 below = "finite" if limit == math.inf else f"below {limit}"
-                raise UserError(f"--{name} {value} must be at least 0 and {below}.")
+                raise UserError(f"--{name} {value} must be at least {least} and {below}.")
         for name in ("save", "eval", "logging"):
-            value, strategy = getattr(self, f"{name}_steps"), getattr(self, f"{name}_strategy")
-            is_used = str(getattr(strategy, "value", strategy)) == "steps"
-            if is_used and isinstance(value, int | float) and not value > 0:
+            steps, strategy = vars(self)[f"{name}_steps"], vars(self)[f"{name}_strategy"]
+            if strategy == IntervalStrategy.STEPS and isinstance(steps, int | float) and not steps > 0:
                 raise UserError(
-                    f"--{name}_steps {value:g} must be above 0. To turn it off, pass --{name}_strategy no."
+                    f"--{name}_steps {steps:g} must be above 0. To turn it off, pass --{name}_strategy no."
                 )
 
 
