@@ -176,7 +176,7 @@ def _render(
     *,
     repo_id: str,
     format: str,
-    tables: dict[str, list[tuple[str, str]]] | None = None,
+    tables: dict[str, list[tuple[str, Any]]] | None = None,
     has_tokenizer: bool = True,
     **facts: Any,
 ) -> str:
@@ -241,25 +241,24 @@ def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) 
     card.data.eval_results = kept + results
 
 
-def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
+def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Return the sizes of a MiniMind model, without its adapter, as pairs of name and value."""
     config: MiniMindConfig = model.config
-    # `get_model_param_count` counts whole parameters, even if ZeRO-3 has sharded them.
-    parameters = get_model_param_count(model)
-    if is_adapted(model):
-        # Only the adapter is trainable, so the rest is the base model.
-        parameters -= get_model_param_count(model, trainable_only=True)
+    # `get_model_param_count` counts whole parameters, even if ZeRO-3 has sharded them. Only an adapter is trainable,
+    # and not the model around it.
+    adapter = get_model_param_count(model, trainable_only=True) if is_adapted(model) else 0
+    parameters = get_model_param_count(model) - adapter
     rows = [
         ("parameters", f"{parameters:,}"),
-        ("layers", str(config.num_hidden_layers)),
-        ("width", str(config.hidden_size)),
+        ("layers", config.num_hidden_layers),
+        ("width", config.hidden_size),
         ("query / key-value heads", f"{config.num_attention_heads} / {config.num_key_value_heads}"),
         ("head width", f"{config.head_dim}{', q/k norms' if config.qk_norm else ''}"),
         ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', untied output head'}"),
         ("positions", f"{config.max_position_embeddings:,}"),
     ]
     if not config.num_experts:
-        return [*rows, ("feed-forward width", str(config.intermediate_size))]
+        return [*rows, ("feed-forward width", config.intermediate_size)]
     # An expert has 3 matrices: gate_proj, up_proj and down_proj. A token is not routed to most of them.
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
@@ -267,19 +266,17 @@ def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, str]]:
         *rows,
         ("parameters active per token", f"{parameters - idle:,}"),
         ("experts", f"{config.num_experts} of width {config.moe_intermediate_size}"),
-        ("experts per token", str(config.num_experts_per_tok)),
-        ("shared experts", str(config.num_shared_experts)),
+        ("experts per token", config.num_experts_per_tok),
+        ("shared experts", config.num_shared_experts),
     ]
 
 
-def _adapter_rows(model: Any) -> list[tuple[str, str]]:
+def _adapter_rows(model: Any) -> list[tuple[str, Any]]:
     """Return the settings of a peft adapter as pairs of name and value."""
     config = model.active_peft_config
     return [
         ("base model", f"`{_public(config.base_model_name_or_path)}`"),
-        ("method", "DoRA" if config.use_dora else "LoRA"),
-        ("rank, alpha, dropout", f"{config.r}, {config.lora_alpha}, {config.lora_dropout:g}"),
-        ("adapted", ", ".join([*sorted(config.target_modules), *(config.target_parameters or [])])),
+        ("rank, alpha", f"{config.r}, {config.lora_alpha}"),
         ("parameters of the adapter", f"{get_model_param_count(model, trainable_only=True):,}"),
     ]
 

@@ -28,7 +28,6 @@ from .model_card import CARD_NAME
 from .repository import (
     PICKLED_ARGUMENTS,
     STAGING_PREFIX,
-    create_repository,
     describe_error,
     link_or_copy,
     published_files,
@@ -37,9 +36,6 @@ from .repository import (
 
 
 logger = logging.get_logger(__name__)
-
-# The name of a complete checkpoint in the repository, by strategy; by default that of the checkpoint.
-_WHOLE_NAMES = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: None}
 
 
 class HubPusher:
@@ -78,11 +74,6 @@ class HubPusher:
         self._waiting: Path | None = None
         self._errors: list[str] = []
 
-    def create_repository(self, name: str, *, private: bool | None = None) -> str:
-        """Create the repository if it does not exist, and return its full id. Raise `ValueError` if it cannot."""
-        self.repo_id = create_repository(name, private=private)
-        return self.repo_id
-
     def push_checkpoint(self, checkpoint: Path) -> None:
         """Push a complete checkpoint in the background, or remember it while the previous push is in progress."""
         if self.strategy == HubStrategy.END:
@@ -99,9 +90,9 @@ class HubPusher:
             link_or_copy(checkpoint / name, staging / name)
         # Copy the card instead of linking it, because the next push rewrites it in place.
         shutil.copy2(self.output_dir / CARD_NAME, staging)
-        whole = None
-        if self.strategy in _WHOLE_NAMES:
-            whole = _WHOLE_NAMES[self.strategy] or checkpoint.name
+        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
+        whole = names.get(self.strategy)
+        if whole is not None:
             ignore = shutil.ignore_patterns(PICKLED_ARGUMENTS)
             shutil.copytree(checkpoint, staging / whole, copy_function=link_or_copy, ignore=ignore)
         # `run_as_future` uses one thread, so pushes run one after another.

@@ -1,6 +1,5 @@
 """Repositories on the Hub: choose the files of a directory to push, and find and download checkpoints."""
 
-import json
 import os
 import re
 import shlex
@@ -24,22 +23,11 @@ logger = logging.get_logger(__name__)
 # A run pushes only these files and the shards that an index names. A pattern such as *.json would publish training
 # text, because nonfinite-*.json holds rows of it.
 PUBLISHED = (
-    *(CARD_NAME, CURVE_NAME, "evaluation.json", TRAINER_STATE_NAME, *CODE_FILES),
-    *(
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ),
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-    ),
-    *("vocab.json", "merges.txt", "tokenizer.model"),
+    *(CARD_NAME, CURVE_NAME, TRAINER_STATE_NAME, *CODE_FILES),
+    *("config.json", "generation_config.json", "model.safetensors", "evaluation.json"),
+    *("adapter_config.json", "adapter_model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
 _SHARD = re.compile(r"[\w-]+\.safetensors")
 # Trainer pickles its arguments into this file, and loading a pickle runs code. This package writes none, but a
@@ -138,19 +126,13 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
     # One request returns the files and their commit. Read all of them from it: a push may replace files meanwhile.
     info = HfApi().model_info(repo_id, revision=revision)
     files = [sibling.rfilename for sibling in info.siblings or ()]
-    # Only a checkpoint has a state file, which also holds its step.
     found = []
     for match in filter(None, map(_CHECKPOINT.fullmatch, files)):
-        state = Path(hf_hub_download(repo_id, match[0], revision=info.sha))
-        try:
-            step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--resume_from_hub {repo_id}: {match[0]} names no global_step ({error!r}).") from error
+        step = read_json(Path(hf_hub_download(repo_id, match[0], revision=info.sha))).get("global_step")
         # The step becomes part of a path on this machine, so it must be a plain number.
-        # `type(...) is` instead of `isinstance`, because a JSON true would pass as an int.
-        if type(step) is not int or step < 0 or (match[2] is not None and step != int(match[2])):
+        if not str(step).isdecimal() or (match[2] is not None and int(step) != int(match[2])):
             raise UserError(f"--resume_from_hub {repo_id}: {match[0]} has the invalid global_step {step!r}.")
-        found.append((step, match[1]))
+        found.append((int(step), match[1]))
     if not found:
         raise UserError(
             f"--resume_from_hub {repo_id}: the repository holds no checkpoint, because it was not pushed with "

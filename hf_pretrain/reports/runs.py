@@ -101,7 +101,7 @@ def read_run(directory: str | Path) -> Run:
 
 def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """
-    Read the runs of several directories. The name of each run is the shortest end of its path that no other run has.
+    Read the runs of several directories, by which they are named.
 
     Returns:
         `tuple`: the runs, and for each directory without a run the reason why it is left out.
@@ -109,22 +109,18 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
     Raises:
         `ValueError`: if no directory holds a run that trained, or a `run.json` is damaged.
     """
-    runs, reasons = {}, []
-    for directory in directories:
-        if not Path(directory, RECORD_NAME).is_file():
+    runs, reasons = [], []
+    for directory in dict.fromkeys(directories):
+        if not (directory / RECORD_NAME).is_file():
             reasons.append(f"{directory} holds no run: it has no {RECORD_NAME}. Pass the --output_dir of a run.")
         elif (run := read_run(directory)).log:
-            runs[directory.resolve()] = run
+            run.name = str(directory)
+            runs.append(run)
         else:
             reasons.append(f"{directory} holds a run that has logged nothing yet.")
     if not runs:
         raise UserError("\n".join(reasons))
-    num_parts = 1
-    while len({path.parts[-num_parts:] for path in runs}) < len(runs):
-        num_parts += 1
-    for path, run in runs.items():
-        run.name = "/".join(path.parts[-num_parts:])
-    return list(runs.values()), reasons
+    return runs, reasons
 
 
 def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:

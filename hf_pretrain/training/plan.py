@@ -266,11 +266,6 @@ def _describe_largest_batch(measured: StepMeasurement) -> str:
     return f"{fit} (--per_device_train_batch_size){fewer}"
 
 
-def _in_steps(interval: float, num_steps: int) -> int:
-    """Return an interval in steps. Below 1, it is a share of all steps, which Trainer rounds up."""
-    return int(interval) if interval >= 1 else math.ceil(interval * num_steps)
-
-
 def _describe_time(trainer: Any, step_seconds: float) -> str:
     args, num_steps = trainer.args, trainer.state.max_steps
     text = f"{step_seconds:.2f} s per step, {_format_duration(step_seconds * num_steps)} of training"
@@ -279,12 +274,13 @@ def _describe_time(trainer: Any, step_seconds: float) -> str:
     # Each run ends with an evaluation.
     number = 1
     if args.planned["eval_strategy"] == "steps":
-        interval = _in_steps(args.eval_steps, num_steps)
-        if args.spaces_evaluations:
-            interval = max(interval, MIN_EVAL_STEPS)
-        number = math.ceil(num_steps / interval)
+        # Below 1, it is a share of all steps, which Trainer rounds up.
+        interval = args.eval_steps if args.eval_steps >= 1 else math.ceil(args.eval_steps * num_steps)
+        number = math.ceil(num_steps / max(interval, MIN_EVAL_STEPS if args.spaces_evaluations else 1))
     elif args.planned["eval_strategy"] == "epoch":
-        number = _num_epochs(trainer)
+        # A stream of unknown length has no last epoch.
+        epochs = trainer.state.num_train_epochs
+        number = epochs if epochs <= num_steps else 1
     number += args.planned["eval_on_start"]
     # In reinforcement learning, each row of the validation set is a prompt, and generation takes most of a step.
     share = trainer.num_generations_eval if trainer.run_facts.data_kind == "tasks" else _FORWARD_SHARE
@@ -292,30 +288,14 @@ def _describe_time(trainer: Any, step_seconds: float) -> str:
     return f"{text}; {number} evaluation{'s' if number > 1 else ''} of about {_format_duration(each)} each"
 
 
-def _num_epochs(trainer: Any) -> int:
-    """Return the number of epochs that a run begins, each of at least one step; 1 for a stream of unknown length."""
-    number: int = trainer.state.num_train_epochs
-    return number if number <= trainer.state.max_steps else 1
-
-
 def _describe_disk(trainer: Any) -> str:
-    args, num_steps = trainer.args, trainer.state.max_steps
+    args = trainer.args
     size = checkpoint_bytes(trainer.model, args, uses_deepspeed=trainer.is_deepspeed_enabled)
-    number = 0
-    if args.planned["save_strategy"] == "steps":
-        number = math.ceil(num_steps / _in_steps(args.save_steps, num_steps))
-    elif args.planned["save_strategy"] == "epoch":
-        number = _num_epochs(trainer)
-    kept = min(number, args.save_total_limit or number)
     directory = Path(args.planned["output_dir"]).absolute()
     while not directory.exists():
         directory = directory.parent
-    # While a checkpoint is written, the oldest one still exists.
-    needed = (kept + (number > kept)) * size
-    return (
-        f"{number} checkpoints of {size / 1e6:,.0f} MB, {kept} kept: {needed / 1e6:,.0f} MB of "
-        f"{shutil.disk_usage(directory).free / 1e9:,.0f} GB free"
-    )
+    free = shutil.disk_usage(directory).free
+    return f"{size / 1e6:,.0f} MB per checkpoint, {args.save_total_limit or 'all'} kept, of {free / 1e9:,.0f} GB free"
 
 
 def _format_duration(seconds: float) -> str:

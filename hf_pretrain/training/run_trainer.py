@@ -20,6 +20,7 @@ from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.pusher import HubPusher
+from ..hub.repository import create_repository
 from ..runtime.activity import announce
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.errors import UserError
@@ -526,7 +527,7 @@ class RunTrainer(Trainer):
         if self.is_world_process_zero():
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             private = self.args.hub_private_repo if private is None else private
-            self.hub_model_id = self.pusher.create_repository(name, private=private)
+            self.hub_model_id = self.pusher.repo_id = create_repository(name, private=private)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Write the card of a run to `output_dir`. With plain `TrainingArguments`, Trainer writes its own."""
@@ -565,7 +566,6 @@ class RunTrainer(Trainer):
         self.create_model_card(**kwargs)
         # Pushes of checkpoints come first, so that the final model is the last commit.
         self.pusher.finish()
-        self.pusher.repo_id = self.hub_model_id
         self.pusher.push_model(message=commit_message, revision=revision)
 
 

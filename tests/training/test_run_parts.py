@@ -21,6 +21,7 @@ from hf_pretrain.checkpoints.directory import checkpoint_path
 from hf_pretrain.checkpoints.manifest import find_damage, read_manifest, write_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.hub.pusher import HubPusher
+from hf_pretrain.hub.repository import create_repository
 from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.runtime.writing import ASIDE
@@ -391,7 +392,8 @@ def test_the_pusher_waits_for_the_push_in_progress_and_pushes_the_newest(tmp_pat
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         pusher = HubPusher(tmp_path, strategy="checkpoint", write_card=write_card)
-        assert pusher.create_repository("toy") == "user/toy"
+        pusher.repo_id = create_repository("toy")
+        assert pusher.repo_id == "user/toy"
         checkpoints = [write_checkpoint(writer, tmp_path, step, step) for step in (1, 2, 3)]
         for checkpoint in checkpoints:
             (checkpoint / "training_args.bin").write_bytes(b"pickle")
