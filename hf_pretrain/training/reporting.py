@@ -3,20 +3,17 @@ The report at the end of a run: validation metrics beside a baseline, samples an
 shows the same figures on the Hub.
 """
 
-import importlib.metadata
 import itertools
 import json
-import os
-import platform
 import shlex
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
@@ -63,14 +60,7 @@ def _tokens_and_starts(rows: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_continuations(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    eval_rows: datasets.Dataset,
-    *,
-    num_samples: int = 3,
-    prompt_tokens: int = 16,
-    max_new_tokens: int = 48,
-    seed: int = 0,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eval_rows: datasets.Dataset, *, num_samples: int = 3
 ) -> list[tuple[str, str]]:
     """
     Return pairs of prompt and continuation for documents of the validation set. All ranks of a sharded model must call
@@ -78,19 +68,16 @@ def sample_continuations(
 
     Args:
         eval_rows ([`~datasets.Dataset`]): packed rows of the validation set.
-        num_samples (`int`): number of documents.
-        prompt_tokens (`int`): tokens of a prompt, or half the document if that is shorter.
-        max_new_tokens (`int`): tokens of a continuation at most.
-        seed (`int`): seed of each continuation.
+        num_samples (`int`): number of documents. A prompt has 16 tokens, or half the document if that is shorter.
     """
     tokens, starts = _tokens_and_starts(eval_rows)
     ends = np.append(starts[1:], len(tokens))
     samples = []
     # Evenly spaced documents come from different sources: the set follows the order of `--dataset_name`.
     for number in np.linspace(0, len(starts) - 1, num_samples).astype(int):
-        length = max(2, min(prompt_tokens, (ends[number] - starts[number]) // 2))
+        length = max(2, min(16, (ends[number] - starts[number]) // 2))
         prompt = tokens[starts[number] : starts[number] + length]
-        continuation = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        continuation = _generate(model, tokenizer, prompt, max_new_tokens=48)
         samples.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, continuation)))
     return samples
 
@@ -124,8 +111,6 @@ def sample_answers(
     *,
     num_samples: int = 3,
     max_prompt_tokens: int = 512,
-    max_new_tokens: int = 64,
-    seed: int = 0,
 ) -> list[tuple[str, str]]:
     """
     Return pairs of question and answer for questions of validation conversations or preferences. An answer includes
@@ -136,8 +121,6 @@ def sample_answers(
         conversations ([`~datasets.Dataset`]): the conversations or preferences, as JSON in the column `text`.
         num_samples (`int`): number of conversations.
         max_prompt_tokens (`int`): tokens of a prompt at most. A longer prompt loses its beginning.
-        max_new_tokens (`int`): tokens of an answer at most.
-        seed (`int`): seed of each answer.
     """
     samples = []
     for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
@@ -147,20 +130,15 @@ def sample_answers(
             itertools.takewhile(lambda message: message["role"] != "assistant", record["messages"])
         )
         prompt = encode_prompt(tokenizer, messages)[-max_prompt_tokens:]
-        answer = _generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)
+        answer = _generate(model, tokenizer, prompt, max_new_tokens=64)
         samples.append((messages[-1]["content"], tokenizer.decode(answer)))
     return samples
 
 
 def _generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[int] | np.ndarray,
-    *,
-    max_new_tokens: int,
-    seed: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int] | np.ndarray, *, max_new_tokens: int
 ) -> list[int]:
-    """Return token ids sampled after a prompt. The seed makes them reproducible."""
+    """Return token ids sampled after a prompt. The same prompt and model always give the same ids."""
     model.eval()
     input_ids = torch.tensor(prompt, device=model.device).long()[None]
     # `generate` draws only torch's random numbers. The training must not depend on the texts.
@@ -169,7 +147,7 @@ def _generate(
     # A compiled layer would be compiled again for each length of the growing text.
     with kept_random, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         # Seed each text, so that it does not depend on the texts before it. This seeds the generators of all devices.
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         output = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -309,29 +287,20 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
     schedule = SchedulerType(args.lr_scheduler_type).value
     schedule_kwargs = complete_schedule_kwargs(args, state.max_steps)
-    # The ranks of a group share their rows.
-    groups = f"groups of {args.tp_size} tensor-parallel processes" if args.tp_size > 1 else "processes"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions["hf_pretrain"] = importlib.metadata.version("hf_pretrain")
     return [
         ("tokens seen", f"{state.num_input_tokens_seen:,}"),
         ("optimizer steps", f"{state.global_step:,}"),
-        (
-            "sequences per step",
-            f"{args.rows_per_step} ({args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
-            f"accumulated x {args.world_size // args.tp_size} {groups})",
-        ),
-        ("learning rate", f"{args.learning_rate:g}, {schedule} {schedule_kwargs or ''}".strip()),
-        ("warmup", f"{args.warmup_steps:g} {'of all steps' if args.warmup_steps < 1 else 'steps'}"),
+        ("sequences per step", f"{args.rows_per_step}"),
+        ("learning rate", f"{args.learning_rate:g}, warmup {args.warmup_steps:g}, {schedule} {schedule_kwargs or ''}"),
         (
             "optimizer",
             f"{optimizer_name(args)}, betas ({args.adam_beta1:g}, {args.adam_beta2:g}), weight decay "
-            f"{args.weight_decay:g}, gradients clipped at {args.max_grad_norm:g} (0: not clipped)",
+            f"{args.weight_decay:g}, largest norm of the gradients {args.max_grad_norm:g} (0: not clipped)",
         ),
-        ("seed", str(args.seed)),
+        ("seed", f"{args.seed}"),
         ("launcher", f"{args.launcher}, {sharding}"),
-        ("hardware", f"{args.launch_description}, {platform.machine()}, {os.cpu_count()} cores"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("hardware", args.launch_description),
+        ("versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "hf_pretrain"))),
     ]
 
 

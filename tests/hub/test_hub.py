@@ -490,8 +490,8 @@ def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     assert f"| parameters | {parameters:,} |" in text
     assert "Pretraining, from the weights of `toy`, ended at step 2 of 2." in text
     assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
-    assert "| learning rate | 0.0003, cosine_with_min_lr {'min_lr_rate': 0.1} |" in text
-    assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU, float32 (" in text
+    assert "| learning rate | 0.0003, warmup 0.02, cosine_with_min_lr {'min_lr_rate': 0.1} |" in text
+    assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU" in text
     assert "![Loss over tokens](loss_curve.png)" in text and "--model_name_or_path user/toy" in text
     assert "AutoModelForCausalLM.from_pretrained(\"user/toy\", trust_remote_code=True)" in text  # fmt: skip
 

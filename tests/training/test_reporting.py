@@ -10,17 +10,15 @@ from datasets import Dataset
 from transformers import TrainerState
 
 import hf_pretrain_cli
-from hf_pretrain.hub.model_card import CARD_NAME, RunFacts
+from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.reporting import (
     format_report,
     next_commands,
     unigram_loss,
-    write_run_card,
     write_run_page,
 )
 from tests.invariants.launching import ROOT
-from tests.toys import toy_model
 
 
 def test_unigram_loss_is_the_formula():
@@ -47,23 +45,6 @@ def test_report_names_everything():
         "hf-pretrain chat --model_name_or_path out/a",
     ):
         assert part in report
-
-
-def test_the_card_multiplies_the_rows_of_a_step_by_the_processes_that_have_rows_of_their_own(tmp_path):
-    class FourProcesses(LMTrainingArguments):
-        world_size = 4
-
-    args = FourProcesses(
-        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=3, gradient_accumulation_steps=5
-    )
-    for size, rows, product in (
-        (1, 60, "3 x 5 accumulated x 4 processes"),
-        (2, 30, "3 x 5 accumulated x 2 groups of 2 tensor-parallel processes"),
-    ):
-        args.tp_size = size
-        write_run_card(args, toy_model(), TrainerState(), RunFacts(), "me/mine", "one file")
-        card = (tmp_path / CARD_NAME).read_text(encoding="utf-8")
-        assert f"| sequences per step | {rows} ({product}) |" in card
 
 
 @pytest.mark.parametrize(
