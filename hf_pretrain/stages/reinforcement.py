@@ -367,14 +367,6 @@ class _OnlineTrainer(RouterLossMixin):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Do nothing: TRL counts tokens where it generates them."""
 
-    def show_longest_step(self) -> None:
-        """Discard buffered completions, and generate the longest ones."""
-        # NOTE: otherwise TRL would train on the completions of an earlier step (--steps_per_generation).
-        self._buffered_inputs = None
-        # NOTE: continuous batching has no minimum length, and vLLM has settings of its own.
-        if not (self.use_vllm or self.args.use_transformers_continuous_batching):
-            self.generation_config.min_new_tokens = self.max_completion_length
-
     def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:
         """Return pairs of question and answer: the last prompts, each with one completion."""
         # The logs hold `num_generations_eval` consecutive completions of each prompt.

@@ -1,8 +1,6 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
 import math
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +14,6 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
-from transformers.utils import logging
 
 from ..runtime.activity import shows_bars
 from ..runtime.devices import has_bfloat16_units
@@ -37,8 +34,6 @@ from .launch import (
 from .optimizer_choice import choose_optimizer
 from .optimizers import OPTIM_PRESETS
 
-
-logger = logging.get_logger(__name__)
 
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
@@ -208,8 +203,12 @@ class LMTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
-        # Hide the token first, because errors, logs and records quote the arguments.
-        self._hide_token()
+        if self.hub_token:
+            # Logs and records quote the arguments.
+            raise UserError(
+                "--hub_token would be visible in the process list and in logs. Log in with `hf auth login` or set "
+                "HF_TOKEN instead."
+            )
         # A run has its own display. Without one, such as in a notebook, Trainer shows its progress bar.
         if self.disable_tqdm is None:
             self.disable_tqdm = not shows_bars()
@@ -230,14 +229,8 @@ class LMTrainingArguments(TrainingArguments):
         device_type = choose_device(use_cpu=self.use_cpu)
         self.use_cpu = device_type == "cpu"
         take_launchers_precision(self)
-        has_units = has_bfloat16_units(device_type)
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and has_units
-        elif self.bf16 and self.use_cpu and not has_units:
-            logger.warning_once(
-                "--bf16: this CPU has no bfloat16 units and emulates them. A step takes several times as long as in "
-                "float32. Pass --bf16 false to train in float32."
-            )
+            self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
         # Hide these options from Trainer, which would compile the whole model, again for each length of a batch and
         # for each mode. `RunTrainer` compiles single layers with them.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
@@ -289,12 +282,7 @@ class LMTrainingArguments(TrainingArguments):
             yield
 
     def evaluate_never(self) -> None:
-        """Turn evaluation off, for a run without a validation set."""
-        if self.load_best_model_at_end:
-            logger.warning(
-                "--load_best_model_at_end has no validation set to choose by: the run keeps the last model. Raise "
-                "--validation_fraction to change that."
-            )
+        """Turn evaluation off, for a run without a validation set, which keeps its last model."""
         self.eval_strategy, self.eval_on_start, self.load_best_model_at_end = "no", False, False
 
     @property
@@ -322,8 +310,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.device.type == "cpu":
             devices = f"CPU ({self.threads})" if self.threads else "CPU"
         else:
-            is_cuda = self.device.type == "cuda"
-            devices = torch.cuda.get_device_name(self.device) if is_cuda else self.device.type
+            devices = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
         return f"{self.world_size} process(es) on {devices}, {precision}"
 
@@ -332,19 +319,6 @@ class LMTrainingArguments(TrainingArguments):
         """Rows of an optimizer step, over all processes and accumulated batches. Tensor-parallel ranks share rows."""
         num_ranks = self.world_size // self.tp_size
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
-
-    def _hide_token(self):
-        """Move `--hub_token` into the environment, where huggingface_hub finds it, and out of logs and files."""
-        if not self.hub_token:
-            return
-        os.environ["HF_TOKEN"] = self.hub_token
-        # run.json and the report quote the command line.
-        sys.argv = [word.replace(self.hub_token, "<token>") for word in sys.argv]
-        self.hub_token = None
-        logger.warning(
-            "--hub_token is visible in the process list of this machine and in the logs of some launchers. Log in "
-            "with `hf auth login` or set HF_TOKEN instead."
-        )
 
     def _check_amounts(self):
         """

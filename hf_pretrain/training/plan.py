@@ -11,8 +11,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +36,11 @@ from .efficiency import (
     reset_peak_memory,
 )
 from .optimizers import optimizer_name
-from .row_source import inner_loader
 
 
-NUM_TIMED_STEPS = 4
-# Measure the memory of at most this many further steps, and of none after one that took so long.
-_MAX_FURTHER_STEPS, _MAX_SECONDS = 4, 30
+NUM_STEPS = 4
 # The forward pass alone takes about a third of a step.
 _FORWARD_SHARE = 1 / 3
-# Unit of `--per_device_train_batch_size`, by kind of data.
-_ROW_NAMES = {"preferences": "rows", "tasks": "completions"}
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
 _TURNED_OFF: dict[str, Any] = {
     "save_strategy": "no",
@@ -110,7 +103,6 @@ def format_plan(trainer: Any) -> str:
         ("Optimizer", f"{optimizer_name(args)}, peak learning rate {args.learning_rate:g}"),
         *trainer._plan_lines(),
         ("Memory", _describe_memory(measured)),
-        ("", _describe_largest_batch(measured)),
         ("Time", _describe_time(trainer, measured.step_seconds)),
         ("Disk", _describe_disk(trainer)),
         ("Files", f"{args.planned['output_dir']}: model, checkpoints, run.json, report.html"),
@@ -123,42 +115,31 @@ def format_plan(trainer: Any) -> str:
 
 class StepMeasurement(TrainerCallback):
     """
-    Time the first steps of a dry run, and count their tokens. Then measure the memory of further steps, which use the
-    rows of a batch 1, 2, 4 and 8 times, and end the training.
-
-    At each moment of a step, the memory is a constant (gradients, communication buckets) plus a part in proportion to
-    the rows. So `k` times the rows take at most `k` times the memory, and scaling the measured memory with the number
-    of rows never underestimates it. The error shrinks as the rows grow.
+    Measure the time, the tokens and the memory of the first steps, and end the training.
 
     Args:
         trainer ([`~training.run_trainer.RunTrainer`]): the trainer of the dry run.
-        num_timed_steps (`int`): number of steps before the further ones.
     """
 
-    def __init__(self, trainer: Any, num_timed_steps: int = NUM_TIMED_STEPS):
-        self.trainer, self.num_timed_steps = trainer, num_timed_steps
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
         # The beginning of the training, and the end of each step.
         self.times: list[float] = []
         self.tokens_per_step = 0.0
-        # Peak of this process in the timed steps, and bytes that it can use.
-        self.peak_bytes = self.usable_bytes = 0.0
-        # Bytes that the process holds before the first step, and bytes that a step of `num_rows` per device adds.
-        self.held_bytes = self.added_bytes = 0.0
-        self.num_rows = 0
-        # (rows, tokens per row) of the passes of the last step that compute gradients, and all lengths of rows so far.
+        # Bytes that this process holds before the first step, holds at most in a step, and can use.
+        self.held_bytes = self.peak_bytes = self.usable_bytes = 0.0
+        # (rows, tokens per row) of the passes that compute gradients.
         self._shapes: set[tuple[int, int]] = set()
-        self.row_lengths: set[int] = set()
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of the timed steps, without the first one, which also compiles, unless it is the only one."""
-        times = self.times[: self.num_timed_steps + 1]
-        first = min(1, len(times) - 2)
-        return (times[-1] - times[first]) / (len(times) - 1 - first)
+        """Mean time of a step, without the first one, which also compiles, unless it is the only one."""
+        first = min(1, len(self.times) - 2)
+        return (self.times[-1] - self.times[first]) / (len(self.times) - 1 - first)
 
     @property
     def row_length(self) -> int:
-        """Tokens per row in the last step."""
+        """Tokens of the longest row."""
         return max(length for _, length in self._shapes)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -174,62 +155,33 @@ class StepMeasurement(TrainerCallback):
         # Generation computes no gradients, and its passes have other shapes.
         if torch.is_grad_enabled():
             self._shapes.add(tuple(inputs[0].shape))
-            self.row_lengths.add(inputs[0].shape[1])
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step >= self.num_timed_steps:
-            self._shapes = set()
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.device.type != "cpu":
             torch.accelerator.synchronize()
         self.times.append(time.perf_counter())
-        number = state.global_step - min(self.num_timed_steps, state.max_steps)
-        if number < 0:
-            return
-        if number == 0:
-            # Trainer counts the tokens when it logs.
-            control.should_log = True
-            self.peak_bytes, self.usable_bytes = peak_memory_bytes(args.device), _usable_bytes(args.device)
-            # The data may have fewer rows than a batch.
-            self._batch_size = min(args.per_device_train_batch_size, max(rows for rows, _ in self._shapes))
-        self.num_rows = self._batch_size * 2 ** max(0, number - 1)
-        self.added_bytes = peak_memory_bytes(args.device) - self.held_bytes
-        if state.global_step == state.max_steps or self.trainer.ranks.largest(int(self._is_done(number))):
-            control.should_training_stop = True
+        if state.global_step == min(NUM_STEPS, state.max_steps):
             self._hook.remove()
-        else:
-            self.trainer.show_longest_step()
-            self.trainer.planned_batches = iter(repeat_rows(self.trainer.get_train_dataloader(), 2**number))
-
-    def _is_done(self, number: int) -> bool:
-        """Return whether a further step would be too many, take too long, or not fit."""
-        # The first further step repeats nothing.
-        needed = self.held_bytes + (2 if number else 1) * self.added_bytes
-        is_slow = self.times[-1] - self.times[-2] > _MAX_SECONDS
-        return number >= _MAX_FURTHER_STEPS or is_slow or needed > self.usable_bytes
+            self.peak_bytes, self.usable_bytes = peak_memory_bytes(args.device), _usable_bytes(args.device)
+            # Trainer counts the tokens when it logs.
+            control.should_log = control.should_training_stop = True
 
     def on_log(self, args, state, control, **kwargs):
-        if state.global_step == min(self.num_timed_steps, state.max_steps):
-            self.tokens_per_step = state.num_input_tokens_seen / state.global_step
+        self.tokens_per_step = state.num_input_tokens_seen / state.global_step
 
     def largest_batch(self) -> int:
-        """Return the largest number of rows per device that fits on all ranks. All ranks must call this method."""
+        """
+        Return a number of rows per device that fits on all ranks. All ranks must call this method.
+
+        At each moment of a step, the memory is a constant (gradients, optimizer) plus a part in proportion to the
+        rows. So `k` times the rows take at most `k` times the memory, and this number is never too large.
+        """
         # In a longer run, the heap of a CPU process may hold twice as much.
         usable = self.usable_bytes / 2 if self.trainer.args.device.type == "cpu" else self.usable_bytes
-        largest = int((usable - self.held_bytes) * self.num_rows / self.added_bytes)
+        # The data may have fewer rows than a batch.
+        num_rows = min(self.trainer.args.per_device_train_batch_size, max(rows for rows, _ in self._shapes))
+        largest = int((usable - self.held_bytes) * num_rows / (self.peak_bytes - self.held_bytes))
         return max(0, min(self.trainer.ranks.gather(largest)))
-
-
-def repeat_rows(loader: Any, times: int) -> Any:
-    """Change a data loader, possibly wrapped by accelerate, so that its batches repeat their rows. Return it."""
-    inner = inner_loader(loader)
-    inner.collate_fn = partial(_collate_repeated, inner.collate_fn, times)
-    return loader
-
-
-def _collate_repeated(collate: Callable[[list[Any]], Any], times: int, rows: list[Any]) -> Any:
-    return collate(rows * times)
 
 
 def _usable_bytes(device: torch.device) -> float:
@@ -249,21 +201,17 @@ def _describe_passes(trainer: Any) -> str:
 
 
 def _describe_memory(measured: StepMeasurement) -> str:
-    """Return the measured peak of the largest process."""
-    gather = measured.trainer.ranks.gather
-    peak, usable = max(gather(measured.peak_bytes)), min(gather(measured.usable_bytes))
+    """Return the measured peak of the largest process, and a batch that fits."""
+    trainer = measured.trainer
+    peak, usable = max(trainer.ranks.gather(measured.peak_bytes)), min(trainer.ranks.gather(measured.usable_bytes))
     text = f"peak of {peak / 2**30:.2f} GiB per process in the measured steps, of {usable / 2**30:.1f} GiB"
-    if measured.trainer.args.device.type == "cpu":
+    if trainer.args.device.type == "cpu":
         # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
         text += " (a longer run may hold twice as much, because the allocator keeps freed memory)"
+    # The completions of reinforcement learning get longer.
+    if trainer.run_facts.data_kind != "tasks":
+        text += f"; --per_device_train_batch_size {measured.largest_batch():,} fits at {measured.row_length} tokens"
     return text
-
-
-def _describe_largest_batch(measured: StepMeasurement) -> str:
-    rows = _ROW_NAMES.get(measured.trainer.run_facts.data_kind, "sequences")
-    fit = f"at least {measured.largest_batch():,} {rows} of {measured.row_length} tokens fit"
-    fewer = ", fewer if longer ones come" if len(measured.row_lengths) > 1 else ""
-    return f"{fit} (--per_device_train_batch_size){fewer}"
 
 
 def _describe_time(trainer: Any, step_seconds: float) -> str:
@@ -305,4 +253,4 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-__all__ = ["StepMeasurement", "begin_dry_run", "format_plan", "repeat_rows"]
+__all__ = ["begin_dry_run", "format_plan"]

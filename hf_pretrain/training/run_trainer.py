@@ -66,8 +66,6 @@ class RunTrainer(Trainer):
         self._evaluation_is_due = self._resumed_before_evaluation = False
         self._weight_decays: list[float | None] = []
         self._throughput = Throughput()
-        # Batches that a dry run trains on instead (`plan.py`).
-        self.planned_batches: Iterator | None = None
         model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
         # Digests of weights that change the updates but are in no checkpoint, by role. Compute them now: later, these
         # weights are wrapped or sharded.
@@ -327,7 +325,7 @@ class RunTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         if not self.is_in_train:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self._read_step(self.planned_batches or epoch_iterator, num_batches, device)
+        batches = self._read_step(epoch_iterator, num_batches, device)
         self._throughput.begin()
         return batches
 
@@ -352,9 +350,6 @@ class RunTrainer(Trainer):
     def _plan_lines(self) -> list[tuple[str, str]]:
         """Return further lines of a dry run's plan, each with its label. Subclasses override it."""
         return []
-
-    def show_longest_step(self) -> None:
-        """Let the next step of a dry run take as much memory as any of the run. Subclasses override it."""
 
     # Non-finite steps
 

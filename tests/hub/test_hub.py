@@ -456,18 +456,6 @@ def test_a_refused_repository_ends_the_run_before_training(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_token_on_the_command_line_goes_no_further(run, server, tmp_path):
-    arguments = ["--push_to_hub", "--hub_model_id", "toy", "--hub_token", TOKEN, "--report_to", "tensorboard"]
-    result = run(*arguments, "--save_strategy", "steps", "--save_steps", "1", HF_TOKEN="")
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert "model.safetensors" in files_of(server)
-    assert "--hub_token is visible in the process list" in result.stdout
-    assert TOKEN not in result.stdout and TOKEN.encode() not in server.bytes_received()
-    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in paths if TOKEN.encode() in path.read_bytes()]
-
-
-@pytest.mark.slow
 def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     arguments = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end", "--hub_language", "en"]
     assert run(*arguments, "--learning_rate", "3e-4").returncode == 0

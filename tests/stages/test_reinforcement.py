@@ -27,7 +27,7 @@ from hf_pretrain.stages.tools import calculator, load_tools
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import plan
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.plan import begin_dry_run, format_plan
+from hf_pretrain.training.plan import begin_dry_run
 from hf_pretrain.training.running import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -726,26 +726,6 @@ def test_a_dry_run_writes_nothing(workspace):
     assert result.returncode == 0, result.stdout[-3000:]
     assert re.search(r"^Time +[\d.]+ s per step", result.stdout, re.MULTILINE)
     assert not (workspace / "planned").exists()
-
-
-def test_the_memory_of_a_plan_is_that_of_the_longest_completions(tokenizer, tmp_path):
-    # Every second token ends the completion, and TRL generates in one of four steps.
-    others = [token for token in range(360) if token not in (5, tokenizer.eos_token_id)]
-    settings = {"max_completion_length": 20, "max_steps": 10, "steps_per_generation": 4}
-    facts = {"run_facts": RunFacts(data_kind="tasks")}
-    settings["generation_kwargs"] = {"suppress_tokens": others}
-    trainer = toy_trainer(tokenizer, tmp_path, trainer=facts, **settings)
-    generate, calls = trainer._generate_and_score_completions, []
-    trainer._generate_and_score_completions = lambda inputs: calls.append(len(inputs)) or generate(inputs)
-    begin_dry_run(trainer.args)
-    text = format_plan(trainer)
-    prompts = tokenizer.apply_chat_template(
-        list(trainer.train_dataset["prompt"]), add_generation_prompt=True, return_dict=False
-    )
-    length = int(re.search(r"at least [\d,]+ completions of (\d+) tokens fit", text)[1])
-    assert min(map(len, prompts)) <= length - 20 <= max(map(len, prompts))
-    # One generation in the four timed steps, and one in each step with 1, 2, 4 and 8 times as many rows.
-    assert calls == [16, 16, 32, 64, 128]
 
 
 def test_the_time_of_an_evaluation_counts_its_generation(tokenizer, tmp_path):

@@ -103,6 +103,7 @@ def test_bare_bf16_flag(tmp_path):
         ),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--profile", "--profile_interval", "1"], None, "--profile_interval 1 must be at least 2"),
+        (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
         (["--max_steps", "0"], None, "--max_steps 0 must be at least 1"),
         (["--num_train_epochs", "0"], None, "--num_train_epochs 0 must be above 0"),
         (["--num_train_epochs", "inf"], None, "--num_train_epochs inf must be above 0 and finite"),
@@ -148,16 +149,6 @@ def test_layers_are_compiled_by_default_on_cuda_without_deepspeed(tmp_path, monk
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     args = parse(tmp_path)[2]
     assert args.compiles_layers is expected and args.bf16 is (kind is None and has_bfloat16_units("cpu"))
-
-
-def test_bf16_without_units_gives_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    for words in ([], ["--bf16", "false"]):
-        parse(tmp_path, "--use_cpu", *words)
-    assert "bfloat16 units" not in caplog.text
-    training_args.logger.warning_once.cache_clear()
-    parse(tmp_path, "--use_cpu", "--bf16")
-    assert "this CPU has no bfloat16 units" in caplog.text
 
 
 def test_a_yaml_extends_another_one(tmp_path):
