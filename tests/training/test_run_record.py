@@ -24,13 +24,13 @@ TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"
 
 @pytest.fixture
 def make_arguments(tmp_path, monkeypatch):
-    """Return the arguments of a run in `tmp_path`, with one token on the command line and one in the environment."""
+    """Return the arguments of a run in `tmp_path`, with the token on the command line and in the environment."""
 
     def make(**fields) -> LMTrainingArguments:
-        words = ["recipes/pretrain.py", "--hub_token", TOKEN, f"--run_name={TOKEN}", "--max_steps", "3"]
+        words = ["recipes/pretrain.py", f"--run_name={TOKEN}", "--max_steps", "3"]
         monkeypatch.setattr(sys, "argv", words)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "hub_token": TOKEN} | fields
+        fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False} | fields
         return LMTrainingArguments(**fields)
 
     return make
@@ -44,7 +44,7 @@ def test_a_run_is_recorded(make_arguments, tmp_path):
     args = make_arguments(max_steps=3)
     begin_record(args, (DataArguments(dataset_name=["mine.jsonl"]),), checkpoint=None)
     (entry,) = read(tmp_path)
-    assert "recipes/pretrain.py --hub_token '<token>'" in entry["command"] and "--max_steps 3" in entry["command"]
+    assert "recipes/pretrain.py --run_name=<token> --max_steps 3" in entry["command"]
     # The record also has flags that the command line lacks.
     assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
     assert entry["versions"]["torch"] == torch.__version__ and entry["launcher"] == "python"
