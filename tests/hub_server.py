@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
@@ -85,12 +84,6 @@ def describe_tree(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
         for parent in map(str, list(PurePosixPath(path).parents)[:-1]):
             entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": git_oid("tree", parent.encode())}
     return dict(sorted(entries.items()))
-
-
-def is_ignored(path: str, gitignore: str) -> bool:
-    patterns = [line.strip().strip("/") for line in gitignore.splitlines() if line.strip() and line[0] != "#"]
-    names = [path, *PurePosixPath(path).parts, *map(str, PurePosixPath(path).parents)]
-    return any(fnmatch(name, pattern) for name in names for pattern in patterns)
 
 
 def decoded_texts(value: Any) -> Iterator[bytes]:
@@ -339,7 +332,6 @@ class HubServer:
         time.sleep(self.preupload_seconds)
         _, files = self._open(request, repo_id, write=True).resolve(revision)
         payload = json.loads(request.body)
-        gitignore = payload.get("gitIgnore") or files.get(".gitignore", b"").decode()
         answers = []
         for file in payload["files"]:
             path = file["path"]
@@ -347,7 +339,7 @@ class HubServer:
             if path in files:
                 entry = describe_file(path, files[path])
                 answer["oid"] = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
-            answers.append(answer | {"shouldIgnore": is_ignored(path, gitignore)})
+            answers.append(answer | {"shouldIgnore": False})
         return {"files": answers}
 
     @route("POST /{repo}.git/info/lfs/objects/batch")
@@ -357,33 +349,19 @@ class HubServer:
         objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(request.body)["objects"]]
         for item in objects:
             if item["oid"] not in repo.objects:
-                item["actions"] = {"upload": {"href": f"{url}/{item['oid']}"}, "verify": {"href": f"{url}/verify"}}
+                item["actions"] = {"upload": {"href": f"{url}/{item['oid']}"}}
         return {"transfer": "basic", "objects": objects}
 
     @route("PUT /{repo}.git/info/lfs/objects/(?P<oid>[0-9a-f]{{64}})")
     def _lfs_upload(self, request: Request, repo_id: str, oid: str) -> Response:
         # The client sends no token here, because the real Hub signs these URLs.
-        if hashlib.sha256(request.body).hexdigest() != oid:
-            raise HubError(400, "The content does not have the expected sha256")
         self.repos[repo_id].objects[oid] = request.body
         return Response(headers={"ETag": f'"{oid}"'})
-
-    @route("POST /{repo}.git/info/lfs/objects/verify")
-    def _lfs_verify(self, request: Request, repo_id: str) -> dict[str, Any]:
-        payload = json.loads(request.body)
-        content = self._open(request, repo_id, write=True).objects.get(payload["oid"])
-        if content is None or len(content) != payload["size"]:
-            raise HubError(404, "The object was not uploaded")
-        return {}
 
     @route("POST /api/models/{repo}/commit/{rev}")
     def _commit(self, request: Request, repo_id: str, revision: str) -> dict[str, Any]:
         repo = self._open(request, repo_id, write=True)
-        if revision != "main" or "create_pr=" in request.path:
-            raise HubError(400, "Only commits to main are served")
         header, *operations = map(json.loads, request.body.splitlines())
-        if header["value"].get("parentCommit", repo.sha) != repo.sha:
-            raise HubError(412, "The head is not the parent commit")
         files = dict(repo.files)
         for operation in operations:
             kind, value = operation["key"], operation["value"]
@@ -391,17 +369,11 @@ class HubServer:
             if kind == "file":
                 files[path] = base64.b64decode(value["content"])
             elif kind == "lfsFile":
-                if value["oid"] not in repo.objects:
-                    raise HubError(400, f"The LFS object of {path} was not uploaded")
                 files[path] = repo.objects[value["oid"]]
             else:
-                gone = [name for name in files if name == path or name.startswith(path.rstrip("/") + "/")]
-                if not gone:
-                    raise HubError(404, "A file with this name doesn't exist", "EntryNotFound")
-                for name in gone:
-                    del files[name]
-        message = "\n\n".join(filter(None, [header["value"]["summary"], header["value"].get("description")]))
-        sha = repo.commit(message, files)
+                gone = path.rstrip("/") + "/"
+                files = {name: content for name, content in files.items() if not f"{name}/".startswith(gone)}
+        sha = repo.commit(header["value"]["summary"], files)
         return {"success": True, "commitOid": sha, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{sha}"}
 
     @route("GET /api/models/{repo}(/revision/{rev})?")
@@ -451,11 +423,7 @@ class HubServer:
             raise HubError(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": sha})
         content = files[path]
         entry = describe_file(path, content)
-        headers = {"X-Repo-Commit": sha, "ETag": f'"{entry["oid"]}"', "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{entry["oid"]}"'}
         if "lfs" in entry:
             headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(len(content))}
-        if bounds := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", "")):
-            start, end = int(bounds[1]), min(int(bounds[2] or len(content)), len(content) - 1)
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            return Response(content[start : end + 1], 206, headers)
         return Response(content, 200, headers)
