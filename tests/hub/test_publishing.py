@@ -1,8 +1,6 @@
 """The choice of pushed files, over real HTTP, from a directory with many other files."""
 
-import errno
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from hf_pretrain.hub import repository as hub
 from hf_pretrain.hub.repository import create_repository, push_folder
 from tests.hub_server import TOKEN, HubServer
 from tests.invariants.launching import cpu_environment
@@ -90,20 +87,3 @@ def test_the_printed_command_pushes_the_same_files(server, run_directory):
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL
     assert SECRET.encode() not in server.bytes_received()
-
-
-def test_files_are_copied_on_a_disk_without_hard_links(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    # A FAT file system raises this error.
-    monkeypatch.setattr(os, "link", refuse)
-    (tmp_path / "weights").write_bytes(b"bits")
-    hub.link_or_copy(tmp_path / "weights", tmp_path / "staged")
-    assert (tmp_path / "staged").read_bytes() == b"bits" and (tmp_path / "staged").stat().st_nlink == 1
-
-
-def test_the_model_of_a_checkpoint_is_staged_without_its_other_files(run_directory):
-    """Files that only a checkpoint needs do not belong to the model."""
-    (run_directory / "manifest.json").touch()
-    assert set(hub.published_files(run_directory)) == MODEL
