@@ -92,7 +92,6 @@ def format_run_card(
     *,
     repo_id: str,
     training: list[tuple[str, str]],
-    command: str,
     language: list[str] | None = None,
     license: str | None = None,
     has_curve: bool = False,
@@ -106,7 +105,6 @@ def format_run_card(
         facts (`RunFacts`): the facts that the recipe knows.
         repo_id (`str`): the repository that receives the card.
         training (`list` of pairs of `str`): rows of the table "Training".
-        command (`str`): the command that continues the run from this repository.
         language (`list[str]`, *optional*): ISO codes; by default the languages of the embedded corpora, if used.
         license (`str`, *optional*): the licence of the model.
         has_curve (`bool`): whether the loss curve lies beside the card.
@@ -133,7 +131,6 @@ def format_run_card(
         origin=f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}.",
         tables=tables | {"Training": training},
         data=[f"Datasets: {facts.data_name}", *facts.data],
-        command=command,
         has_curve=has_curve,
     )
 

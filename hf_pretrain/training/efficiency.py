@@ -111,6 +111,12 @@ class PeakRate:
         return self.flops_per_second
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def measure_gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest of several large square matrix products."""
     # Matrices must be large enough to keep all threads busy, and small enough to take milliseconds.
@@ -118,20 +124,15 @@ def measure_gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     left, right, product = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
     best = float("inf")
     for _ in range(10):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         torch.mm(left, right, out=product)
-        _synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     if device.type == "cuda":
         # The matrices above do not count as memory of the run.
         torch.cuda.reset_peak_memory_stats(device)
     return 2 * size**3 / best
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def held_memory_bytes(device: torch.device) -> int:
@@ -163,16 +164,8 @@ def reset_peak_memory(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def available_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that training can use: a GPU's whole memory, or the memory that the machine has available."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().available
-
-
 __all__ = [
     "PeakRate",
-    "available_memory_bytes",
     "flops_per_token",
     "held_memory_bytes",
     "known_peak",
@@ -180,4 +173,5 @@ __all__ = [
     "num_active_parameters",
     "peak_memory_bytes",
     "reset_peak_memory",
+    "synchronize",
 ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import psutil
 import torch
 from datasets.config import HF_DATASETS_CACHE
 from torch import nn
@@ -28,12 +29,12 @@ from ..runtime.processes import num_local_processes, on_main_process
 from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .efficiency import (
-    available_memory_bytes,
     flops_per_token,
     held_memory_bytes,
     num_active_parameters,
     peak_memory_bytes,
     reset_peak_memory,
+    synchronize,
 )
 from .optimizers import optimizer_name
 
@@ -157,8 +158,7 @@ class StepMeasurement(TrainerCallback):
             self._shapes.add(tuple(inputs[0].shape))
 
     def on_step_end(self, args, state, control, **kwargs):
-        if args.device.type != "cpu":
-            torch.accelerator.synchronize()
+        synchronize(args.device)
         self.times.append(time.perf_counter())
         if state.global_step == min(NUM_STEPS, state.max_steps):
             self._hook.remove()
@@ -189,7 +189,7 @@ def _usable_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     # All processes share the free memory of the machine.
-    return available_memory_bytes(device) / num_local_processes() + held_memory_bytes(device)
+    return psutil.virtual_memory().available / num_local_processes() + held_memory_bytes(device)
 
 
 def _describe_passes(trainer: Any) -> str:

@@ -273,7 +273,6 @@ def write_run_card(
         facts,
         repo_id=repo_id,
         training=_describe_training(args, state, layout),
-        command=resume_command(args, facts.recipe, repo_id),
         language=args.hub_language,
         license=args.hub_license,
         has_curve=Path(args.output_dir, CURVE_NAME).is_file(),
@@ -302,10 +301,3 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
         ("hardware", args.launch_description),
         ("versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "hf_pretrain"))),
     ]
-
-
-def resume_command(args: LMTrainingArguments, recipe: str, repo_id: str) -> str:
-    """Return the command that continues a run from `repo_id`: from a pushed checkpoint, or else from the weights."""
-    if args.hub_strategy in ("checkpoint", "all_checkpoints") and not args.save_only_model:
-        return f"hf-pretrain {recipe} --resume_from_hub {repo_id}   # with the flags of this run"
-    return f"hf-pretrain {recipe} --model_name_or_path {repo_id}"

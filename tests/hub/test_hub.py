@@ -22,7 +22,6 @@ from hf_pretrain.hub import repository as hub
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.model.configuration_minimind import CODE_FILES
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.reporting import resume_command
 from hf_pretrain.training.resume_from_hub import pull_checkpoint
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, export
 from hf_pretrain.weights.files import resolve
@@ -379,14 +378,6 @@ def test_only_one_of_several_formats_is_downloaded(publish, server):
     assert {path.name for path in resolve("user/formats").iterdir()} == {"config.json", *shards}
 
 
-def test_the_card_names_resuming_only_where_it_is_possible(tmp_path):
-    for save_only_model, flag in ((False, "--resume_from_hub me/mine"), (True, "--model_name_or_path me/mine")):
-        args = LMTrainingArguments(
-            output_dir=str(tmp_path), hub_strategy="checkpoint", save_only_model=save_only_model, use_cpu=True
-        )
-        assert flag in resume_command(args, "pretrain", "me/mine")
-
-
 @pytest.mark.parametrize("format", EXPORT_FORMATS)
 def test_a_conversion_without_tokenizer_promises_none(format, build_model):
     def card(has_tokenizer: bool) -> str:
@@ -480,7 +471,7 @@ def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
     assert "| learning rate | 0.0003, warmup 0.02, cosine_with_min_lr {'min_lr_rate': 0.1} |" in text
     assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU" in text
-    assert "![Loss over tokens](loss_curve.png)" in text and "--model_name_or_path user/toy" in text
+    assert "![Loss over tokens](loss_curve.png)" in text
     assert "AutoModelForCausalLM.from_pretrained(\"user/toy\", trust_remote_code=True)" in text  # fmt: skip
 
 
@@ -503,8 +494,6 @@ def test_preference_training_pushes_a_loadable_model(workspace, server, environm
     # The manifest describes a checkpoint, not the model.
     assert "last-checkpoint/manifest.json" in files and "manifest.json" not in files
     assert not [name for name in files if "training_args" in name]
-    card = server.repos["user/toy"].files["README.md"].decode()
-    assert "hf-pretrain dpo --resume_from_hub user/toy" in card
     ours = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     assert torch.equal(pull_logits("user/toy", environment, tmp_path), ours(torch.arange(20)[None]).logits)
 

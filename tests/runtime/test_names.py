@@ -56,7 +56,7 @@ def test_cards_name_hub_ids_and_no_paths(build_model):
     def card(base_model: str, dataset: str) -> ModelCard:
         facts = RunFacts(datasets=[dataset], base_model=base_model)
         state = TrainerState(log_history=[], max_steps=1)
-        return ModelCard(format_run_card(build_model(), state, facts, repo_id="me/x", training=[], command=""))
+        return ModelCard(format_run_card(build_model(), state, facts, repo_id="me/x", training=[]))
 
     assert card("owner/name:full_sft_512.pth", "me/data").data.base_model == "owner/name"
     assert card("owner/name", "me/data").data.datasets == ["me/data"]

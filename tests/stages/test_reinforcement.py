@@ -760,7 +760,7 @@ def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
         assert f"<figcaption>{title}</figcaption>" in page
     assert recorded.loss_unit == "GRPO" and samples[0][0] in page
     card = pushed["README.md"].decode()
-    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card and "hf-pretrain grpo" in card
+    assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card
     assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
     assert "validation loss" not in card and "trl" not in card.lower()
 
