@@ -4,8 +4,7 @@ The Hugging Face Hub: model cards, the list of files that may be published, push
 """
 
 from .model_card import RunFacts
-from .pusher import HubPusher
-from .repository import create_repository, push_folder
+from .repository import HubPusher, create_repository, push_folder
 
 
 __all__ = ["HubPusher", "RunFacts", "create_repository", "push_folder"]

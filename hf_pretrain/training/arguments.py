@@ -62,34 +62,18 @@ class LMTrainingArguments(TrainingArguments):
     """
 
     help_title: ClassVar[str] = "Training, saving and sharding"
-    config: str | None = field(
-        default=None,
-        metadata={
-            "help": "YAML file with values of these flags; by default the preset's file. Flags on the command line "
-            "override it."
-        },
-    )
+    config: str | None = field(default=None, metadata={"help": "YAML file with values of these flags."})
     output_dir: str | None = field(default="out/pretrain", metadata={"help": "Directory of the run."})
-    fsdp_size: int = field(
-        default=1, metadata={"help": "Shard parameters over this many processes with transformers' own FSDP2."}
-    )
-    tp_size: int = field(default=1, metadata={"help": "Tensor parallelism: split matrices over this many GPUs."})
-    ep_size: int = field(
-        default=1,
-        metadata={"help": "Expert parallelism: split the experts over this many FSDP and tensor-parallel ranks."},
-    )
+    fsdp_size: int = field(default=1, metadata={"help": "Shard the model over this many processes (FSDP2)."})
+    tp_size: int = field(default=1, metadata={"help": "Split matrices over this many GPUs (tensor parallelism)."})
+    ep_size: int = field(default=1, metadata={"help": "Split the experts over this many processes."})
     dp_replicate_size: int = field(
-        default=1,
-        metadata={"help": "Replicas of the model that --fsdp_size shards, usually the number of machines."},
+        default=1, metadata={"help": "Copies of the sharded model, usually one per machine."}
     )
     resume_from_hub: str | None = field(
-        default=None,
-        metadata={"help": "Resume from the newest checkpoint pushed to this Hub id (--hub_strategy checkpoint)."},
+        default=None, metadata={"help": "Resume from the newest checkpoint pushed to this Hub id."}
     )
-    allow_inexact_resume: bool = field(
-        default=False,
-        metadata={"help": "Resume although settings or data differ, or the checkpoint has no manifest."},
-    )
+    allow_inexact_resume: bool = field(default=False, metadata={"help": "Resume although settings or data differ."})
     on_nonfinite: str = field(
         default="stop",
         metadata={
@@ -98,10 +82,7 @@ class LMTrainingArguments(TrainingArguments):
         },
     )
     trust_checkpoint: bool = field(
-        default=False,
-        metadata={
-            "help": "Unpickle the shards of a checkpoint from the Hub or from outside output_dir, which can run code."
-        },
+        default=False, metadata={"help": "Unpickle shards that the run did not write. They can run code."}
     )
     # The stages after pretraining use adamw.
     default_optim_preset: ClassVar[str] = "muon"
@@ -117,44 +98,27 @@ class LMTrainingArguments(TrainingArguments):
         default=cast(str, None),
         metadata={"help": f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}."},
     )
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Train four steps, print the plan of the run (time, memory, disk space), and stop."},
-    )
+    dry_run: bool = field(default=False, metadata={"help": "Train four steps, print the plan of the run, and stop."})
     report_to: None | str | list[str] = field(
-        default=None,
-        metadata={
-            "help": "Trackers of the run, such as tensorboard and wandb, or none. By default trackio (a local "
-            "dashboard without an account), if it is installed."
-        },
+        default=None, metadata={"help": "Trackers of the run, or none. By default trackio, if it is installed."}
     )
-    profile: bool = field(
-        default=False, metadata={"help": "Write a torch profiler trace of one step per --profile_interval steps."}
-    )
+    profile: bool = field(default=False, metadata={"help": "Write traces of torch's profiler."})
     profile_interval: int = field(default=100, metadata={"help": "Steps per trace of --profile."})
-    hub_license: str | None = field(
-        default=None, metadata={"help": "Licence of the pushed model, for the model card."}
-    )
-    hub_language: list[str] | None = field(
-        default=None, metadata={"help": "ISO codes of the data's languages, for the model card."}
-    )
+    hub_license: str | None = field(default=None, metadata={"help": "Licence of the pushed model."})
+    hub_language: list[str] | None = field(default=None, metadata={"help": "ISO codes of the data's languages."})
     # `None` means auto. The type is a plain bool, so that HfArgumentParser accepts a bare `--bf16`.
     bf16: bool = field(
-        default=cast(bool, None),
-        metadata={"help": "bfloat16 autocast. On by default where the hardware has bfloat16 units."},
+        default=cast(bool, None), metadata={"help": "bfloat16 autocast. On by default where the hardware has it."}
     )
     torch_compile: bool = field(
-        default=cast(bool, None),
-        metadata={"help": "Compile each decoder layer. On by default with CUDA and without DeepSpeed."},
+        default=cast(bool, None), metadata={"help": "Compile each layer. On by default with CUDA, not with DeepSpeed."}
     )
     # GPT-3 has these betas and weight decay, and a cosine down to 10 % (https://arxiv.org/abs/2005.14165, appendix B).
     learning_rate: float = field(
-        default=cast(float, None),
-        metadata={"help": "Peak learning rate. In pretraining, the default follows from the optimizer and the width."},
+        default=cast(float, None), metadata={"help": "Peak learning rate. By default as optimizer and width need it."}
     )
     max_grad_norm: float = field(
-        default=cast(float, None),
-        metadata={"help": "Largest norm of the gradients; 0 turns clipping off. By default 0 for Muon, otherwise 1."},
+        default=cast(float, None), metadata={"help": "Largest norm of the gradients, 0 for any. By default 1, Muon 0."}
     )
     lr_scheduler_type: str = field(
         default="cosine_with_min_lr",
@@ -164,9 +128,7 @@ class LMTrainingArguments(TrainingArguments):
             "choices": [kind.value for kind in SchedulerType],
         },
     )
-    warmup_steps: float = field(
-        default=0.02, metadata={"help": "Warmup in steps, or as a share of all steps if below 1."}
-    )
+    warmup_steps: float = field(default=0.02, metadata={"help": "Warmup in steps, or as a share of all if below 1."})
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of matrices. Vectors have none."})
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's decay rate of the second moment."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training data."})

@@ -19,8 +19,7 @@ from ..checkpoints import sharded
 from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
-from ..hub.pusher import HubPusher
-from ..hub.repository import create_repository
+from ..hub.repository import HubPusher, create_repository
 from ..runtime.activity import announce
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.errors import UserError

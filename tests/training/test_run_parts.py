@@ -20,8 +20,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from hf_pretrain.checkpoints.directory import checkpoint_path
 from hf_pretrain.checkpoints.manifest import find_damage, read_manifest, write_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
-from hf_pretrain.hub.pusher import HubPusher
-from hf_pretrain.hub.repository import create_repository
+from hf_pretrain.hub.repository import HubPusher, create_repository
 from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.runtime.writing import ASIDE
