@@ -14,8 +14,7 @@ from pathlib import Path
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.hub.repository import create_repository, push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.locking import LOCK_NAME
-from hf_pretrain.runtime.writing import check_empty, check_output, written_whole
+from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, check_output, written_whole
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.loading import save_tokenizer
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer

@@ -3,7 +3,6 @@ Write checkpoints and models completely or not at all.
 
 All files go into `.saving/` inside the output directory. The writer flushes them to the disk and only then renames
 them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it back and compares it after the rename.
-With `--save_on_each_node`, all machines save the same files (`machines.py`).
 """
 
 import errno
@@ -26,13 +25,12 @@ from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import CONFIG_NAME
 
 from ..runtime.command_line import EXIT_NOT_SAVED
-from ..runtime.processes import on_saving_processes
+from ..runtime.ranks import on_main_process
 from ..runtime.writing import ASIDE, refused_write
 from ..tokenizer.loading import save_tokenizer
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME
 from .directory import remove_leftovers, set_aside, summarize
-from .machines import equalize
 from .manifest import find_damage, flush, write_manifest
 
 
@@ -123,7 +121,7 @@ class CheckpointWriter:
             source.mkdir(parents=True)
 
         reporting = self.reporting_full_disks(target)
-        on_saving_processes(self.args, reporting(make_room))
+        on_main_process(self.args, reporting(make_room))
         self.directory = source.parent
         try:
             with self.reporting_full_disks(target):
@@ -133,11 +131,8 @@ class CheckpointWriter:
         # Every rank must have written its shards before one of them renames the directory.
         if self.args.world_size > 1:
             wait_for_everyone()
-        on_saving_processes(self.args, reporting(partial(add_files, source)))
-        if self.args.save_on_each_node and self.args.world_size > 1:
-            # No machine may publish its files before all machines have copied theirs.
-            equalize(source, self.args, reporting=reporting)
-        on_saving_processes(self.args, reporting(partial(publish, source)))
+        on_main_process(self.args, reporting(partial(add_files, source)))
+        on_main_process(self.args, reporting(partial(publish, source)))
 
     def check_space(self) -> None:
         """End the process with `EXIT_NOT_SAVED` if the checkpoints that the run will save do not fit on the disk."""

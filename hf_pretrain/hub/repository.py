@@ -167,12 +167,7 @@ def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Pat
     # Download beside the target, because a rename works only within one file system.
     with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=target.parent) as scratch:
         snapshot_download(repo_id, allow_patterns=files, revision=revision, local_dir=scratch)
-        try:
-            os.rename(Path(scratch) / folder, target)
-        except OSError:
-            # Another machine on the same file system may have been faster.
-            if not (target / TRAINER_STATE_NAME).is_file():
-                raise
+        os.rename(Path(scratch) / folder, target)
 
 
 def remove_staging(output_dir: str | Path) -> None:

@@ -1,18 +1,76 @@
-"""Let the ranks of a run agree, and name the ranks that do not respond."""
+"""Let the ranks of a run agree, take turns, and name the ranks that do not respond."""
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
+from transformers import TrainingArguments
 
+
+T = TypeVar("T")
 
 # If several ranks fail for the same reason, they do so within this time.
 _ROLL_CALL_SECONDS = 5.0
+
+
+def num_local_processes() -> int:
+    """Return the number of processes that the launcher started on this machine."""
+    # NOTE: under the deepspeed launcher, which sets LOCAL_SIZE, accelerate sets LOCAL_WORLD_SIZE to 1.
+    is_deepspeed = "CROSS_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    return int(os.environ.get("LOCAL_SIZE" if is_deepspeed else "LOCAL_WORLD_SIZE", 1))
+
+
+def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
+    """
+    Run `decide` on the main process and give its result to every rank.
+
+    If `decide` raises, every rank raises, so that no rank waits for a rank that has stopped. All ranks must call this
+    function.
+    """
+    # Send the result and the error in one broadcast, so that every rank enters it in either case.
+    outcome: list[Any] = [None, None]
+    if args.process_index == 0:
+        try:
+            outcome[0] = decide()
+        except (ValueError, OSError, SystemExit) as error:
+            outcome[1] = error
+    if args.world_size > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+@contextmanager
+def first_process_first(local_rank: int) -> Iterator[None]:
+    """
+    Run the block in the first process of each machine, then in the others. All ranks must call this function.
+
+    If the first process fails, the others run the block, too, and its launcher ends them. If it dies, they raise.
+
+    NOTE: `main_process_first` of transformers waits at most `--ddp_timeout` seconds.
+    """
+    group = _patient_group()
+    try:
+        if local_rank == 0:
+            yield
+    finally:
+        dist.barrier(group)
+    if local_rank != 0:
+        yield
+
+
+@cache
+def _patient_group() -> dist.ProcessGroup:
+    """Return a group of all ranks whose collectives have a week."""
+    return dist.new_group(backend="gloo", timeout=timedelta(weeks=1))
 
 
 class Ranks:
@@ -73,18 +131,19 @@ class Ranks:
 
     def _find_missing(self) -> list[int]:
         """Return the ranks that do not report within `_ROLL_CALL_SECONDS` that they have stopped as well."""
+        # NOTE: no public function returns the store, and collectives of a group with a dead rank fail.
         store = dist.distributed_c10d._get_default_store()
+        names = {rank: f"stopped/{rank}" for rank in range(self.world_size)}
         try:
-            store.set(f"stopped/{self.rank}", "")
-            names = [f"stopped/{rank}" for rank in range(self.world_size)]
+            store.set(names[self.rank], "")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
-            while time.monotonic() < deadline and not store.check(names):
+            while time.monotonic() < deadline and not store.check([*names.values()]):
                 time.sleep(0.1)
-            return [rank for rank, name in enumerate(names) if not store.check([name])]
+            return [rank for rank, name in names.items() if not store.check([name])]
         except (RuntimeError, ConnectionError):
             # Rank 0 or its launcher holds the store, so an unreachable store means that rank 0 has ended or will end.
             # Rank 0 itself cannot tell who failed, and keeps its own error.
             return [0] if self.rank else []
 
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "first_process_first", "num_local_processes", "on_main_process"]

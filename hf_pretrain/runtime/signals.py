@@ -1,22 +1,26 @@
-"""Listen for the signals that ask a run to stop."""
+"""Listen for the signals that ask a run to stop, and stop ranks whose launcher is gone."""
 
 import atexit
 import multiprocessing
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any
 
+import psutil
 from torch.utils.data import DataLoader
+from transformers.utils import logging
 
+
+logger = logging.get_logger(__name__)
 
 # Windows has only the first two.
-_SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
+SIGNALS = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")]
 # The terminal sends a signal to every process, and launchers forward it again. The copy arrives within this time.
 _COPY_SECONDS = 2.0
 
@@ -98,7 +102,7 @@ def _end_workers() -> None:
     NOTE: `multiprocessing` would send one SIGTERM, which they ignore, and wait for them without a limit. It registered
     its exit function earlier, so this function runs before it.
     """
-    if hasattr(signal, "SIGCHLD"):
+    if sys.platform != "win32":
         # torch's handler would report the ended workers as a fault.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
@@ -106,4 +110,39 @@ def _end_workers() -> None:
             process.kill()
 
 
-__all__ = ["SIGNALS", "SignalListener", "let_workers_survive_one_sigterm"]
+@cache
+def watch_launcher(launcher: str) -> None:
+    """
+    Stop this process, as after SIGTERM, when its launcher dies.
+
+    A dead launcher can neither forward signals nor end its ranks, which would write into the directory of the next
+    run. A process that a user started (`launcher` is `python`) may outlive its shell, so it is not watched.
+    """
+    if launcher == "python":
+        return
+    chain = _ancestors(2 if launcher == "deepspeed" else 1)
+
+    def watch() -> None:
+        # When a parent dies, the kernel gives its children another parent.
+        while _ancestors(len(chain)) == chain:
+            time.sleep(1)
+        logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone. This rank stops, as after SIGTERM.")
+        # Send the signal to this process itself: the run then saves a checkpoint and ends.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _ancestors(number: int) -> list[int]:
+    """
+    Return the ids of the `number` nearest ancestors of this process, the parent first. With DeepSpeed there are two
+    levels: its runner starts a launcher, which starts the ranks.
+    """
+    found = [os.getppid()]
+    with suppress(psutil.Error):
+        while len(found) < number:
+            found.append(psutil.Process(found[-1]).ppid())
+    return found
+
+
+__all__ = ["SIGNALS", "SignalListener", "let_workers_survive_one_sigterm", "watch_launcher"]

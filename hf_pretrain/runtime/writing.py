@@ -1,4 +1,4 @@
-"""Write results completely or not at all."""
+"""Write results completely or not at all, one process at a time."""
 
 import errno
 import os
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME
 
 from .errors import UserError
-from .locking import LOCK_NAME, hold_output_dir, release_output_dir
 
 
+LOCK_NAME = ".lock"
 # The beginning of the names of directories that hold unfinished files.
 ASIDE = ".saving"
 MANIFEST_NAME = "manifest.json"
@@ -66,6 +67,42 @@ def refused_write(error: BaseException) -> bool:
     )
 
 
+# The locks of this process. `FileLock` counts how often one object is acquired.
+_locks: dict[Path, FileLock] = {}
+
+
+def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
+    """
+    Lock a file until [`release_lock`] or the end of this process, which may take a lock several times.
+
+    `FileLock` is a kernel lock (flock): the kernel frees it however the process ends, also after `kill -9` while data
+    loader workers that it forked still live. A network file system must support flock, as NFS does.
+
+    Raises:
+        `ValueError`: if another process holds the lock for `patience_seconds`.
+    """
+    lock = _locks.get(path.absolute()) or FileLock(path)
+    try:
+        lock.acquire(timeout=patience_seconds)
+    except Timeout as error:
+        raise UserError(
+            f"{path.parent} is in use by another process, which holds {path}. Wait for it, stop it, or choose another "
+            "place to write to."
+        ) from error
+    _locks[path.absolute()] = lock
+
+
+def release_lock(path: Path) -> None:
+    """Release a lock as often as [`take_lock`] took it. Delete the file with the last release."""
+    lock = _locks[path.absolute()]
+    if lock.lock_counter == 1:
+        del _locks[path.absolute()]
+        # Waiting processes notice that the file has no name any more. Windows does not delete an open file.
+        with suppress(OSError):
+            path.unlink()
+    lock.release()
+
+
 @contextmanager
 def written_whole(
     directory: str | Path, *, lock: str | None = None, replaces: Callable[[], Iterable[Path]] = tuple
@@ -90,12 +127,15 @@ def written_whole(
     directory = Path(directory)
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    is_held = lock is not None and hold_output_dir(directory, lock_name=lock)
-    prefix = f"{ASIDE}{'' if lock in (None, LOCK_NAME) else lock}-"
+    prefix = f"{ASIDE}{lock or ''}-"
     scratch = None
+    if lock is not None:
+        take_lock(directory / lock)
     try:
-        if is_held:
-            _remove_leftovers(directory, prefix)
+        if lock is not None:
+            # Killed processes left them under the same lock.
+            for path in directory.glob(f"{prefix}*"):
+                shutil.rmtree(path, ignore_errors=True)
         replaced = [*replaces()]
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
         new, old = scratch / "new", scratch / "old"
@@ -113,8 +153,8 @@ def written_whole(
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
-        if is_held:
-            release_output_dir(directory, lock_name=lock or LOCK_NAME)
+        if lock is not None:
+            release_lock(directory / lock)
         if is_new:
             # After an error, the directory is empty.
             with suppress(OSError):
@@ -135,11 +175,15 @@ def _move(moves: list[tuple[Path, Path]]) -> None:
         raise
 
 
-def _remove_leftovers(directory: Path, prefix: str) -> None:
-    """Delete the unfinished files of killed processes that held the same lock."""
-    for path in directory.iterdir():
-        if path.name.startswith(prefix):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-__all__ = ["ASIDE", "MANIFEST_NAME", "check_empty", "check_output", "is_unfinished", "refused_write", "written_whole"]
+__all__ = [
+    "ASIDE",
+    "LOCK_NAME",
+    "MANIFEST_NAME",
+    "check_empty",
+    "check_output",
+    "is_unfinished",
+    "refused_write",
+    "release_lock",
+    "take_lock",
+    "written_whole",
+]

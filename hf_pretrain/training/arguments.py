@@ -20,7 +20,7 @@ from ..runtime.devices import has_bfloat16_units
 from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices, check_word
-from ..runtime.waiting import first_process_first
+from ..runtime.ranks import first_process_first
 from .deepspeed_support import turns_on_deepspeed
 from .launch import (
     check_device,
@@ -238,7 +238,7 @@ class LMTrainingArguments(TrainingArguments):
             desc (`str`): the work as a participle, such as `preparing the data`, for the waiting processes' message.
         """
         if self.world_size > 1 and dist.is_initialized():
-            with first_process_first(self.process_index, self.local_process_index, desc=desc):
+            with first_process_first(self.local_process_index):
                 yield
         else:
             yield

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from ..runtime.metrics import HEADLINES
-from .run_record import add_to_record
+from .run_directory import RunDirectory
 
 
 class ProgressBarCallback(ProgressCallback):
@@ -64,7 +64,7 @@ class SampleCallback(TrainerCallback):
         texts = self.sample(model)
         self.samples.append((state.global_step, texts))
         if state.is_world_process_zero and texts:
-            add_to_record(args, samples=self.samples)
+            RunDirectory(args).record(samples=self.samples)
             prompt, text = texts[0]
             print_line(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
 

@@ -28,7 +28,7 @@ from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
 from ..runtime.devices import default_device_type, installed_plug_ins
 from ..runtime.errors import UserError
 from ..runtime.installation import check_deepspeed
-from ..runtime.processes import num_local_processes
+from ..runtime.ranks import num_local_processes
 from ..weights.files import read_json
 from .deepspeed_support import turns_on_deepspeed
 
@@ -173,11 +173,10 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
             "--deepspeed and transformers' own sharding (--fsdp_size, --tp_size, --ep_size) exclude each other. "
             "Leave one of them out."
         )
-    if args.distributed_config is not None and args.save_on_each_node:
+    if args.save_on_each_node:
         raise UserError(
-            "--save_on_each_node is not possible with --fsdp_size, --tp_size and --ep_size: only the first process "
-            "holds the gathered optimizer state, and the other machines would save an empty one. Put --output_dir on "
-            "a disk that all machines share, and leave the flag out."
+            "--save_on_each_node is not supported. Put --output_dir on a disk that all machines share, or push the "
+            "checkpoints with --push_to_hub --hub_strategy checkpoint and resume with --resume_from_hub."
         )
 
 

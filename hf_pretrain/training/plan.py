@@ -25,7 +25,7 @@ from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.activity import announce
 from ..runtime.allocation import return_freed_blocks
-from ..runtime.processes import num_local_processes, on_main_process
+from ..runtime.ranks import num_local_processes, on_main_process
 from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .efficiency import (

@@ -25,7 +25,7 @@ from ..runtime.metrics import HEADLINES
 from ..tokenizer.encoding import encode_prompt
 from .arguments import LMTrainingArguments
 from .optimizers import complete_schedule_kwargs, optimizer_name
-from .run_record import add_to_record
+from .run_directory import RunDirectory
 
 
 logger = logging.get_logger(__name__)
@@ -250,7 +250,7 @@ def write_run_page(args: LMTrainingArguments, state: TrainerState, *, stopped: s
         if not (output_dir / RECORD_NAME).is_file():
             return
         if stopped is not None:
-            add_to_record(args, stopped=f"after step {state.global_step}: {stopped}")
+            RunDirectory(args).record(stopped=f"after step {state.global_step}: {stopped}")
         from ..reports.page import write_page
 
         run = Run(output_dir.resolve().name, read_launches(output_dir), state.log_history)

@@ -2,11 +2,13 @@
 Describe runs in the manifests of their checkpoints, and compare the descriptions. A run resumes exactly, or it refuses
 to resume and gives the reason.
 
-A description holds the settings that change an update (`settings.py`), and digests of the contents that some of them
-only name: data, tokenizer, config, adapter, and weights that training does not change.
+A description holds the settings that change an update, and the contents that some of them only name: data, tokenizer,
+config, adapter, and weights that training does not change.
 """
 
+import json
 from collections.abc import Iterable
+from enum import Enum
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,34 +26,116 @@ from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
 from ..weights.adapters import is_adapted
+from .arguments import LMTrainingArguments
 from .optimizers import optimizer_name
-from .settings import (
-    ADAPTER_FLAGS,
-    CONTENT_FLAGS,
-    DATA_FLAGS,
-    MODEL_FLAGS,
-    WEIGHT_FLAGS,
-    describe_settings,
-    plain,
-)
 
 
 logger = logging.get_logger(__name__)
 
-# Fields of a config that change no update of a resumed run. Trainer, `from_pretrained` and `save_pretrained` change
-# most of them: the name is a path, and the special tokens are the tokenizer's. `zero_init_residual` changes the first
-# weights only.
-_CHANGING_FIELDS = {
+# All arguments are compared, new ones and those of libraries too, except the following, which change no update. They
+# say where and when the run writes, evaluates and reports, and how it resumes.
+_HARMLESS = {
+    *("output_dir", "run_name", "project", "config", "disable_tqdm", "report_to", "profile", "profile_interval"),
+    *("include_num_input_tokens_seen", "skip_memory_metrics", "debug", "preview", "dry_run", "max_rejected_ratio"),
+    *("trust_remote_code", "load_best_model_at_end", "do_train", "do_eval", "do_predict", "local_rank"),
+    *("generate_during_eval", "per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics"),
+    *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "num_generations_eval", "precompute_ref_batch_size"),
+    *("push_to_hub", "num_completions_to_print", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint"),
+    *("allow_inexact_resume", "trust_checkpoint", "on_nonfinite"),
+    # Processes, devices and kernels. They change at most the rounding.
+    *("use_cpu", "full_determinism", "num_proc", "dataset_num_proc", "dataloader_num_workers"),
+    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("dataloader_multiprocessing_context", "auto_find_batch_size", "torch_empty_cache_steps"),
+    *("use_liger_kernel", "liger_kernel_config", "use_cache", "attn_implementation", "cache_implementation"),
+    *("ds3_gather_for_generation", "transformers_continuous_batching_config", "vllm_mode", "vllm_model_impl"),
+    *("vllm_enable_sleep_mode", "vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
+    "vllm_tensor_parallel_size",
+    # Compared as the layout of the optimizer state, as the optimizer, or as the global batch. With one process,
+    # transformers turns `average_tokens_across_devices` off. `generation_batch_size` says how often GRPO generates.
+    *("fsdp", "fsdp_config", "fsdp_size", "tp_size", "ep_size", "dp_replicate_size", "optim", "optim_preset"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "average_tokens_across_devices"),
+    "steps_per_generation",
+}
+_HARMLESS_PREFIXES = (
+    *("log_", "logging_", "save_", "eval_", "hub_", "trackio_", "resume_from_", "ddp_", "torch_compile"),
+    *("activation_", "gradient_checkpointing", "vllm_server_"),
+)
+# These matter to a schedule that follows the evaluations.
+_EVALUATION = {"eval_strategy", "eval_steps", "eval_delay", "metric_for_best_model", "greater_is_better"}
+# Schedules that do not depend on the number of steps, unless the warmup is a share of it.
+_ENDLESS_SCHEDULES = {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau"}
+# Arguments that act only through a content that is compared. A path may be spelled otherwise, and a resume may leave
+# out what the checkpoint holds. They are named if a content differs.
+_CONTENT_FLAGS = {
+    *("dataset_name", "dataset_weights", "validation_fraction", "train_fraction", "streaming", "text_column"),
+    *("packing_strategy", "dataset_kind", "chat_template", "enable_thinking", "train_on_inputs", "span_weights"),
+    *("tokenizer_name_or_path", "vocab_size", "model_preset", "model_name_or_path", "config_overrides"),
+    *("teacher_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *("use_dora", "load_in_4bit"),
+}
+# Blocks of a DeepSpeed config that change no update. The layout has the ZeRO stage.
+_DEEPSPEED_HARMLESS = {
+    *("zero_optimization", "checkpoint", "activation_checkpointing", "aio", "steps_per_print", "wall_clock_breakdown"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "comms_logger"),
+    *("flops_profiler", "tensorboard", "wandb", "csv_monitor", "dump_state", "zero_allow_untested_optimizer"),
+}
+# Fields of a model's or an adapter's config that change no update of a resumed run. Trainer, `from_pretrained` and
+# `save_pretrained` change most of them: the name is a path, and the special tokens are the tokenizer's.
+# `zero_init_residual` changes the first weights only.
+_CONFIG_HARMLESS = {
     *("use_cache", "dtype", "architectures", "auto_map", "transformers_version", "zero_init_residual"),
     *("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"),
 }
-# Fields of an adapter's config that change no update of a resumed run.
-_ADAPTER_NAMES = {"base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"}
-# If one of these differs, the weights of the checkpoint do not fit.
-_ADAPTER_SHAPE = {"peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_dora"}
 # Columns that TRL computes with the reference model. On a GPU, their last bits may change; its weights do not.
 _REFERENCE_COLUMNS = {"ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"}
-_MAX_REASONS = 8
+
+
+def describe_settings(
+    args: TrainingArguments, others: Iterable[Any] = (), *, depends_on: Iterable[str] = ()
+) -> dict[str, Any]:
+    """
+    Return all arguments of a run that change its updates, by name.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]): the training arguments.
+        others (dataclasses): the other arguments of the run.
+        depends_on (`Iterable[str]`): further arguments that change the updates of this run.
+    """
+    values = {name: value for part in others for name, value in vars(part).items()} | args.to_dict()
+    schedule = values["lr_scheduler_type"]
+    kept = {*depends_on, *(_EVALUATION if schedule == "reduce_lr_on_plateau" else ())}
+    harmless = _HARMLESS | _EVALUATION | {name for name in values if name.startswith(_HARMLESS_PREFIXES)}
+    is_endless = schedule in _ENDLESS_SCHEDULES and (schedule == "constant" or not 0 < args.warmup_steps < 1)
+    if is_endless or args.max_steps > 0:
+        harmless |= {"num_train_epochs", *(["max_steps"] if is_endless else [])}
+    deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
+    values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
+    return {
+        name: _plain(value) if name in _CONTENT_FLAGS else _without_directories(_plain(value))
+        for name, value in values.items()
+        if name not in harmless - kept
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a manifest holds it."""
+
+    def convert(part: Any) -> Any:
+        if isinstance(part, set | frozenset):
+            return sorted(part, key=str)
+        # The text of other objects may contain their address.
+        is_text = isinstance(part, Path | torch.dtype)
+        return part.value if isinstance(part, Enum) else str(part) if is_text else type(part).__qualname__
+
+    return json.loads(json.dumps(value, default=convert))
+
+
+def _without_directories(value: Any) -> Any:
+    """Return a value with paths of existing files shortened to their names. A user may move their directories."""
+    if isinstance(value, list):
+        return [_without_directories(part) for part in value]
+    return Path(value).name if isinstance(value, str) and "/" in value and Path(value).exists() else value
 
 
 def describe_data(dataset: Any) -> dict[str, Any]:
@@ -79,10 +163,9 @@ def _digest_rows(dataset: datasets.Dataset) -> str:
     return digest.hexdigest()
 
 
-def describe_config(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the fields of a model's config that change the updates of a resumed run."""
-    config = model.config.to_dict()
-    return plain({name: value for name, value in config.items() if name not in _CHANGING_FIELDS})
+def describe_config(config: Any) -> dict[str, Any]:
+    """Return the fields of a model's or an adapter's config that change the updates of a resumed run."""
+    return _plain({name: value for name, value in config.to_dict().items() if name not in _CONFIG_HARMLESS})
 
 
 def digest_weights(parameters: Iterable[torch.Tensor]) -> str:
@@ -117,52 +200,49 @@ class RunDescription:
         args: TrainingArguments,
         layout: str,
         dataset: Any,
-        model: Any,
+        model: PreTrainedModel,
         *,
         tokenizer: Any = None,
         others: Iterable[Any] = (),
         fixed_weights: dict[str, str] | None = None,
     ):
         self.args, self.layout = args, layout
-        self.data, self.config = describe_data(dataset), describe_config(model)
-        self.settings, self.fixed_weights = describe_settings(args, others), fixed_weights or {}
-        self.adapter = _describe_adapter(model)
-        is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
-        # GRPO renders its prompts during the training.
-        words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template) if is_tokenizer else None
-        self.tokenizer = _digest(str(words)) if words else None
-        self._is_stream = isinstance(dataset, datasets.IterableDataset)
+        self.is_ours = isinstance(args, LMTrainingArguments)
+        # Only in these cases does the order of the rows, or the loss, depend on the batch size or the workers.
+        depends_on = set()
+        if args.train_sampling_strategy == "group_by_length" or (self.is_ours and args.loss_depends_on_micro_batch):
+            depends_on = {"per_device_train_batch_size"}
+        elif isinstance(dataset, datasets.IterableDataset) and args.dataloader_num_workers > 1:
+            depends_on = {"per_device_train_batch_size", "dataloader_num_workers"}
+        self.settings = describe_settings(args, others, depends_on=depends_on)
+        self.data = describe_data(dataset)
+        self.contents = {
+            "data": self.data,
+            "config": describe_config(model.config),
+            "adapter": describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else None,
+            **(fixed_weights or {}),
+        }
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            # GRPO renders its prompts during the training.
+            words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
+            self.contents["vocabulary or chat template"] = _digest(str(words))
 
     def after(self, state: TrainerState) -> dict[str, Any]:
         """Return the description, with the progress of the run."""
         args = self.args
-        # Only in these cases does the order of the rows, or the loss, depend on the batch size or the workers.
-        order: dict[str, Any] = {}
-        rows_per_device = {"per_device_train_batch_size": args.per_device_train_batch_size}
-        # Plain `TrainingArguments` lack the attribute.
-        if args.train_sampling_strategy == "group_by_length" or getattr(args, "loss_depends_on_micro_batch", False):
-            order = rows_per_device
-        elif self._is_stream and args.dataloader_num_workers > 1:
-            order = {"dataloader_num_workers": args.dataloader_num_workers, **rows_per_device}
+        # Tensor-parallel ranks share their rows.
+        data_ranks = args.world_size // (args.tp_size if self.is_ours else 1)
         return {
             "step": state.global_step,
             "num_tokens": state.num_input_tokens_seen,
             "world_size": args.world_size,
             "threads": torch.get_num_threads(),
-            "batch_size": args.per_device_train_batch_size,
-            "accumulation": args.gradient_accumulation_steps,
-            # Tensor-parallel ranks share their rows.
-            "data_ranks": args.world_size // getattr(args, "tp_size", 1),
+            "global_batch": args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks,
             "layout": self.layout,
             "optimizer": optimizer_name(args),
             "save_only_model": args.save_only_model,
-            "data": self.data,
-            "order": order,
             "settings": self.settings,
-            "config": self.config,
-            "adapter": self.adapter,
-            "tokenizer": self.tokenizer,
-            "fixed_weights": self.fixed_weights,
+            "contents": self.contents,
             "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
         }
 
@@ -190,19 +270,17 @@ class RunDescription:
         if then.keys() != now.keys():
             raise UserError(
                 f"This run cannot resume from {checkpoint}: another version of hf_pretrain wrote its {MANIFEST_NAME}. "
-                "Resume with that version, or start a new run from its weights: --model_name_or_path "
-                f"{checkpoint}."
+                f"Start a new run from its weights: --model_name_or_path {checkpoint}."
             )
         fatal, inexact = _find_obstacles(then, now)
         if fatal:
             raise UserError(
-                f"This run cannot resume from {checkpoint}: {_join(fatal)}. Use the settings that it was saved "
+                f"This run cannot resume from {checkpoint}: {'; '.join(fatal)}. Use the settings that it was saved "
                 f"with, or start a new run from its weights: --model_name_or_path {checkpoint}."
             )
-        # Plain `TrainingArguments` lack the flag.
-        if inexact and not getattr(self.args, "allow_inexact_resume", False):
+        if inexact and not (self.is_ours and self.args.allow_inexact_resume):
             raise UserError(
-                f"Resuming from {checkpoint} would not be exact: {_join(inexact)}. Restore the earlier settings "
+                f"Resuming from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore the earlier settings "
                 "and data, or resume nevertheless with --allow_inexact_resume."
             )
         if then["world_size"] != now["world_size"]:
@@ -216,7 +294,7 @@ class RunDescription:
                 f"sums differ in their last bits. For an exact resume, set OMP_NUM_THREADS={then['threads']}."
             )
         if inexact:
-            logger.warning(f"Resuming from {checkpoint} although {_join(inexact)}.")
+            logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
 
 
 def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -227,97 +305,52 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
         then (`dict`): the result of [`RunDescription.after`] from the manifest of a checkpoint.
         now (`dict`): the result of [`RunDescription.after`] for this run.
     """
-    fatal, inexact = _compare_states(then, now), _compare_contents(then, now)
-    shape, scale = _compare_adapters(then, now)
-    batch = [run["batch_size"] * run["accumulation"] * run["data_ranks"] for run in (then, now)]
-    if batch[0] != batch[1]:
-        inexact.append(
-            f"its global batch was {batch[0]} rows ({then['data_ranks']} process(es) x {then['batch_size']} x "
-            f"{then['accumulation']}) and this run's is {batch[1]}: rows would be skipped or seen twice"
-        )
-    inexact += _changes(then["order"], now["order"], then["order"].keys() | now["order"].keys())
-    names = (then["settings"].keys() | now["settings"].keys()) - CONTENT_FLAGS
-    return fatal + shape, inexact + scale + _changes(then["settings"], now["settings"], names)
-
-
-def _compare_states(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the reasons for which this run cannot read the optimizer state. Arguments as in [`_find_obstacles`]."""
-    fatal = []
-    if then["layout"] != now["layout"]:
-        fatal.append(f"its optimizer state has the layout {then['layout']}, and this run's is {now['layout']}")
+    state = {"layout": "the layout of its optimizer state", "optimizer": "its optimizer"}
+    fatal = [
+        f"{text} was {then[name]} and is now {now[name]}" for name, text in state.items() if then[name] != now[name]
+    ]
     # DeepSpeed's shards fit one world size. Other layouts hold whole tensors or reshard on load.
-    elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
+    if (
+        then["layout"] == now["layout"]
+        and then["layout"].startswith("ZeRO")
+        and then["world_size"] != now["world_size"]
+    ):
         fatal.append(
             f"{then['world_size']} process(es) wrote its {then['layout']} shards, and {now['world_size']} would read "
             "them. Launch as many as then, or convert the shards as docs/checkpoints.md says "
             "(`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state ...`)"
         )
-    if then["optimizer"] != now["optimizer"]:
-        fatal.append(f"its optimizer was {then['optimizer']}, this run's is {now['optimizer']}")
     if then["save_only_model"]:
         fatal.append("it was saved with --save_only_model and has no optimizer state")
-    return fatal
-
-
-def _compare_adapters(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the reasons for which the adapter of the checkpoint does not fit, and those of an inexact resume."""
-    before, after = then["adapter"] or {}, now["adapter"] or {}
-    differing = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    if not differing:
-        return [], []
-    flags = _changes(then["settings"], now["settings"], ADAPTER_FLAGS)
-    if not before or not after:
-        trained = [f"trained {'an adapter' if config else 'all weights'}" for config in (before, after)]
-        return [f"it {trained[0]}, and this run {trained[1].replace('trained', 'trains')} (--use_peft)"], []
-    reason = f"its adapter differed ({', '.join(flags or _changes(before, after, differing, flag=''))})"
-    return ([reason], []) if differing & _ADAPTER_SHAPE else ([], [reason])
-
-
-def _compare_contents(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the contents that differ, with the flags that changed. Arguments as in [`_find_obstacles`]."""
-
-    def flags(names: set[str]) -> str:
-        return "".join(f"; {change}" for change in _changes(then["settings"], now["settings"], names))
-
     inexact = []
-    if then["data"] != now["data"]:
-        rows = [run["data"].get("rows", "an unknown number of") for run in (then, now)]
-        inexact.append(f"its data differed ({rows[0]} rows then, {rows[1]} now{flags(DATA_FLAGS)})")
-    if then["tokenizer"] != now["tokenizer"]:
-        inexact.append(f"its tokenizer had another vocabulary or chat template{flags({'tokenizer_name_or_path'})}")
-    if then["config"] != now["config"]:
-        fields = _changes(then["config"], now["config"], then["config"].keys() | now["config"].keys(), flag="")
-        inexact.append(f"its model had another config ({', '.join(fields)}{flags(MODEL_FLAGS)})")
-    for role in then["fixed_weights"].keys() & now["fixed_weights"].keys():
-        if then["fixed_weights"][role] != now["fixed_weights"][role]:
-            inexact.append(f"its {role} had other weights{flags(WEIGHT_FLAGS)}")
-    return inexact
+    if then["global_batch"] != now["global_batch"]:
+        # Rows would be skipped or seen twice.
+        inexact.append(f"its global batch was {then['global_batch']} rows and is now {now['global_batch']}")
+    flags = _changes(then["settings"], now["settings"], prefix="--", among=_CONTENT_FLAGS)
+    for name in sorted(then["contents"].keys() & now["contents"].keys()):
+        before, after = then["contents"][name], now["contents"][name]
+        if before != after:
+            fields = _changes(before, after) if isinstance(before, dict) and isinstance(after, dict) else []
+            reasons = fatal if name == "adapter" else inexact
+            reasons.append(f"its {name} differed" + (f" ({', '.join(fields + flags)})" if fields + flags else ""))
+    others = (then["settings"].keys() | now["settings"].keys()) - _CONTENT_FLAGS
+    return fatal, inexact + _changes(then["settings"], now["settings"], prefix="--", among=others)
 
 
-def _changes(then: dict[str, Any], now: dict[str, Any], names: Iterable[str], *, flag: str = "--") -> list[str]:
-    """Return a text for each of `names` whose value differs."""
+def _changes(
+    then: dict[str, Any], now: dict[str, Any], *, prefix: str = "", among: Iterable[str] | None = None
+) -> list[str]:
+    """Return a text for each value that differs."""
+    names = (then.keys() | now.keys()) - {"digest"} if among is None else among
     return [
-        f"{flag}{name} was {then.get(name)} and is now {now.get(name)}"
+        f"{prefix}{name} was {then.get(name)} and is now {now.get(name)}"
         for name in sorted(names)
         if then.get(name) != now.get(name)
     ]
-
-
-def _join(reasons: list[str]) -> str:
-    more = [f"and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
-    return "; ".join(reasons[:_MAX_REASONS] + more)
-
-
-def _describe_adapter(model: Any) -> dict[str, Any] | None:
-    """Return the config of the adapter that is trained; `None` without one."""
-    if not is_adapted(model):
-        return None
-    config = model.peft_config[model.active_adapter].to_dict()
-    return plain({name: value for name, value in config.items() if name not in _ADAPTER_NAMES})
 
 
 def _digest(text: str) -> str:
     return xxhash.xxh3_128(text.encode()).hexdigest()
 
 
-__all__ = ["RunDescription", "describe_config", "describe_data", "digest_weights"]
+__all__ = ["RunDescription", "describe_config", "describe_data", "describe_settings", "digest_weights"]

@@ -16,17 +16,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..checkpoints import sharded
-from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
+from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.repository import HubPusher, create_repository
 from ..runtime.activity import announce
 from ..runtime.allocation import keep_freed_blocks
 from ..runtime.errors import UserError
-from ..runtime.locking import hold_output_dir, watch_launcher
-from ..runtime.processes import on_main_process, on_saving_processes
-from ..runtime.ranks import Ranks
-from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm
+from ..runtime.ranks import Ranks, on_main_process
+from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of, is_adapted
 from .arguments import LMTrainingArguments
 from .data_position import DataPosition
@@ -38,10 +36,10 @@ from .nonfinite import EXIT_NOT_FINITE, NonfiniteGuard, find_suspects
 from .optimizer_choice import use_adamw_for_adapter
 from .optimizers import build_muon, complete_schedule_kwargs, optimizer_name
 from .reporting import write_run_card, write_run_page
-from .resuming import holding_output_dir, newest_of_all_machines
 from .router_load import RouterLoad, to_shares
 from .row_source import RowSource, inner_loader, is_stream, read_batches
 from .run_description import RunDescription, digest_weights
+from .run_directory import RunDirectory
 from .stopping import EvaluationStopped, StopEvaluationCallback, end_all_ranks, resume_hint
 
 
@@ -226,11 +224,12 @@ class RunTrainer(Trainer):
                 )
                 self.description.check_same_data(self.ranks)
                 if resume_from_checkpoint is True:
-                    resume_from_checkpoint = newest_of_all_machines(self.args)
+                    output_dir = self.args.output_dir
+                    resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(output_dir))
                 if resume_from_checkpoint:
                     self.description.check_resume(str(resume_from_checkpoint), self.state)
-                on_saving_processes(self.args, self.writer.check_space)
-            with holding_output_dir(self.args):
+                on_main_process(self.args, self.writer.check_space)
+            with RunDirectory(self.args).locked():
                 try:
                     # The page takes seconds, so write it after this block: the other ranks wait for the roll call.
                     with self.ranks.naming_missing():
@@ -433,8 +432,6 @@ class RunTrainer(Trainer):
     def _write_checkpoint(self, model: Any, trial: Any) -> None:
         """Write, push and rotate."""
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
-        # Create and lock the directory again: a user may have renamed or deleted it during the run.
-        on_saving_processes(self.args, lambda: hold_output_dir(target.parent))
         run = self.description.after(self.state)
         with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:
             super()._save_checkpoint(model, trial)

@@ -12,9 +12,9 @@ from ..data.preparation import PackedRows
 from ..hub.repository import remove_staging
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
-from ..runtime.locking import release_output_dir, watch_launcher
 from ..runtime.metrics import find_evaluations
-from ..runtime.processes import on_main_process
+from ..runtime.ranks import on_main_process
+from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import base_model_of
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
@@ -36,10 +36,9 @@ from .reporting import (
     write_curve,
     write_run_page,
 )
-from .resume_from_hub import pull_checkpoint
-from .resuming import checkpoint_to_resume, occupy_output_dir
+from .resuming import checkpoint_to_resume, is_resumed
 from .run_description import describe_data
-from .run_record import add_to_record, begin_record, end_record
+from .run_directory import RunDirectory
 from .run_trainer import RunTrainer
 from .tracking import name_tracked_run
 
@@ -61,7 +60,7 @@ class RunResults:
 def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
     """
     Lock `output_dir`, choose the checkpoint to resume from, keep its optimizer and its number of threads, seed all
-    random numbers, print the devices, and record the run with all its arguments (`run_record.py`).
+    random numbers, print the devices, and record the run with all its arguments (`run_directory.py`).
 
     Args:
         training_args ([`LMTrainingArguments`]): the run's training arguments.
@@ -73,7 +72,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
 
     Raises:
         `ValueError`: for a stream without `--max_steps`, if another run writes into `output_dir`, and in the cases of
-            [`~training.resume_from_hub.pull_checkpoint`] and [`~training.resuming.checkpoint_to_resume`].
+            [`~training.resuming.checkpoint_to_resume`].
     """
     training_args.other_arguments = others
     if streaming and training_args.max_steps < 1:
@@ -81,10 +80,10 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
             "--streaming out."
         )
+    directory = RunDirectory(training_args)
     if training_args.dry_run:
-        if not training_args.resume_from_checkpoint:
-            # Like the run itself, refuse a directory that is in use or not empty.
-            checkpoint_to_resume(training_args)
+        if not is_resumed(training_args):
+            directory.check_unused()
         begin_dry_run(training_args)
         keep_optimizer(training_args, others, checkpoint=None)
         choose_cpu_threads(training_args)
@@ -95,8 +94,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
     check_output(training_args.output_dir, "--output_dir")
     # Lock `output_dir` before anything writes into it: log, download or record.
     watch_launcher(training_args.launcher)
-    occupy_output_dir(training_args)
-    pull_checkpoint(training_args)
+    directory.lock(is_resumed=is_resumed(training_args))
     checkpoint = checkpoint_to_resume(training_args)
     keep_optimizer(training_args, others, checkpoint=checkpoint)
     choose_cpu_threads(training_args, checkpoint)
@@ -108,7 +106,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
         name_tracked_run(training_args, checkpoint=checkpoint)
-        begin_record(training_args, others, checkpoint=checkpoint)
+        directory.record_start(training_args, others, checkpoint=checkpoint)
         rows = f"{training_args.rows_per_step:,} rows per step"
         print(f"{training_args.launch_description}; {rows}; {describe_found()}")
 
@@ -159,7 +157,7 @@ def train_and_evaluate(
         data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(trainer.eval_dataset)}
         counts = {"names": facts.datasets, "counts": facts.data}
         # `recipes/chat.py` continues text with a model that was only pretrained.
-        add_to_record(trainer.args, recipe=facts.recipe, data=counts | data, loss_unit=facts.loss_unit)
+        RunDirectory(trainer.args).record(recipe=facts.recipe, data=counts | data, loss_unit=facts.loss_unit)
     trainer.train(resume_from_checkpoint=checkpoint)
     # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()
@@ -227,8 +225,7 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
             push_report=trainer.pusher.report,
         )
         print(report)
-        end_record(
-            training_args,
+        RunDirectory(training_args).record_end(
             steps=trainer.state.global_step,
             metrics=results.metrics,
             report=report.strip().splitlines(),
@@ -236,7 +233,7 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         )
         write_run_page(training_args, trainer.state)
     # Release the lock only now: the record and the report are written under it.
-    release_output_dir(training_args.output_dir)
+    RunDirectory(training_args).release()
 
 
 def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:

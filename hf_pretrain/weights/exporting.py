@@ -20,9 +20,8 @@ from transformers.utils import CONFIG_NAME, logging
 from ..model.configuration_minimind import CODE_FILES, MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
-from ..runtime.locking import LOCK_NAME
 from ..runtime.names import split_hub_name
-from ..runtime.writing import check_empty, check_output, is_unfinished, written_whole
+from ..runtime.writing import LOCK_NAME, check_empty, check_output, is_unfinished, written_whole
 from ..tokenizer.loading import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
 from .configs import V3_YARN, write_stock_fields, write_upstream_fields

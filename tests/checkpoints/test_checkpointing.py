@@ -12,8 +12,9 @@ from hf_pretrain.checkpoints.directory import find_newest_run, find_runs, remove
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.runtime.command_line import EXIT_NOT_SAVED
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.resuming import EXIT_NOT_SAVED, checkpoint_to_resume
+from hf_pretrain.training.resuming import checkpoint_to_resume
 from hf_pretrain.training.run_description import describe_data
 from tests.toys import write_jsonl
 from tests.training.test_trainer import make_documents, make_trainer
@@ -23,13 +24,12 @@ def arguments(output_dir, resume=None, allow_inexact_resume=False):
     return SimpleNamespace(
         output_dir=str(output_dir),
         resume_from_checkpoint=resume,
+        resume_from_hub=None,
         allow_inexact_resume=allow_inexact_resume,
         deepspeed_plugin=None,
         trust_checkpoint=False,
         process_index=0,
         world_size=1,
-        should_save=True,
-        save_on_each_node=False,
     )
 
 
@@ -217,7 +217,7 @@ def test_a_copied_checkpoint_can_be_resumed(tmp_path, caplog):
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 2 and f"although {message}." in caplog.text
     run = read_manifest(copy)["run"]
-    del run["order"]
+    del run["layout"]
     write_manifest(copy, run)
     with pytest.raises(ValueError, match="another version of hf_pretrain wrote its manifest.json"):
         trainer.train(resume_from_checkpoint=str(copy))

@@ -22,7 +22,7 @@ from hf_pretrain.hub import repository as hub
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.model.configuration_minimind import CODE_FILES
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.resume_from_hub import pull_checkpoint
+from hf_pretrain.training.resuming import pull_checkpoint
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, export
 from hf_pretrain.weights.files import resolve
 from hf_pretrain.weights.loading import load_upstream
@@ -295,7 +295,7 @@ def test_the_step_of_a_checkpoint_is_validated(folder, state, message, publish, 
     args = publish("toy", files)
     with pytest.raises(ValueError, match=message):
         pull_checkpoint(args)
-    assert args.resume_from_checkpoint is None and not list((tmp_path / "runs").rglob("*"))
+    assert not list((tmp_path / "runs").rglob("*"))
 
 
 STATE = {"last-checkpoint/trainer_state.json": '{"global_step": 5}'}
@@ -307,16 +307,14 @@ def test_pickled_files_need_trust_checkpoint(publish, tmp_path):
         "last-checkpoint/optimizer_0/.metadata": "",
     }
     args = publish("toy", STATE | shards | {"last-checkpoint/optimizer.pt": ""})
-    pull_checkpoint(args)
-    names = {path.name for path in Path(args.resume_from_checkpoint).rglob("*")}
+    names = {path.name for path in Path(pull_checkpoint(args)).rglob("*")}
     assert names == {"trainer_state.json", "optimizer.pt"}
 
     for trust_checkpoint in (False, True):
         args = publish(f"zero-{trust_checkpoint}", STATE | shards, trust_checkpoint=trust_checkpoint)
         args.deepspeed_plugin = object()  # --deepspeed and accelerate set this
         if trust_checkpoint:
-            pull_checkpoint(args)
-            assert Path(args.resume_from_checkpoint, "global_step5").is_dir()
+            assert Path(pull_checkpoint(args), "global_step5").is_dir()
         else:
             with pytest.raises(ValueError, match="DeepSpeed unpickles .* Add --trust_checkpoint"):
                 pull_checkpoint(args)
@@ -410,9 +408,9 @@ def test_a_push_during_the_download_mixes_no_checkpoints(publish, server, monkey
         return download(*words, **options)
 
     monkeypatch.setattr(hub, "snapshot_download", download_after_a_push)
-    pull_checkpoint(args)
-    assert Path(args.resume_from_checkpoint).name == "checkpoint-5"
-    assert Path(args.resume_from_checkpoint, "optimizer.pt").read_text() == "of step 5"
+    checkpoint = Path(pull_checkpoint(args))
+    assert checkpoint.name == "checkpoint-5"
+    assert (checkpoint / "optimizer.pt").read_text() == "of step 5"
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """
-Hosts on one machine: each has its own network, host name, processes, disk and shared memory (Linux namespaces).
+Hosts on one machine: each has its own network, host name, processes and shared memory (Linux namespaces).
 
-All hosts and the test reach each other through a bridge. Nothing is shared but the read-only inputs of a test.
+All hosts and the test reach each other through a bridge, and share the disk.
 """
 
 import os
@@ -22,10 +22,10 @@ NETWORK = f"10.77.{os.getpid() % 256}"
 # The address of the test itself, for its servers.
 TEST_ADDRESS = f"{NETWORK}.254"
 _TOOLS = ("ip", "unshare", "mount")
-# Begin a host: $1 is its name, $2 its disk, $3 the path at which each host sees its own disk, $4 the file of names.
+# Begin a host: $1 is its name, $2 the file of names.
 _BEGIN = """
-hostname "$1" && mount --bind "$2" "$3" && mount --bind "$4" /etc/hosts && mount -t tmpfs tmpfs /dev/shm
-shift 4
+hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm
+shift 2
 exec "$@"
 """
 
@@ -53,28 +53,29 @@ class Host:
 
     Attributes:
         name (`str`): its host name, which every host can resolve.
-        disk (`Path`): where the test sees its disk. The host itself sees it at `cluster.disk`.
     """
 
     def __init__(self, cluster: "Cluster", number: int):
         self.cluster, self.name, self.number = cluster, f"host-{number}", number
-        self.disk = cluster.path / self.name
-        self.disk.mkdir()
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, command: list[str], **environment: str) -> subprocess.Popen[str]:
         """Start a command on this host, with stdout and stderr in one text."""
-        inside = ["sh", "-c", _BEGIN, "sh", self.name, str(self.disk), str(self.cluster.disk), str(self.cluster.names)]
+        inside = ["sh", "-c", _BEGIN, "sh", self.name, str(self.cluster.names)]
         spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         words = ["ip", "netns", "exec", self.cluster.prefix + self.name, *spaces, *inside, *command]
-        own = {"GLOO_SOCKET_IFNAME": "eth0", "HF_HOME": str(self.cluster.disk / "home"), "LOCAL_SIZE": "1"}
+        own = {
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "HF_HOME": str(self.cluster.path / f"home-{self.number}"),
+            "LOCAL_SIZE": "1",
+        }
         env = cpu_environment(**own | environment)
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self._processes.append(subprocess.Popen(words, cwd=ROOT, env=env, **streams))
         return self._processes[-1]
 
     def die(self) -> None:
-        """Kill all processes of this host at once. Its disk stays."""
+        """Kill all processes of this host at once."""
         for process in self._processes:
             with suppress(psutil.NoSuchProcess):
                 # The first process of a process namespace takes all others with it. `unshare` waits for its end.
@@ -84,11 +85,10 @@ class Host:
 
 
 class Cluster:
-    """A context manager for `size` hosts whose disks lie below `path`."""
+    """A context manager for `size` hosts. Their files lie below `path`."""
 
     def __init__(self, path: Path, size: int = 2):
-        self.path, self.disk, self.names = path, path / "disk", path / "hosts"
-        self.disk.mkdir()
+        self.path, self.names = path, path / "hosts"
         # Interface names have at most 15 characters. The kernel removes those of an earlier cluster with a delay.
         self.prefix = f"h{os.getpid()}-{next(_numbers)}-"
         self._bridge = f"{self.prefix}br"

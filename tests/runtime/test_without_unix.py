@@ -6,7 +6,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from hf_pretrain.runtime.locking import LOCK_NAME
+from hf_pretrain.runtime.writing import LOCK_NAME
 from tests.invariants.launching import process_options
 from tests.without_unix import make_toy_trainer
 

@@ -11,8 +11,7 @@ import pytest
 
 from hf_pretrain.checkpoints.manifest import find_damage, write_manifest
 from hf_pretrain.runtime import writing
-from hf_pretrain.runtime.locking import LOCK_NAME
-from hf_pretrain.runtime.writing import written_whole
+from hf_pretrain.runtime.writing import LOCK_NAME, written_whole
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import toy_model, write_jsonl

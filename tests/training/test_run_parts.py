@@ -313,14 +313,14 @@ def test_a_run_resumes_exactly_or_says_why_not(tmp_path):
         return RunDescription(args, layout, datasets.Dataset.from_dict({"a": list(range(num_rows))}), model)
 
     saved = description(8).after(state)
-    assert (saved["step"], saved["layout"], saved["data"]["rows"]) == (3, "one file", 8)
+    assert (saved["step"], saved["layout"], saved["contents"]["data"]["rows"]) == (3, "one file", 8)
     (tmp_path / "checkpoint-3").mkdir()
     description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
     write_manifest(tmp_path / "checkpoint-3", saved)
     description(8).check_resume(str(tmp_path / "checkpoint-3"), state)
     with pytest.raises(ValueError, match="would not be exact: its data differed"):
         description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
-    with pytest.raises(ValueError, match="cannot resume.*layout one file, and this run's is ZeRO-2"):
+    with pytest.raises(ValueError, match="cannot resume.*layout one file and this run's is ZeRO-2"):
         description(8, "ZeRO-2").check_resume(str(tmp_path / "checkpoint-3"), state)
     args.allow_inexact_resume = True
     description(9).check_resume(str(tmp_path / "checkpoint-3"), state)

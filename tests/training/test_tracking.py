@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.run_record import begin_record
+from hf_pretrain.training.run_directory import RunDirectory
 from hf_pretrain.training.tracking import name_tracked_run
 
 
@@ -21,7 +21,7 @@ def launch(tmp_path, monkeypatch):
             monkeypatch.delenv(name)
         args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none", **arguments)
         name_tracked_run(args, checkpoint=checkpoint)
-        begin_record(args, (), checkpoint=checkpoint)
+        RunDirectory(args).record_start(args, (), checkpoint=checkpoint)
         return args.run_name, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]
 
     return start

@@ -1,0 +1,216 @@
+"""
+The directory of a run (`--output_dir`): its lock, and its record `run.json`, which says how the model was made.
+
+The record holds a list with one entry per launch, whether that launch started or resumed the run. The start of a
+launch records the command, arguments, versions, commit and data; its end records the figures and the report. A launch
+that was cut off has no `ended`. The record holds no access tokens and is never pushed.
+"""
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+from huggingface_hub import get_token
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from ..reports.runs import RECORD_NAME, REPORT_NAME, read_launches
+from ..runtime.command_line import EXIT_NOT_SAVED
+from ..runtime.errors import UserError
+from ..runtime.ranks import on_main_process
+from ..runtime.writing import LOCK_NAME, is_unfinished, release_lock, take_lock, written_whole
+from .arguments import LMTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+# The command `hf-pretrain` sets it to the command that it runs.
+COMMAND_VARIABLE = "HF_PRETRAIN_COMMAND"
+# The environment variables that change the number of processes and their devices.
+_LAUNCH_VARIABLES = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LOCAL_SIZE", "OMP_NUM_THREADS", "WORLD_SIZE")
+_PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "deepspeed", "trl", "peft")
+# Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
+_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME}
+# A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
+_PATIENCE_SECONDS = 30.0
+# NFS remembers for up to 60 seconds (`acdirmax`) that a file was not there.
+_VISIBLE_SECONDS = 90.0
+
+
+class RunDirectory:
+    """
+    The `output_dir` of a run. The main process locks it and writes the record.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]): the run's training arguments.
+    """
+
+    def __init__(self, args: TrainingArguments):
+        self.args, self.path = args, Path(args.output_dir)
+
+    def lock(self, *, is_resumed: bool = False) -> None:
+        """
+        Create the directory and lock it against other runs until [`release`]. All ranks must call this method.
+
+        Args:
+            is_resumed (`bool`): wait up to 30 seconds for the end of another run.
+
+        Raises:
+            `ValueError`: if another run holds the lock, or if a machine does not share the directory.
+            `SystemExit`: with the status `EXIT_NOT_SAVED`, if the directory cannot be written to.
+        """
+        changed = on_main_process(self.args, lambda: self._lock(_PATIENCE_SECONDS if is_resumed else 0.0))
+        # Each machine would save a part of every checkpoint into a directory of its own.
+        path, deadline = self.path / LOCK_NAME, time.monotonic() + _VISIBLE_SECONDS
+        while self.args.local_process_index == 0 and not (path.exists() and path.stat().st_mtime_ns == changed):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--output_dir {self.path} on {socket.gethostname()} is not the directory of this name on the "
+                    "first machine. Use a directory that all machines share."
+                )
+            time.sleep(0.2)
+
+    def _lock(self, patience_seconds: float) -> int:
+        """Lock the directory, and return when the lock file was changed."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            take_lock(self.path / LOCK_NAME, patience_seconds=patience_seconds)
+            return (self.path / LOCK_NAME).stat().st_mtime_ns
+        except OSError as error:
+            message = f"error: --output_dir {self.path} cannot be written to: {error}. Choose another directory."
+            print(message, file=sys.stderr)
+            raise SystemExit(EXIT_NOT_SAVED) from error
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self.args.process_index == 0:
+            release_lock(self.path / LOCK_NAME)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the directory within the block. All ranks must enter it."""
+        self.lock()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def check_unused(self) -> None:
+        """Raise `ValueError` if the directory holds more than what a run leaves that ended before its training."""
+        if not self.path.is_dir():
+            return
+        if all(path.name in _NO_RUN or is_unfinished(path) for path in self.path.iterdir()):
+            return
+        launches = read_launches(self.path)
+        if launches and launches[-1].get("ended"):
+            raise UserError(
+                f"--output_dir {self.path} is not empty: it holds a finished run. Choose another directory, or "
+                "delete this one."
+            )
+        raise UserError(
+            f"--output_dir {self.path} is not empty. Resume its run with `--resume_from_checkpoint auto`, choose "
+            "another directory, or delete this one."
+        )
+
+    def record_start(self, args: LMTrainingArguments, others: tuple[Any, ...], *, checkpoint: str | None) -> None:
+        """
+        Add the entry of a launch. As all methods that record, only the main process calls it.
+
+        Args:
+            args ([`LMTrainingArguments`]): the run's training arguments.
+            others (`tuple` of dataclasses): its other arguments.
+            checkpoint (`str`, *optional*): the checkpoint that it resumes from.
+        """
+        entry = {
+            "started": _now(),
+            "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
+            "launcher": args.launcher,
+            "launch": args.launch_description,
+            "rows_per_step": args.rows_per_step,
+            "directory": os.getcwd(),
+            "resumed_from": checkpoint,
+            "arguments": {key: value for part in others for key, value in vars(part).items()} | args.to_dict(),
+            "versions": {"python": platform.python_version()}
+            | {name: version(name) for name in _PACKAGES if find_spec(name)},
+            "commit": _commit(),
+        }
+        self._write([*read_launches(self.path), entry])
+
+    def record(self, **fields: Any) -> None:
+        """Add fields to the entry of the current launch. A trainer without a recipe has none."""
+        if launches := read_launches(self.path):
+            self._write([*launches[:-1], launches[-1] | fields])
+
+    def record_end(self, **fields: Any) -> None:
+        """Add fields and the time of the end to the entry of the current launch."""
+        self.record(ended=_now(), **fields)
+
+    def _write(self, launches: list[dict[str, Any]]) -> None:
+        text = json.dumps(launches, indent=1, ensure_ascii=False, default=str)
+        # The command line may hold a token.
+        token = get_token()
+        if token:
+            text = text.replace(token, "<token>")
+        try:
+            with written_whole(self.path) as scratch:
+                (scratch / RECORD_NAME).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            # The run matters more than its record.
+            logger.warning(f"The run continues without its record: {error}.")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _find_command() -> str:
+    """
+    Return the command with which the user started this run, with the environment variables that change its launch.
+
+    It is the command of the outermost process above this one that names the recipe: of torchrun, deepspeed or
+    accelerate, or of this process itself.
+    """
+    words = [sys.executable, *sys.argv]
+    environment: Mapping[str, str] = os.environ
+    try:
+        for process in (psutil.Process(), *psutil.Process().parents()):
+            if sys.argv[0] not in process.cmdline():
+                break
+            # The variables that a launcher sets for its ranks do not belong to the command of the user.
+            words, environment = process.cmdline(), process.environ()
+    except psutil.Error:
+        # Another user owns the process, or it is gone. WORLD_SIZE stays in the command, so that pasting it fails
+        # instead of training with one process.
+        pass
+    # The deepspeed launcher adds --local_rank to each rank's command.
+    words = [word for word in words if not word.startswith("--local_rank=")]
+    # A shell would take a quoted assignment for the name of a command, so quote only the value.
+    assignments = [f"{name}={shlex.quote(environment[name])}" for name in _LAUNCH_VARIABLES if name in environment]
+    return " ".join([*assignments, shlex.join(words)])
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that holds this package, with `-dirty` after it if files were changed."""
+    checkout = Path(__file__).resolve().parents[2]
+    # An installed package has no checkout. git would search the directories above it and find an unrelated one.
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip() or None
+
+
+__all__ = ["COMMAND_VARIABLE", "RunDirectory"]

@@ -1,0 +1,222 @@
+"""The lock of a run's directory, and its record `run.json`, which must hold no token."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_pretrain import __file__ as package
+from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.runtime import writing
+from hf_pretrain.runtime.writing import LOCK_NAME
+from hf_pretrain.training import run_directory
+from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.run_directory import RunDirectory
+from hf_pretrain.training.running import begin_run
+from tests.invariants.launching import ROOT, launcher_command, process_options
+from tests.training.test_trainer import make_documents, make_trainer
+
+
+TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"
+
+
+@pytest.fixture
+def make_arguments(tmp_path, monkeypatch):
+    """Return the arguments of a run in `tmp_path`, with the token on the command line and in the environment."""
+
+    def make(**fields) -> LMTrainingArguments:
+        words = ["recipes/pretrain.py", f"--run_name={TOKEN}", "--max_steps", "3"]
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False} | fields
+        return LMTrainingArguments(**fields)
+
+    return make
+
+
+@pytest.fixture
+def in_a_child():
+    """Return a function that forks. The child calls a function, reports its return, and waits to be killed."""
+    children = []
+
+    def start(action) -> int:
+        reading, sending = os.pipe()
+        if not (child := os.fork()):
+            try:
+                # Like a process that did not fork from this one.
+                writing._locks.clear()
+                action()
+                os.write(sending, b".")
+                signal.pause()
+            finally:
+                os._exit(1)
+        children.append(child)
+        os.close(sending)
+        assert os.read(reading, 1) == b"."
+        return child
+
+    def kill(child: int) -> None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        children.remove(child)
+
+    start.kill = kill
+    yield start
+    for child in list(children):
+        kill(child)
+
+
+def directory(path: Path) -> RunDirectory:
+    return RunDirectory(
+        SimpleNamespace(output_dir=str(path), process_index=0, local_process_index=0, world_size=1, should_save=True)
+    )
+
+
+def test_a_lock_ends_with_its_process(tmp_path, in_a_child):
+    """The kernel frees it after `kill -9`, although a worker that the run forked still lives."""
+    run = directory(tmp_path / "run")
+
+    def hold_with_a_worker() -> None:
+        run.lock()
+        if not os.fork():
+            signal.alarm(60)
+            signal.pause()
+
+    child = in_a_child(hold_with_a_worker)
+    with pytest.raises(ValueError, match=f"{run.path} is in use by another process"):
+        run.lock()
+    # A resumed run waits for the end of the earlier one.
+    threading.Timer(0.5, in_a_child.kill, (child,)).start()
+    run.lock(is_resumed=True)
+    # The trainer takes the lock that the recipe holds.
+    with run.locked():
+        in_a_child(lambda: None)
+    with pytest.raises(AssertionError):
+        in_a_child(run.lock)
+    run.release()
+    assert not list(run.path.iterdir())
+
+
+def test_a_locked_directory_is_refused_before_anything_is_written(tmp_path, in_a_child):
+    """This holds for recipes and for trainers without a recipe."""
+    child = in_a_child(directory(tmp_path).lock)
+    with pytest.raises(ValueError, match="is in use by another process"):
+        begin_run(LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    trainer = make_trainer(tmp_path, make_documents(), arguments={"max_steps": 1})
+    with pytest.raises(ValueError, match="is in use by another process"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+    in_a_child.kill(child)
+    trainer.train()
+    in_a_child(directory(tmp_path).lock)
+
+
+def test_a_machine_with_another_directory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "_VISIBLE_SECONDS", 0.5)
+    monkeypatch.setattr(run_directory, "on_main_process", lambda args, decide: decide() + 1)
+    with pytest.raises(ValueError, match="is not the directory of this name on the first machine"):
+        directory(tmp_path).lock()
+
+
+def read(path: Path) -> list[dict]:
+    return json.loads((path / "run.json").read_text())
+
+
+def test_a_run_is_recorded(make_arguments, tmp_path):
+    args = make_arguments(max_steps=3)
+    RunDirectory(args).record_start(args, (DataArguments(dataset_name=["mine.jsonl"]),), checkpoint=None)
+    (entry,) = read(tmp_path)
+    assert "recipes/pretrain.py --run_name=<token> --max_steps 3" in entry["command"]
+    # The record also has flags that the command line lacks.
+    assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
+    assert entry["versions"]["torch"] == torch.__version__ and entry["launcher"] == "python"
+    assert entry["commit"] == run_directory._commit()
+    assert "ended" not in entry
+    RunDirectory(args).record(data={"names": ["mine.jsonl"]})
+    RunDirectory(args).record_end(metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])
+    (entry,) = read(tmp_path)
+    assert entry["data"]["names"] == ["mine.jsonl"] and entry["metrics"] == {"eval_loss": 2.5}
+    assert entry["ended"] >= entry["started"]
+
+
+def test_the_command_of_hf_pretrain_comes_first(make_arguments, tmp_path, monkeypatch):
+    printed = f"LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token {TOKEN}"
+    monkeypatch.setenv("HF_PRETRAIN_COMMAND", printed)
+    args = make_arguments()
+    RunDirectory(args).record_start(args, (), checkpoint=None)
+    assert read(tmp_path)[0]["command"] == printed.replace(TOKEN, "<token>")
+
+
+def test_without_a_launcher_above_it_the_command_of_a_rank_names_the_number_of_ranks(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--local_rank=1", "--max_steps", "3"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = run_directory._find_command()
+    assert command.endswith(f"WORLD_SIZE=2 {sys.executable} recipes/pretrain.py --max_steps 3")
+
+
+def test_a_shell_understands_the_command_of_a_process(monkeypatch):
+    class Process:
+        """A rank of the deepspeed launcher, which itself is not visible."""
+
+        def cmdline(self) -> list[str]:
+            return ["python", "recipes/pretrain.py", "--local_rank=1", "--run_name", "two words"]
+
+        def environ(self) -> dict[str, str]:
+            return {"CUDA_VISIBLE_DEVICES": "2, 0"}
+
+        def parents(self) -> list:
+            return []
+
+    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py"])
+    monkeypatch.setattr(run_directory.psutil, "Process", Process)
+    command = run_directory._find_command()
+    assert command == "CUDA_VISIBLE_DEVICES='2, 0' python recipes/pretrain.py --run_name 'two words'"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed", "accelerate:ddp"])
+def test_the_command_is_the_one_that_the_user_typed(launcher, tmp_path):
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import os\nfrom hf_pretrain.training.run_directory import _find_command\n"
+        "print('FOUND', _find_command()) if os.environ.get('RANK', '0') == '0' else None\n"
+    )
+    words = [*launcher_command(launcher), str(probe), "--run_name", "two words"]
+    result = subprocess.run(words, **process_options(WORLD_SIZE="2") if launcher == "python" else process_options())
+    (found,) = [line for line in result.stdout.splitlines() if "FOUND" in line]
+    # A launcher is a script of Python. Its command holds the rank of no process.
+    assert found.endswith(shlex.join(words)) and "LOCAL_SIZE=2 OMP_NUM_THREADS=1 " in found
+    assert ("WORLD_SIZE=2" in found) == (launcher == "python")
+
+
+def test_no_token_is_recorded(make_arguments, tmp_path):
+    args = make_arguments(run_name=f"of {TOKEN}")
+    RunDirectory(args).record_start(args, (), checkpoint=None)
+    RunDirectory(args).record_end(report=[f"pushed with {TOKEN}"])
+    text = (tmp_path / "run.json").read_text()
+    assert TOKEN not in text and "of <token>" in text and "pushed with <token>" in text
+
+
+def test_a_resumed_run_adds_an_entry(make_arguments, tmp_path):
+    args = make_arguments()
+    for checkpoint in (None, "out/checkpoint-2"):
+        RunDirectory(args).record_start(args, (), checkpoint=checkpoint)
+        RunDirectory(args).record_end()
+    assert [entry["resumed_from"] for entry in read(tmp_path)] == [None, "out/checkpoint-2"]
+
+
+def test_the_record_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert run_directory._commit() in (head, f"{head}-dirty") if head else run_directory._commit() is None
+    # An installed package has no commit, whatever repository contains the environment.
+    monkeypatch.setattr(run_directory, "__file__", str(tmp_path / "hf_pretrain" / Path(package).name))
+    assert run_directory._commit() is None
