@@ -63,11 +63,12 @@ def refused_write(error: BaseException) -> bool:
     if not isinstance(error, OSError):
         return False
     return error.errno in _DISK_ERRORS or bool(
-        re.search(r"Not enough disk space|requested and \d+ written", str(error))
+        re.search(r"Not enough disk space|requested and \d+ written|could not be written", str(error))
     )
 
 
-# The locks of this process. `FileLock` counts how often one object is acquired.
+# The locks of this process, by the path that the caller gave: a relative path stays right if a directory above it is
+# renamed. `FileLock` counts how often one object is acquired.
 _locks: dict[Path, FileLock] = {}
 
 
@@ -81,7 +82,7 @@ def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
     Raises:
         `ValueError`: if another process holds the lock for `patience_seconds`.
     """
-    lock = _locks.get(path.absolute()) or FileLock(path)
+    lock = _locks.get(path) or FileLock(path)
     try:
         lock.acquire(timeout=patience_seconds)
     except Timeout as error:
@@ -89,14 +90,14 @@ def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
             f"{path.parent} is in use by another process, which holds {path}. Wait for it, stop it, or choose another "
             "place to write to."
         ) from error
-    _locks[path.absolute()] = lock
+    _locks[path] = lock
 
 
 def release_lock(path: Path) -> None:
     """Release a lock as often as [`take_lock`] took it. Delete the file with the last release."""
-    lock = _locks[path.absolute()]
+    lock = _locks[path]
     if lock.lock_counter == 1:
-        del _locks[path.absolute()]
+        del _locks[path]
         # Waiting processes notice that the file has no name any more. Windows does not delete an open file.
         with suppress(OSError):
             path.unlink()

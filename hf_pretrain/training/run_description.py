@@ -305,16 +305,13 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
         then (`dict`): the result of [`RunDescription.after`] from the manifest of a checkpoint.
         now (`dict`): the result of [`RunDescription.after`] for this run.
     """
-    state = {"layout": "the layout of its optimizer state", "optimizer": "its optimizer"}
-    fatal = [
-        f"{text} was {then[name]} and is now {now[name]}" for name, text in state.items() if then[name] != now[name]
-    ]
+    fatal = []
+    if then["optimizer"] != now["optimizer"]:
+        fatal.append(f"its optimizer was {then['optimizer']} and is now {now['optimizer']}")
+    if then["layout"] != now["layout"]:
+        fatal.append(f"its optimizer state has the layout {then['layout']} and this run's is {now['layout']}")
     # DeepSpeed's shards fit one world size. Other layouts hold whole tensors or reshard on load.
-    if (
-        then["layout"] == now["layout"]
-        and then["layout"].startswith("ZeRO")
-        and then["world_size"] != now["world_size"]
-    ):
+    elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
         fatal.append(
             f"{then['world_size']} process(es) wrote its {then['layout']} shards, and {now['world_size']} would read "
             "them. Launch as many as then, or convert the shards as docs/checkpoints.md says "

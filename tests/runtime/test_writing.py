@@ -189,7 +189,7 @@ def test_leftovers_of_a_killed_process_are_removed_under_its_lock(tmp_path):
             (scratch / "half").write_text("half")
             os._exit(9)
     os.wait()
-    assert list(tmp_path.glob(".saving-*"))
+    assert list(tmp_path.glob(".saving*"))
     with written_whole(tmp_path, lock=LOCK_NAME) as scratch:
         (scratch / "whole").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
