@@ -87,3 +87,9 @@ def test_the_printed_command_pushes_the_same_files(server, run_directory):
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(server.repos["user/toy"].files) - {".gitattributes"} == MODEL
     assert SECRET.encode() not in server.bytes_received()
+
+
+def test_a_refused_repository_is_named(server, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ValueError, match="The Hub repository toy cannot be created or opened at .* Log in with"):
+        create_repository("toy")
