@@ -730,6 +730,7 @@ def test_a_dry_run_writes_nothing(workspace):
 
 def test_the_time_of_an_evaluation_counts_its_generation(tokenizer, tmp_path):
     trainer = toy_trainer(tokenizer, tmp_path, trainer={"eval_dataset": toy_tasks(12)}, num_generations_eval=2)
+    trainer.run_facts.data_kind = "tasks"
     begin_dry_run(trainer.args)
     # 12 tasks with 2 completions each, in steps of 4 completions, of which each takes 50 seconds.
     assert "; 1 evaluation of about 5 min each" in plan._describe_time(trainer, step_seconds=50)
