@@ -66,13 +66,14 @@ QUICK := tests/model tests/tokenizer tests/data tests/checkpoints tests/runtime 
 test-quick: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not distributed" $(QUICK) $(ARGS)
 
-# The tests of what transformers changes most, with the oldest version that pyproject.toml accepts. Python finds it in
-# front of the installed one; all other packages stay the same.
+# The model with its cache and generation, the trainer and its checkpoints, with the oldest version of transformers that
+# pyproject.toml accepts. Python finds it in front of the installed one; all other packages stay the same.
 OLDEST := $(abspath $(VENV))/oldest
 test-oldest: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) "transformers==5.23.*"
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" tests/model \
-	  tests/checkpoints tests/training/test_trainer.py tests/stages/test_chatting.py tests/test_library_contract.py $(ARGS)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" \
+	  tests/model/test_modeling_minimind.py tests/checkpoints/test_checkpointing.py tests/training/test_trainer.py \
+	  tests/test_library_contract.py $(ARGS)
 
 # Run all fault tests and write faults.json. N=300 kills 300 runs at random moments.
 faults: $(VENV)/.installed-test

@@ -1,37 +1,27 @@
-"""Check that the files around the code agree with the code and with each other."""
+"""The files around the code agree with it and with each other, and pyproject.toml names what the code imports."""
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
 
-import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hf_pretrain.hub.model_card import format_conversion_card
 from tests.invariants.launching import ROOT
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def load_yaml(path: str) -> dict:
-    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
-
-
-def shell_lines(workflow: str) -> list[str]:
-    (job,) = load_yaml(f".github/workflows/{workflow}.yml")["jobs"].values()
-    return [step["run"] for step in job["steps"] if "run" in step]
-
-
-def dependencies() -> set[str]:
-    """Return the names of all packages that pyproject.toml lists."""
-    extras = PROJECT["project"]["optional-dependencies"].values()
-    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
-    return {re.match(r"[\w-]+", line)[0] for line in lines}
-
-
-def test_the_workflow_is_the_ci_script_and_as_root_the_tests_that_need_root():
-    script, as_root = shell_lines("ci")
+def test_github_runs_the_ci_script_and_as_root_the_tests_that_need_root():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    script, as_root = [step["run"] for step in job["steps"] if "run" in step]
     assert script == ".ci/run" and as_root.startswith("sudo ")
     # They make network namespaces, or mount file systems.
     tests = {
@@ -39,23 +29,11 @@ def test_the_workflow_is_the_ci_script_and_as_root_the_tests_that_need_root():
         for path in (ROOT / "tests").rglob("test_*.py")
         if re.search(r"why_impossible\(\)|\[\"mount\"", path.read_text(encoding="utf-8"))
     }
-    assert set(as_root.split("pytest ")[1].split()) == tests and len(tests) == 2
-
-
-def test_a_workflow_builds_the_documentation():
-    assert shell_lines("docs") == ["make docs"]
-
-
-def test_the_scheduled_workflow_upgrades_dependencies_of_the_project():
-    upgrade = next(line for line in shell_lines("newest") if "--upgrade" in line)
-    upgraded = set(upgrade.split("--upgrade")[1].split())
-    assert {"transformers", "accelerate", "deepspeed", "trl", "peft", "datasets", "gguf", "lm-eval"} <= upgraded
-    assert upgraded <= dependencies()
+    assert set(as_root.split("pytest ")[1].split()) == tests and tests
 
 
 def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
-    """Compare pyproject.toml with the error in a checkpoint's code, the model card and both READMEs."""
-    (line,) = [line for line in PROJECT["project"]["dependencies"] if line.startswith("transformers>=")]
+    (line,) = [line for line in PROJECT["dependencies"] if line.startswith("transformers>=")]
     version = re.match(r"transformers>=([\d.]+),", line)[1]
     code = (ROOT / "hf_pretrain/model/configuration_minimind.py").read_text()
     facts = {"repo_id": "me/mine", "source": "x.pth", "format": "minimind", "license": None, "has_tokenizer": True}
@@ -64,32 +42,62 @@ def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
         assert f"needs transformers {version} or newer" in " ".join(text.split())
     assert f"transformers {version}" in (ROOT / "README_zh.md").read_text(encoding="utf-8")
     assert f"release < ({version.replace('.', ', ')})" in code
+    assert f'"transformers=={version}.*"' in (ROOT / "Makefile").read_text()
 
 
 def test_pre_commit_runs_what_make_quality_runs():
-    output = subprocess.run(
-        ["make", "-n", "quality", "VENV=.venv"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    words = ["make", "-n", "quality", "VENV=.venv"]
+    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     make = {line.removesuffix(" .") for line in output.splitlines() if re.match(r"\.venv/bin/(?!python)", line)}
-    (repository,) = load_yaml(".pre-commit-config.yaml")["repos"]
-    hooks = {hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]}
-    assert hooks == make
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert {hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]} == make
 
 
-@pytest.mark.parametrize("name", ["bug", "feature"])
-def test_issue_forms_are_complete(name):
-    form = load_yaml(f".github/ISSUE_TEMPLATE/{name}.yml")
-    assert form.keys() >= {"name", "description", "body"}
-    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
-    assert len(ids) == len(set(ids)) > 0
+# Imports
 
 
-def test_the_citation_names_this_version_and_licence():
-    citation = load_yaml("CITATION.cff")
-    assert citation["version"] == PROJECT["project"]["version"]
-    assert citation["license"] == PROJECT["project"]["license"]
+def imported(path: Path, *, always: bool) -> set[str]:
+    """Return the top-level modules that a file imports: anywhere, or only where it imports them `always`."""
+    found, nodes = set(), [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+        if not (always and isinstance(node, (ast.FunctionDef, ast.Try, ast.If))):
+            nodes += ast.iter_child_nodes(node)
+    # scipy is imported only where another package has brought it.
+    return found - sys.stdlib_module_names - {"hf_pretrain", "hf_pretrain_cli", "scipy"}
 
 
-def test_the_package_says_that_it_is_typed():
-    # `test_command.py` finds the file in the wheel.
-    assert (ROOT / "hf_pretrain/py.typed").is_file()
+def distributions(lines: list[str]) -> set[str]:
+    """Return the names of the distributions of requirements; for `transformers[serving]`, also those of its extra."""
+    found = set()
+    for requirement in map(Requirement, lines):
+        found.add(canonicalize_name(requirement.name))
+        for extra in requirement.extras if requirement.name == "transformers" else ():
+            own = [line for line in requires("transformers") if f"extra == {extra!r}" in line.replace('"', "'")]
+            found |= {canonicalize_name(Requirement(line).name) for line in own}
+    return found
+
+
+def undeclared(modules: set[str], declared: set[str]) -> set[str]:
+    """Return the modules that no declared distribution provides."""
+    providers = packages_distributions()
+    # A distribution that is not installed here must have the name of the module.
+    return {name for name in modules if declared.isdisjoint(map(canonicalize_name, providers.get(name, [name])))}
+
+
+def test_pyproject_names_everything_that_is_imported():
+    paths = [ROOT / "hf_pretrain_cli.py", *(ROOT / "hf_pretrain").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+    extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
+    declared = distributions([*PROJECT["dependencies"], *extras])
+    modules = set().union(*(imported(path, always=False) for path in paths))
+    assert {"torch", "trl", "lm_eval", "gguf"} <= modules and not undeclared(modules, declared)
+    # What runs without an extra: every package but `stages`, and the recipe of pretraining.
+    paths = [path for path in paths if "stages" not in path.parts and "recipes" not in path.parts]
+    modules = set().union(*(imported(path, always=True) for path in [*paths, ROOT / "recipes/pretrain.py"]))
+    # It installs on Linux only, so only functions import it.
+    assert "deepspeed" not in modules
+    assert not undeclared(modules, distributions(PROJECT["dependencies"]))

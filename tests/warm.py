@@ -6,8 +6,8 @@ subject is a recipe, not its launcher, starts it here. Such a process is as with
 environment, working directory, output and exit status, but its charts are empty.
 
 A library may read a variable of the environment while it is imported, so a process needs a parent with the same
-environment (`can_fork`). The first process with an environment starts from scratch, the second one starts a parent.
-Each worker of pytest has its own parents, such as one for most tests and one for the clients of the Hub.
+environment (`can_fork`). The first process with an unusual environment starts from scratch, the second one starts a
+parent. Each worker of pytest has its own parents, such as one for most tests and one for the clients of the Hub.
 """
 
 import atexit
@@ -63,28 +63,41 @@ class WarmParent:
         return all(self.environment.get(name) == environment.get(name) for name in names - HARMLESS)
 
     def run(
-        self, commands: list[list[str]], environments: list[dict[str, str]], *, cwd: str | Path, timeout: float
+        self,
+        commands: list[list[str]],
+        environments: list[dict[str, str]],
+        *,
+        cwd: str | Path,
+        timeout: float,
+        typed: str = "",
+        apart: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """
         Run some commands (`SCRIPT ...` or `-c CODE ...`, without `python`), one process each, with all that they print
-        in one text.
+        in one text, or with their errors `apart`. Each reads `typed` from its standard input.
 
         Raises:
             `subprocess.TimeoutExpired`: if one takes longer than `timeout` seconds. All of them are killed first.
         """
-        with tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        with tempfile.TemporaryDirectory() as directory:
+            streams = [Path(directory, name) for name in ("input", "output", "errors" if apart else "output")]
+            for path in streams:
+                path.write_text("")
+            streams[0].write_text(typed, encoding="utf-8")
             jobs = [
-                {"argv": argv, "env": env, "cwd": str(cwd)} for argv, env in zip(commands, environments, strict=True)
+                {"argv": argv, "env": env, "cwd": str(cwd), "streams": list(map(str, streams))}
+                for argv, env in zip(commands, environments, strict=True)
             ]
-            self._process.stdin.write(json.dumps({"jobs": jobs, "output": output.name, "timeout": timeout}) + "\n")
+            self._process.stdin.write(json.dumps({"jobs": jobs, "timeout": timeout}) + "\n")
             answer = json.loads(self._process.stdout.readline())
-            output.seek(0)
-            text = output.read()
+            output, errors = (path.read_text(encoding="utf-8", errors="replace") for path in streams[1:])
         if answer["timed_out"]:
-            raise subprocess.TimeoutExpired(commands[0], timeout, output=text)
+            raise subprocess.TimeoutExpired(commands[0], timeout, output=output)
         # As launchers do: any failure is a failure of the whole.
         statuses = [os.waitstatus_to_exitcode(status) for status in answer["statuses"]]
-        return subprocess.CompletedProcess(commands[0], next(filter(None, statuses), 0), text)
+        return subprocess.CompletedProcess(
+            commands[0], next(filter(None, statuses), 0), output, errors if apart else None
+        )
 
 
 _parents: list[WarmParent] = []
@@ -92,12 +105,12 @@ _seen: set[frozenset[tuple[str, str]]] = set()
 
 
 def find_parent(environment: dict[str, str]) -> WarmParent | None:
-    """Return a parent with this environment. Return `None` if it is new: most unusual environments come once."""
+    """Return a parent with this environment; `None` if it is new and not the first: most unusual ones come once."""
     for parent in _parents:
         if parent.can_fork(environment):
             return parent
     fixed = frozenset(pair for pair in environment.items() if pair[0] not in HARMLESS)
-    if fixed not in _seen or len(_parents) == MAX_PARENTS:
+    if (_parents and fixed not in _seen) or len(_parents) == MAX_PARENTS:
         _seen.add(fixed)
         return None
     _parents.append(WarmParent(dict(fixed)))
@@ -111,7 +124,7 @@ def serve() -> dict[str, Any] | None:
         children: dict[int, int | None] = {}
         for job in request["jobs"]:
             if (pid := os.fork()) == 0:
-                return job | {"output": request["output"]}
+                return job
             children[pid] = None
         timed_out = not _wait(children, time.monotonic() + request["timeout"])
         print(json.dumps({"statuses": list(children.values()), "timed_out": timed_out}), flush=True)
@@ -150,10 +163,8 @@ def become(job: dict[str, Any]) -> None:
     """Turn a forked child into what `python SCRIPT ...` or `python -c CODE ...` is."""
     os.setsid()
     os.chdir(job["cwd"])
-    output = os.open(job["output"], os.O_WRONLY | os.O_APPEND)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, null), (1, output), (2, output)):
-        os.dup2(source, target)
+    for target, path in enumerate(job["streams"]):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if target else os.O_RDONLY), target)
     os.environ.clear()
     os.environ.update(job["env"])
     sys.argv = job["argv"]

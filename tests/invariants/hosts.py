@@ -1,7 +1,7 @@
 """
 Hosts on one machine: each has its own network, host name, processes and shared memory (Linux namespaces).
 
-All hosts and the test reach each other through a bridge, and share the disk.
+All hosts reach each other through a bridge, and share the file system.
 """
 
 import os
@@ -19,8 +19,6 @@ from tests.invariants.launching import ROOT, cpu_environment
 _numbers = count()
 # Several workers of pytest may have a cluster at the same time.
 NETWORK = f"10.77.{os.getpid() % 256}"
-# The address of the test itself, for its servers.
-TEST_ADDRESS = f"{NETWORK}.254"
 _TOOLS = ("ip", "unshare", "mount")
 # Begin a host: $1 is its name, $2 the file of names.
 _BEGIN = """
@@ -48,12 +46,7 @@ def why_impossible() -> str | None:
 
 
 class Host:
-    """
-    A host of a [`Cluster`].
-
-    Attributes:
-        name (`str`): its host name, which every host can resolve.
-    """
+    """A host of a [`Cluster`]. Every host can resolve its `name`."""
 
     def __init__(self, cluster: "Cluster", number: int):
         self.cluster, self.name, self.number = cluster, f"host-{number}", number
@@ -64,12 +57,7 @@ class Host:
         inside = ["sh", "-c", _BEGIN, "sh", self.name, str(self.cluster.names)]
         spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         words = ["ip", "netns", "exec", self.cluster.prefix + self.name, *spaces, *inside, *command]
-        own = {
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "HF_HOME": str(self.cluster.path / f"home-{self.number}"),
-            "LOCAL_SIZE": "1",
-        }
-        env = cpu_environment(**own | environment)
+        env = cpu_environment(GLOO_SOCKET_IFNAME="eth0", LOCAL_SIZE="1", **environment)
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self._processes.append(subprocess.Popen(words, cwd=ROOT, env=env, **streams))
         return self._processes[-1]
@@ -85,10 +73,10 @@ class Host:
 
 
 class Cluster:
-    """A context manager for `size` hosts. Their files lie below `path`."""
+    """A context manager for `size` hosts. The file with their names lies in the directory `path`."""
 
     def __init__(self, path: Path, size: int = 2):
-        self.path, self.names = path, path / "hosts"
+        self.names = path / "hosts"
         # Interface names have at most 15 characters. The kernel removes those of an earlier cluster with a delay.
         self.prefix = f"h{os.getpid()}-{next(_numbers)}-"
         self._bridge = f"{self.prefix}br"
@@ -103,11 +91,10 @@ class Cluster:
         return self
 
     def _connect(self) -> None:
-        """Make the namespaces of the hosts, and a network with a bridge between them and the test."""
+        """Make the namespaces of the hosts, and a network with a bridge between them."""
         addresses = {host.name: f"{NETWORK}.{host.number + 1}" for host in self.hosts}
         self.names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in addresses.items()))
         _ip(f"link add {self._bridge} type bridge")
-        _ip(f"address add {TEST_ADDRESS}/24 dev {self._bridge}")
         _ip(f"link set {self._bridge} up")
         for host in self.hosts:
             space, port = self.prefix + host.name, f"{self.prefix}{host.number}"

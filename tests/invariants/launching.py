@@ -60,10 +60,17 @@ def process_options(**environment: str) -> dict[str, Any]:
 
 
 def start(
-    command: list[str], *, timeout: float = 500, fresh: bool = False, cwd: str | Path = ROOT, **environment: str
+    command: list[str],
+    *,
+    timeout: float = 500,
+    fresh: bool = False,
+    cwd: str | Path = ROOT,
+    typed: str = "",
+    apart: bool = False,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """
-    Run a command to its end.
+    Run a command to its end. It reads `typed`, and prints stdout and stderr in one text, or with stderr `apart`.
 
     The processes of `python SCRIPT`, `python -c CODE`, torchrun and deepspeed are forked from a parent that has
     imported the libraries (`tests/warm.py`), unless `fresh`: tests of a launcher or of imports need the real command.
@@ -71,9 +78,11 @@ def start(
     whole = cpu_environment(**environment)
     ranks = [] if fresh else _ranks(command, whole)
     if ranks and (parent := find_parent(whole)) is not None:
-        result = parent.run([argv for argv, _ in ranks], [env for _, env in ranks], cwd=cwd, timeout=timeout)
-        return subprocess.CompletedProcess(command, result.returncode, result.stdout)
-    return subprocess.run(command, timeout=timeout, **process_options(**environment) | {"cwd": cwd})
+        words, environments = zip(*ranks, strict=True)
+        result = parent.run(words, environments, cwd=cwd, timeout=timeout, typed=typed, apart=apart)
+        return subprocess.CompletedProcess(command, result.returncode, result.stdout, result.stderr)
+    options = process_options(**environment) | {"cwd": cwd, "input": typed, "timeout": timeout}
+    return subprocess.run(command, **options | ({"stderr": subprocess.PIPE} if apart else {}))
 
 
 def _ranks(command: list[str], environment: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
@@ -116,11 +125,9 @@ class Run:
     output: str
 
 
-def run_probe(
-    launcher: str, arguments: list[str], output_dir: Path, *, fresh: bool = False, **environment: str
-) -> Run:
+def run_probe(launcher: str, arguments: list[str], output_dir: Path, **environment: str) -> Run:
     command = [*launcher_command(launcher), str(Path(__file__).with_name("probe.py"))]
-    result = start([*command, *arguments, "--output_dir", str(output_dir)], fresh=fresh, **environment)
+    result = start([*command, *arguments, "--output_dir", str(output_dir)], **environment)
     assert result.returncode == 0, f"{launcher}: {result.stdout[-4000:]}"
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     return Run(

@@ -1,5 +1,5 @@
 """
-Compare the pretraining recipe under every launcher and every kind of sharding with one process.
+Compare the pretraining recipe under every kind of sharding with one process. `test_recipes.py` starts the launchers.
 
 A run has six steps with a global batch of 8 over 9 rows. Each of its three epochs ends with a step of a single row, in
 which the other rank has no labels.
@@ -19,17 +19,15 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 pytestmark = pytest.mark.distributed
 
 DEEPSPEED = {path.stem: ["--deepspeed", str(path)] for path in sorted((ROOT / "ds_configs").glob("*.json"))}
+DEEPSPEED = {path.stem: ["--deepspeed", str(path)] for path in sorted((ROOT / "ds_configs").glob("*.json"))}
 LAUNCHES = {
     "DDP": ("torchrun", []),
-    "accelerate DDP": ("accelerate:ddp", []),
     "FSDP2": ("torchrun", ["--fsdp_size", "2"]),
-    "ZeRO-1": ("deepspeed", DEEPSPEED["zero1"]),
-    "ZeRO-2": ("deepspeed", DEEPSPEED["zero2"]),
-    "ZeRO-3": ("deepspeed", DEEPSPEED["zero3"]),
+    **{name: ("deepspeed", words) for name, words in DEEPSPEED.items()},
 }
+SGD = ["--optim", "sgd", "--learning_rate", "0.1", "--max_grad_norm", "0", "--weight_decay", "0"]
 ADAMW = ["--optim_preset", "adamw", "--learning_rate", "1e-3"]
 MUON = ["--learning_rate", "1e-3"]
-SGD = ["--optim", "sgd", "--learning_rate", "0.1", "--max_grad_norm", "0", "--weight_decay", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -55,43 +53,35 @@ def launch(workspace):
     """Return a function that runs each launch once and caches its results."""
     runs: dict[tuple, Run] = {}
 
-    def run(model: str, launcher: str, arguments: list[str], *, fresh: bool = False, **environment: str) -> Run:
-        key = (model, launcher, fresh, *arguments, *environment)
+    def run(model: str, way: str, arguments: list[str], **environment: str) -> Run:
+        launcher, sharding = LAUNCHES[way] if way in LAUNCHES else (way, [])
+        key = (model, way, *arguments, *environment)
         if key not in runs:
             batch = ["8", "1"] if launcher == "python" else ["2", "2"]
-            common = [
+            words = [
                 *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
-                *(
-                    "--packing_strategy",
-                    "none",
-                    "--max_length",
-                    "32",
-                    "--validation_fraction",
-                    "0.2",
-                    "--max_steps",
-                    "6",
-                ),
+                *("--packing_strategy", "none", "--max_length", "32", "--validation_fraction", "0.2"),
+                *("--max_steps", "6", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"),
                 *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
-                *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
-                *("--eval_strategy", "no", "--disable_tqdm", "true"),
-                *([] if "--save_strategy" in arguments else ["--save_strategy", "no"]),
+                *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--disable_tqdm", "true"),
                 *([] if "--bf16" in arguments else ["--bf16", "false"]),
             ]
-            words, output_dir = [*common, *arguments], workspace / f"run{len(runs)}"
-            runs[key] = run_probe(launcher, words, output_dir, fresh=fresh, **environment)
+            output_dir = workspace / f"run{len(runs)}"
+            runs[key] = run_probe(launcher, [*words, *sharding, *arguments], output_dir, **environment)
         return runs[key]
 
     return run
 
 
-def assert_same_steps(run: Run, reference: Run, *, loss: float = 1e-5, grad_norm: float = 1e-4):
+def assert_same_steps(run: Run, reference: Run):
     assert len(run.steps) == len(reference.steps) == 6
     for step, expected in zip(run.steps, reference.steps, strict=True):
         for key in [key for key in ("loss", "ce_loss", "aux_loss") if key in expected]:
-            assert step[key] == pytest.approx(expected[key], abs=loss), (key, step["step"])
-        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=grad_norm), step["step"]
+            assert step[key] == pytest.approx(expected[key], abs=1e-5), (key, step["step"])
+        if "grad_norm" in step:
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), step["step"]
         assert step["num_input_tokens_seen"] == expected["num_input_tokens_seen"]
-    assert run.eval_loss == pytest.approx(reference.eval_loss, abs=loss)
+    assert run.eval_loss == pytest.approx(reference.eval_loss, abs=1e-5)
 
 
 def assert_same_weights(run: Run, reference: Run):
@@ -100,34 +90,24 @@ def assert_same_weights(run: Run, reference: Run):
         torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=5e-6, msg=name)
 
 
-@pytest.mark.parametrize("model", ["dense", "moe"])
-@pytest.mark.parametrize("way", LAUNCHES)
-def test_losses_and_gradient_norms_agree(launch, model, way):
-    launcher, arguments = LAUNCHES[way]
-    reference = launch(model, "python", ADAMW)
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [*(("moe", way) for way in LAUNCHES if "offload" not in way), *(("dense", way) for way in ("DDP", "zero3"))],
+)
+def test_losses_gradient_norms_and_weights_agree(launch, model, way):
+    """AdamW hides a wrong gradient scale; SGD without clipping shows it in the weights."""
+    reference, run = launch(model, "python", SGD), launch(model, way, SGD)
     assert ("aux_loss" in reference.steps[0]) == (model == "moe")
-    # Each real launcher starts one run of a model. For the others, the same ranks are forked.
-    is_fresh = model == "dense" and way not in ("ZeRO-1", "ZeRO-3")
-    run = launch(model, launcher, [*ADAMW, *arguments], fresh=is_fresh)
     assert_same_steps(run, reference)
+    assert_same_weights(run, reference)
+    # DeepSpeed's stage 0 in float32 reports no norm of the gradients.
+    assert ("grad_norm" in run.steps[0]) == (way != "zero0")
     assert run.pos_cis_intact == [True, True]
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-2"])
-def test_weights_agree_under_sgd(launch, way):
-    """AdamW hides a wrong gradient scale; SGD without clipping shows it in the weights."""
-    launcher, arguments = LAUNCHES[way]
-    reference = launch("moe", "python", SGD)
-    run = launch("moe", launcher, [*SGD, *arguments])
-    assert_same_steps(run, reference)
-    assert_same_weights(run, reference)
-
-
-@pytest.mark.parametrize("way", ["DDP", "FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize("way", ["DDP", "zero2"])
 def test_the_checks_notice_a_doubled_gradient(launch, way):
-    launcher, arguments = LAUNCHES[way]
-    reference = launch("moe", "python", SGD)
-    run = launch("moe", launcher, [*SGD, *arguments], DOUBLE_GRADIENT="1")
+    reference, run = launch("moe", "python", SGD), launch("moe", way, SGD, DOUBLE_GRADIENT="1")
     assert run.steps[0]["loss"] == pytest.approx(reference.steps[0]["loss"], abs=1e-5)
     with pytest.raises(AssertionError):
         assert run.steps[0]["grad_norm"] == pytest.approx(reference.steps[0]["grad_norm"], rel=1e-4)
@@ -135,22 +115,15 @@ def test_the_checks_notice_a_doubled_gradient(launch, way):
         assert_same_weights(run, reference)
 
 
-MUON_LAUNCHES = {
-    **{way: LAUNCHES[way] for way in ("DDP", "accelerate DDP", "FSDP2")},
-    **{config: ("deepspeed", arguments) for config, arguments in DEEPSPEED.items()},
-    "accelerate zero2": ("accelerate:zero2", []),
-    "accelerate zero3": ("accelerate:zero3", []),
-}
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "zero2", "zero3_offload"])
+def test_clipping_and_adamw_agree(launch, way):
+    assert_same_steps(launch("moe", way, ADAMW), launch("moe", "python", ADAMW))
 
 
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [*(("moe", way) for way in MUON_LAUNCHES), *(("dense", way) for way in ("zero2_offload", "zero3"))],
-)
-def test_muon_is_the_default_and_agrees(launch, model, way):
+@pytest.mark.parametrize("way", LAUNCHES)
+def test_muon_is_the_default_and_agrees(launch, way):
     """Agree within the rounding of Muon's bfloat16 iteration. AdamW's weights are much farther away."""
-    launcher, arguments = MUON_LAUNCHES[way]
-    reference, run = launch(model, "python", MUON), launch(model, launcher, [*MUON, *arguments])
+    reference, run = launch("moe", "python", MUON), launch("moe", way, MUON)
     assert "muon, learning rate 0.001" in reference.output and "muon, learning rate 0.001" in run.output
     for step, expected in zip(run.steps, reference.steps, strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], abs=2e-3)
@@ -158,18 +131,16 @@ def test_muon_is_the_default_and_agrees(launch, model, way):
         assert ("grad_norm" in step) != ("zero" in way)
         if "grad_norm" in step:
             assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
-    adamw = launch(model, "python", ADAMW)
+    adamw = launch("moe", "python", ADAMW)
     for name, weight in reference.weights.items():
         if "_proj" in name:
             difference, distance = (run.weights[name] - weight).norm(), (adamw.weights[name] - weight).norm()
             assert difference < 0.1 * distance, name
 
 
-@pytest.mark.parametrize("way", ["DDP", "ZeRO-2", "ZeRO-3"])
+@pytest.mark.parametrize("way", ["DDP", "zero3"])
 def test_bf16_agrees_roughly_and_saves_float32(launch, way):
-    launcher, arguments = LAUNCHES[way]
-    reference = launch("dense", "python", ADAMW)
-    run = launch("dense", launcher, [*ADAMW, *arguments, "--bf16", "true"])
+    reference, run = launch("dense", "python", SGD), launch("dense", way, [*SGD, "--bf16", "true"])
     assert run.pos_cis_intact == [True, True]
     assert run.weights.keys() == reference.weights.keys()
     for weight in run.weights.values():
@@ -180,36 +151,7 @@ def test_bf16_agrees_roughly_and_saves_float32(launch, way):
         assert step["loss"] != expected["loss"]
 
 
-def test_a_resume_on_two_ranks_keeps_the_order(launch, workspace):
-    """Step 3 is the first step of the second epoch: the resumed run must shuffle as in this epoch."""
-    saving = ["--save_strategy", "steps", "--save_steps", "3"]
-    whole = launch("dense", "torchrun", [*ADAMW, *saving])
-    (checkpoint,) = workspace.glob("*/checkpoint-3")
-    resumed = launch("dense", "torchrun", [*ADAMW, *saving, "--resume_from_checkpoint", str(checkpoint)])
-    assert_same_steps(resumed, whole)
-    assert_same_weights(resumed, whole)
-
-
 def test_streams_agree(launch):
     """Make three passes over a stream whose length is no multiple of the global batch."""
-    streamed = [*ADAMW, "--streaming", "true"]
-    assert_same_steps(launch("moe", "torchrun", streamed), launch("moe", "python", streamed))
-
-
-@pytest.mark.parametrize("config", ["zero2_offload", "zero3_offload"])
-def test_offloaded_optimizers_agree(launch, config):
-    run = launch("dense", "deepspeed", [*ADAMW, "--deepspeed", str(ROOT / "ds_configs" / f"{config}.json")])
-    assert_same_steps(run, launch("dense", "python", ADAMW))
-
-
-def test_zero0_agrees(launch):
-    """DeepSpeed's stage 0 in float32 reports no gradient norm; its losses and weights still have to agree."""
-    run = launch("dense", "deepspeed", [*SGD, "--deepspeed", str(ROOT / "ds_configs/zero0.json")])
-    reference = launch("dense", "python", SGD)
-    assert [s["loss"] for s in run.steps] == pytest.approx([s["loss"] for s in reference.steps], abs=1e-5)
-    assert_same_weights(run, reference)
-
-
-def test_accelerate_with_deepspeed_agrees(launch):
-    """`test_make_runs_two_processes` launches ZeRO-2 in this way."""
-    assert_same_steps(launch("dense", "accelerate:zero3", ADAMW), launch("dense", "python", ADAMW))
+    streamed = [*SGD, "--streaming", "true"]
+    assert_same_steps(launch("moe", "DDP", streamed), launch("moe", "python", streamed))
