@@ -83,7 +83,7 @@ class WarmParent:
             streams = [Path(directory, name) for name in ("input", "output", "errors" if apart else "output")]
             for path in streams:
                 path.write_text("")
-            streams[0].write_text(typed, encoding="utf-8")
+            streams[0].write_text(typed, encoding="utf-8", errors="surrogateescape")
             jobs = [
                 {"argv": argv, "env": env, "cwd": str(cwd), "streams": list(map(str, streams))}
                 for argv, env in zip(commands, environments, strict=True)

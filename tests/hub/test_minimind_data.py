@@ -3,13 +3,12 @@
 import json
 import random
 import shlex
-import subprocess
 
 import pytest
 
 import hf_pretrain_cli
 from tests.hub_server import HubServer, Repo
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import start
 from tests.test_readme import code_blocks
 
 
@@ -55,13 +54,12 @@ def test_the_stages_of_the_page_follow_each_other(tmp_path, monkeypatch):
     with HubServer() as server:
         server.repos["jingyaogong/minimind_dataset"] = Repo(private=False)
         server.repos["jingyaogong/minimind_dataset"].commit("all", files())
-        environment = cpu_environment() | server.client_environment() | {"PYTHONPATH": str(ROOT)}
-        environment["HF_HOME"] = str(tmp_path / "home")
+        environment = server.client_environment() | {"HF_HOME": str(tmp_path / "home")}
         for words in stages:
             words = [*words, *shlex.split(f"{TOY[words[0]]} {SHARED}")]
             _, command = hf_pretrain_cli.make_command(words[0], words[1:])
-            result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-            assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+            result = start(command, cwd=tmp_path, **environment)
+            assert result.returncode == 0, result.stdout[-3000:]
     for stage in ("pretrain", "sft", "dpo"):
         (launch,) = json.loads((tmp_path / f"out/{stage}-minimind3/run.json").read_text())
         assert launch["steps"] == 2 and "jingyaogong/minimind_dataset:" in launch["data"]["names"][0]

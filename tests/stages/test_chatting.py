@@ -14,7 +14,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.chatting import Chat
 from hf_pretrain.stages.generating import Generator, PartsStreamer
 from hf_pretrain.tokenizer.loading import load_tokenizer
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import ROOT, start
 from tests.talking import CALL, TOOL
 
 
@@ -228,15 +228,8 @@ def test_published_tokenizers_without_a_response_template(chat, build_model):
 def run_recipe(talker, tmp_path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out/run").symlink_to(talker)
-    return subprocess.run(
-        [sys.executable, str(ROOT / "recipes/chat.py"), "--greedy", *arguments],
-        input=typed,
-        cwd=tmp_path,
-        env=cpu_environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        errors="surrogateescape",
-    )
+    command = [sys.executable, str(ROOT / "recipes/chat.py"), "--greedy", *arguments]
+    return start(command, cwd=tmp_path, typed=typed, apart=True)
 
 
 def test_the_recipe_answers_once(talker, tmp_path, tools_file):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -16,7 +15,7 @@ from hf_pretrain.stages.continuing import Continuation, is_base_model
 from hf_pretrain.stages.generating import Generator
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.running import train_and_evaluate
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import ROOT, start
 from tests.training.test_trainer import make_documents, make_model, make_trainer
 
 
@@ -147,19 +146,18 @@ def test_the_recipe_continues_or_answers(talker, tmp_path):
     (tmp_path / "base/run.json").write_text('[{"recipe": "pretrain"}]')
     command = [sys.executable, str(ROOT / "recipes/chat.py"), "--greedy", "--model_name_or_path"]
     command.append(str(tmp_path / "base"))
-    options = {"env": cpu_environment(PYTHONPATH=str(ROOT)), "capture_output": True, "text": True}
-    result = subprocess.run([*command, "--max_new_tokens", "4"], input="two\n\n/reset\n\n/quit\n", **options)
+    result = start([*command, "--max_new_tokens", "4"], typed="two\n\n/reset\n\n/quit\n", apart=True)
     assert "a base model: it continues your text" in result.stdout, result.stderr[-3000:]
     # The empty line after /reset gets no answer.
     assert len(re.findall(r"\[\d tokens?, [\d.]+ tokens/s\]", result.stdout)) == 2
-    result = subprocess.run([*command, "--no-raw", "--think", "off", "--prompt", "two and two?"], **options)
+    result = start([*command, "--no-raw", "--think", "off", "--prompt", "two and two?"], apart=True)
     assert result.stdout == "It is four.\n", result.stderr[-3000:]
     for words, message in (
         (["--system", "Be brief."], "--system has no effect on raw continuation."),
         (["--prompt", ""], "--prompt is empty."),
         (["--temperature", "-1"], "The temperature -1.0 must be 0 or a positive number"),
     ):
-        result = subprocess.run([*command[:2], *command[3:], *words], **options)
+        result = start([*command[:2], *command[3:], *words], apart=True)
         assert result.returncode == 2 and message in result.stderr
 
 
@@ -170,13 +168,12 @@ def test_a_newer_base_model_does_not_hide_the_chat_model(talker, tmp_path):
         (run / "run.json").write_text(json.dumps([{"recipe": recipe}]))
         os.utime(run / "model.safetensors", (seconds, seconds))
     hint = "The newest chat model is out/mine: --model_name_or_path out/mine\n"
-    options = {"env": cpu_environment(PYTHONPATH=str(ROOT)), "cwd": tmp_path, "capture_output": True, "text": True}
     command = [sys.executable, str(ROOT / "recipes/chat.py")]
-    result = subprocess.run(command, input="/quit\n", **options)
+    result = start(command, cwd=tmp_path, typed="/quit\n", apart=True)
     assert result.stdout.startswith(
         f"out/side, a base model: it continues your text\n/help lists the commands.\n{hint}"
     )
     # The user has chosen this model, or this way.
     for words in (["--model_name_or_path", "out/side"], ["--raw"]):
-        result = subprocess.run([*command, *words], input="/quit\n", **options)
+        result = start([*command, *words], cwd=tmp_path, typed="/quit\n", apart=True)
         assert "newest chat model" not in result.stdout and "a base model" in result.stdout

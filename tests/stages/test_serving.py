@@ -20,7 +20,7 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.stages.serving import CBGenerateManager, ReasoningMode, _sampling, check_ports, template_kwargs
 from hf_pretrain.tokenizer.encoding import encode_prompt
 from hf_pretrain.tokenizer.loading import load_tokenizer
-from tests.invariants.launching import ROOT, cpu_environment, free_port
+from tests.invariants.launching import ROOT, cpu_environment, free_port, start
 from tests.talking import CHINESE, SUM, TOOL, WEATHER
 
 
@@ -217,7 +217,7 @@ def test_flags_become_variables_of_the_template(reasoning):
 )
 def test_mistakes_are_reported_in_one_line(words, message):
     command = [sys.executable, str(ROOT / "recipes/serve.py"), *words]
-    result = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True)
+    result = start(command, apart=True)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 
@@ -227,9 +227,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(talker):
         listener.listen()
         port = listener.getsockname()[1]
         command = [sys.executable, str(ROOT / "recipes/serve.py"), "--model_name_or_path", str(talker)]
-        result = subprocess.run(
-            [*command, "--port", str(port)], env=cpu_environment(), capture_output=True, text=True, timeout=300
-        )
+        result = start([*command, "--port", str(port)], apart=True)
     assert result.returncode == 2 and f"error: Port {port} of 127.0.0.1 cannot be used" in result.stderr
     with pytest.raises(ValueError, match="Port 70000 of localhost cannot be used"):
         check_ports("localhost", [70000])

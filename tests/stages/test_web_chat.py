@@ -23,7 +23,7 @@ from openai import OpenAI
 
 from hf_pretrain.stages.chat_client import Endpoint
 from hf_pretrain.stages.web_chat import _wait_until_ready, make_page, show
-from tests.invariants.launching import ROOT, cpu_environment, free_port
+from tests.invariants.launching import ROOT, cpu_environment, free_port, start
 from tests.talking import CHINESE, TOOL, save_rambler
 
 
@@ -437,7 +437,7 @@ def test_a_model_without_a_chat_template_is_refused(models, tmp_path):
 
 def run_recipe(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "recipes/serve.py"), "--device", "cpu", *words]
-    return subprocess.run(command, env=cpu_environment(), capture_output=True, text=True, timeout=300)
+    return start(command, apart=True)
 
 
 def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
