@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import process_options
 
 
 _numbers = count()
@@ -45,72 +45,61 @@ def why_impossible() -> str | None:
     return f"namespaces cannot be made: {errors[0]}" if errors else None
 
 
-class Host:
-    """A host of a [`Cluster`]. Every host can resolve its `name`."""
-
-    def __init__(self, cluster: "Cluster", number: int):
-        self.cluster, self.name, self.number = cluster, f"host-{number}", number
-        self._processes: list[subprocess.Popen[str]] = []
-
-    def start(self, command: list[str], **environment: str) -> subprocess.Popen[str]:
-        """Start a command on this host, with stdout and stderr in one text."""
-        inside = ["sh", "-c", _BEGIN, "sh", self.name, str(self.cluster.names)]
-        spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        words = ["ip", "netns", "exec", self.cluster.prefix + self.name, *spaces, *inside, *command]
-        env = cpu_environment(GLOO_SOCKET_IFNAME="eth0", LOCAL_SIZE="1", **environment)
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self._processes.append(subprocess.Popen(words, cwd=ROOT, env=env, **streams))
-        return self._processes[-1]
-
-    def die(self) -> None:
-        """Kill all processes of this host at once."""
-        for process in self._processes:
-            with suppress(psutil.NoSuchProcess):
-                # The first process of a process namespace takes all others with it. `unshare` waits for its end.
-                for child in psutil.Process(process.pid).children():
-                    child.kill()
-            process.wait(timeout=60)
-
-
 class Cluster:
-    """A context manager for `size` hosts. The file with their names lies in the directory `path`."""
+    """
+    A context manager for `size` hosts, `host-0` and so on, which can resolve these names. The file with the names lies
+    in the directory `path`.
+    """
 
     def __init__(self, path: Path, size: int = 2):
         self.names = path / "hosts"
         # Interface names have at most 15 characters. The kernel removes those of an earlier cluster with a delay.
-        self.prefix = f"h{os.getpid()}-{next(_numbers)}-"
-        self._bridge = f"{self.prefix}br"
-        self.hosts = [Host(self, number) for number in range(size)]
+        self._prefix = f"h{os.getpid()}-{next(_numbers)}-"
+        self._spaces = [f"{self._prefix}host-{number}" for number in range(size)]
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, number: int, command: list[str], **environment: str) -> subprocess.Popen[str]:
+        """Start a command on a host, with stdout and stderr in one text."""
+        inside = ["sh", "-c", _BEGIN, "sh", f"host-{number}", str(self.names)]
+        spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        words = ["ip", "netns", "exec", self._spaces[number], *spaces, *inside, *command]
+        options = process_options(GLOO_SOCKET_IFNAME="eth0", LOCAL_SIZE="1", **environment)
+        self._processes[number] = subprocess.Popen(words, **options)
+        return self._processes[number]
+
+    def die(self, number: int) -> None:
+        """Kill all processes of a host at once."""
+        process = self._processes[number]
+        with suppress(psutil.NoSuchProcess):
+            # The first process of a process namespace takes all others with it. `unshare` waits for its end.
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+        process.wait(timeout=60)
 
     def __enter__(self) -> "Cluster":
-        try:
-            self._connect()
-        except subprocess.CalledProcessError:
-            self.__exit__()
-            raise
-        return self
-
-    def _connect(self) -> None:
         """Make the namespaces of the hosts, and a network with a bridge between them."""
-        addresses = {host.name: f"{NETWORK}.{host.number + 1}" for host in self.hosts}
-        self.names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in addresses.items()))
-        _ip(f"link add {self._bridge} type bridge")
-        _ip(f"link set {self._bridge} up")
-        for host in self.hosts:
-            space, port = self.prefix + host.name, f"{self.prefix}{host.number}"
+        lines = [f"{NETWORK}.{number + 1} host-{number}\n" for number in range(len(self._spaces))]
+        self.names.write_text("127.0.0.1 localhost\n" + "".join(lines))
+        bridge = f"{self._prefix}br"
+        _ip(f"link add {bridge} type bridge")
+        _ip(f"link set {bridge} up")
+        for number, space in enumerate(self._spaces):
+            port = f"{self._prefix}{number}"
             _ip(f"netns add {space}")
             _ip(f"link add {port} type veth peer name eth0 netns {space}")
-            _ip(f"link set {port} master {self._bridge} up")
-            _ip(f"-n {space} address add {addresses[host.name]}/24 dev eth0")
+            _ip(f"link set {port} master {bridge} up")
+            _ip(f"-n {space} address add {NETWORK}.{number + 1}/24 dev eth0")
             _ip(f"-n {space} link set eth0 up")
             _ip(f"-n {space} link set lo up")
+        return self
 
     def __exit__(self, *args):
-        for host in self.hosts:
-            host.die()
-            _ip(f"netns delete {self.prefix + host.name}", check=False)
-        _ip(f"link delete {self._bridge}", check=False)
+        for number in self._processes:
+            self.die(number)
+        for space in self._spaces:
+            _ip(f"netns delete {space}")
+        _ip(f"link delete {self._prefix}br")
 
 
-def _ip(words: str, *, check: bool = True) -> None:
-    subprocess.run(["ip", *words.split()], check=check)
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True)

@@ -29,11 +29,11 @@ def test_a_host_dies_and_comes_back(tmp_path):
 
         def launch(number: int) -> subprocess.Popen[str]:
             # Otherwise the agent of a host that came back waits for an address that the others announce only once.
-            return cluster.hosts[number].start([*AGENT, *recipe], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+            return cluster.start(number, [*AGENT, *recipe], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
         agents = [launch(0), launch(1)]
         assert wait_for((two / "checkpoint-4").is_dir, agents[0])
-        cluster.hosts[1].die()
+        cluster.die(1)
         agents[1] = launch(1)
         outputs = [agent.communicate(timeout=300)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(text[-4000:] for text in outputs)
