@@ -40,4 +40,6 @@ def test_a_host_dies_and_comes_back(tmp_path):
     assert f"Resuming from {two}/checkpoint-" in outputs[0]
     for step in range(2, STEPS + 1, 2):
         assert find_damage(two / f"checkpoint-{step}") == []
+        # Both hosts have written their files.
+        assert len(list((two / f"checkpoint-{step}").glob("rng_state_*.pth"))) == 2
     assert final_bits(two) == final_bits(one)
