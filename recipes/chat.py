@@ -15,17 +15,13 @@ or whose tokenizer has no chat template. `--raw` and `--no-raw` choose.
 
 import argparse
 import io
-import shlex
 import sys
 from functools import partial
 
-from hf_pretrain.checkpoints.directory import find_runs
-from hf_pretrain.reports.runs import read_launches, trained_on_text
+from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.chatting import Chat
-from hf_pretrain.stages.continuing import Continuation, is_base_model
-from hf_pretrain.stages.generating import Generator
+from hf_pretrain.stages.chatting import Chat, is_base_model
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -38,8 +34,7 @@ from transformers import set_seed
 
 
 def main(args: argparse.Namespace) -> None:
-    runs = [args.model_name_or_path] if args.model_name_or_path else find_runs()
-    name = runs[0]
+    name = args.model_name_or_path or find_newest_run()
     tokenizer = load_tokenizer(name)
     # load_model also converts MiniMind's own checkpoints and applies adapters.
     model = load_model(ModelArguments(model_name_or_path=name), tokenizer).eval()
@@ -47,62 +42,38 @@ def main(args: argparse.Namespace) -> None:
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
     set_seed(args.seed)
-    generator = Generator(
+    is_raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
+    if is_raw and (args.system or args.tools or args.think):
+        raise UserError("--system, --tools and --think have no effect on raw continuation: chat with --no-raw.")
+    chat = Chat(
         model,
         tokenizer,
+        is_raw=is_raw,
+        system=args.system,
+        enable_thinking={"on": True, "off": False}.get(args.think),
+        tools=args.tools,
         temperature=0 if args.greedy else args.temperature,
         max_new_tokens=args.max_new_tokens,
         top_p=args.top_p,
         top_k=args.top_k,
         repetition_penalty=args.repetition_penalty,
     )
-    is_raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
-    if is_raw and (given := [flag for flag in ("system", "tools", "think") if getattr(args, flag)]):
-        raise UserError(f"--{given[0]} has no effect on raw continuation. Leave it out, or chat with --no-raw.")
-    thinking = {"on": True, "off": False}.get(args.think)
-    chat = (
-        Continuation(generator)
-        if is_raw
-        else Chat(generator, system=args.system, enable_thinking=thinking, tools=args.tools)
-    )
-    write = partial(print, end="", flush=True)
     title = f"{name}{', a base model: it continues your text' if is_raw else ''}"
-    if args.prompt is not None:
-        if args.model_name_or_path is None:
-            # Standard output holds the answer alone.
-            print(title, file=sys.stderr)
-        if not chat.say(args.prompt):
-            raise UserError("--prompt is empty. Give it a text, or leave it out to talk.")
-        chat.answer(write)
-        print()
-        print(generator.speed, file=sys.stderr)
+    if args.prompt is None:
+        # Python would raise at a line that is not UTF-8.
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        print(f"{title}\n/help lists the commands.")
+        chat.talk()
         return
-
-    # `say` refuses a line that is not UTF-8. Without this setting, Python would raise earlier and end the loop.
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")
-    print(f"{title}\n/help lists the commands.")
-    if is_raw and args.raw is None:
-        # The newest model is not always the one that the user means.
-        chat_model = next((run for run in runs[1:] if trained_on_text(read_launches(run)) is False), None)
-        if chat_model is not None:
-            print(f"The newest chat model is {chat_model}: --model_name_or_path {shlex.quote(chat_model)}")
-    while True:
-        try:
-            line = input(chat.prompt)
-        except (EOFError, KeyboardInterrupt):
-            print()
-            break
-        if line.strip() in ("/exit", "/quit"):
-            break
-        try:
-            if line.startswith("/"):
-                print(chat.run_command(line.strip()))
-            elif chat.say(line):
-                chat.answer(write)
-                print(f"\n[{generator.speed}]")
-        except ValueError as error:
-            print(error)
+    if not chat.say(args.prompt):
+        raise UserError("--prompt is empty. Give it a text, or leave it out to talk.")
+    if args.model_name_or_path is None:
+        # Standard output holds the answer alone.
+        print(title, file=sys.stderr)
+    chat.answer(partial(print, end="", flush=True))
+    print()
+    print(chat.speed, file=sys.stderr)
 
 
 if __name__ == "__main__":

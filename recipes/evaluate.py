@@ -26,7 +26,7 @@ from hf_pretrain.runtime.activity import announce
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.metrics import METRICS
-from hf_pretrain.stages.continuing import is_base_model
+from hf_pretrain.stages.chatting import is_base_model
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
     ValidationArguments,

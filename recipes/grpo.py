@@ -19,7 +19,7 @@ from hf_pretrain.data.tasks import load_tasks
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.rewards import load_reward_functions
-from hf_pretrain.stages.tools import load_tools
+from hf_pretrain.stages.tools import load_object, load_tools
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
@@ -40,7 +40,8 @@ def main(
     training_args: GRPOTrainingArguments,
 ):
     rewards = load_reward_functions(task_args.rewards)
-    tools, environment = load_tools(task_args.tools), task_args.load_environment()
+    tools = load_tools(task_args.tools)
+    environment = load_object(task_args.environment, flag="--environment") if task_args.environment else None
     # Begin the run only now: a misspelt reward or tool must not leave traces in the output directory.
     checkpoint = begin_run(training_args, model_args, adapter_args, task_args)
     is_main = training_args.process_index == 0

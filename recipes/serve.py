@@ -26,22 +26,14 @@ import json
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.encoding import check_chat_template
+from hf_pretrain.tokenizer.encoding import check_chat_template, thinking_variables
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain_cli import port
 
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.serving import (
-        ReasoningMode,
-        Serve,
-        adapt_server,
-        announce,
-        check_ports,
-        end_with_stdin,
-        template_kwargs,
-    )
+    from hf_pretrain.stages.serving import check_ports, serve_model
 
 # isort: split
 # The package must come first: it answers `--help` before torch is imported.
@@ -49,42 +41,48 @@ import torch
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.end_with_stdin:
-        end_with_stdin()
     if args.compare and not args.web:
         raise UserError("--compare needs the chat page. Add --web.")
     if args.continuous_batching and (args.device == "cpu" or not torch.accelerator.is_available()):
         raise UserError(
             "--continuous_batching needs an accelerator: on a CPU, its cache fills the memory. Leave it out."
         )
-    kwargs = template_kwargs(args.chat_template_kwargs, ReasoningMode(args.reasoning))
     if args.web:
-        from hf_pretrain.stages.web_chat import serve_page
+        from hf_pretrain.stages.web_chat import Endpoint, open_page
 
-        names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
-        # Report a mistake before any server starts.
-        for name in names:
-            check_chat_template(load_tokenizer(name))
-        serve_page(__file__, vars(args), names, thinking=bool(kwargs.get("enable_thinking", True)))
-        return
-    name = args.model_name_or_path or find_newest_run()
-    check_ports(args.host, [args.port])
-    # Load the tokenizer first, to report a wrong name in one line. The server would print a traceback.
-    load_tokenizer(name)
-    # Restrict the server to this model before it starts.
-    adapt_server(name)
-    announce(name, f"http://{args.host}:{args.port}/v1")
-    Serve(
-        name,
-        host=args.host,
-        port=args.port,
-        device=args.device,
-        dtype=args.dtype,
-        continuous_batching=args.continuous_batching,
-        chat_template_kwargs=json.dumps(kwargs),
-        default_seed=args.seed,
-        log_level=args.log_level,
-    )
+    names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
+    ports = range(args.port, args.port + len(names))
+    check_ports(args.host, [*ports, args.web_port] if args.web else [*ports])
+    # Report a mistake before any model is loaded.
+    for name in names:
+        tokenizer = load_tokenizer(name)
+        if args.web:
+            check_chat_template(tokenizer)
+    variables = args.chat_template_kwargs | thinking_variables({"on": True, "off": False}.get(args.reasoning))
+    servers = [
+        serve_model(
+            name,
+            host=args.host,
+            port=number,
+            # The chat page runs beside its servers.
+            non_blocking=args.web,
+            device=args.device,
+            dtype=args.dtype,
+            continuous_batching=args.continuous_batching,
+            chat_template_kwargs=json.dumps(variables),
+            default_seed=args.seed,
+            log_level=args.log_level,
+        )
+        for name, number in zip(names, ports, strict=True)
+    ]
+    if args.web:
+        host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
+        endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
+        open_page(endpoints, host=args.host, port=args.web_port, thinking=bool(variables.get("enable_thinking", True)))
+        for server in servers:
+            # Do not wait for the end of the answers, which may be long.
+            server.server.force_exit = True
+            server.kill_server()
 
 
 if __name__ == "__main__":
@@ -102,17 +100,15 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--reasoning",
-        choices=[mode.value for mode in ReasoningMode],
+        choices=("on", "off", "auto"),
         default="auto",
         help="reason before answering; with auto, the chat template decides",
     )
-    parser.add_argument("--chat_template_kwargs", help="JSON; a request overrides it")
+    parser.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="JSON; a request overrides it")
     parser.add_argument("--seed", type=int, help="seed of the sampling")
     parser.add_argument(
         "--log_level", choices=("debug", "info", "warning", "error"), default="warning", help="what the server logs"
     )
-    # The chat page starts its servers with this flag.
-    parser.add_argument("--end_with_stdin", action="store_true", help=argparse.SUPPRESS)
     add_debug_flag(parser)
     with one_line_errors():
         main(parser.parse_args())

@@ -85,12 +85,6 @@ def test_trl_and_torch_have_the_names_that_we_use():
     assert hasattr(distributed_c10d, "_get_default_store"), row("_get_default_store")
 
 
-def test_the_server_builds_its_settings_from_the_request():
-    serving = pytest.importorskip("transformers.cli.serving.utils")
-    found = list(inspect.signature(serving.BaseHandler._build_generation_config).parameters)
-    assert found[:2] == ["self", "body"], row("_build_generation_config")
-
-
 def test_accelerate_asks_for_deepspeed_only_to_recognize_its_engine():
     calls = re.findall(r"if is_deepspeed_available\(\):\n +(.*)", inspect.getsource(accelerate_other))
     assert calls == ["from deepspeed import DeepSpeedEngine"], row("is_deepspeed_available")

@@ -316,51 +316,18 @@ def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
         yield from ((source, *found) for found in read_file(Path(source), text_column="prompt"))
 
 
-class _ColumnTypes:
-    """Arrow types of the columns of the one table that holds all tasks."""
-
-    def __init__(self) -> None:
-        self.types: dict[str, pa.DataType] = {}
-
-    def add(self, task: dict[str, Any]) -> None:
-        """
-        Add the columns of a task.
-
-        Raises:
-            `BadRecord`: for a value that no table can hold, or whose type does not fit the column of earlier tasks.
-        """
-        for name, value in task.items():
-            try:
-                kind = pa.array([value]).type
-                before = self.types.get(name, kind)
-                if kind != before:
-                    schemas = [pa.schema([(name, each)]) for each in (before, kind)]
-                    # Permissive promotion unites integers with floats, and null with anything.
-                    kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-            except (pa.ArrowException, OverflowError) as error:
-                reason = (
-                    f"column {name!r} does not fit into a table with those of the lines before; fix or drop the line"
-                )
-                raise BadRecord(reason) from error
-            self.types[name] = kind
-
-
 def _load_tasks(
     name: str,
     seed: int,
     describe_tools: bool,
     render: Callable[..., str],
     rejected: RejectedLines,
-    types: _ColumnTypes,
     check: Callable[[dict[str, Any]], None] | None,
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Load the tasks of one name, each with the texts whose hashes decide between training and validation."""
     rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
-        rows = list(_load_embedded_tasks(name, seed, render))
-        for task, _ in rows:
-            types.add(task)
-        return rows
+        return list(_load_embedded_tasks(name, seed, render))
     for source, line, offset, record in _read_records(name):
         rejected.num_lines += 1
         try:
@@ -369,7 +336,6 @@ def _load_tasks(
             task = read_task(record, describe_tools=describe_tools, render=render)
             if check is not None:
                 check(task)
-            types.add(task)
             rows.append((task, [json.dumps(task["prompt"])]))
         except BadRecord as error:
             rejected.add(source, line, offset, error.reason)
@@ -415,7 +381,7 @@ def load_tasks(
         `ValueError`: if a name leads to no task, too many lines are bad, or the training set is empty.
     """
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
-    reading = (seed, describe_tools, render, rejected, _ColumnTypes(), check)
+    reading = (seed, describe_tools, render, rejected, check)
     loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
     rows, origins = zip(*loaded, strict=True)
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
@@ -429,10 +395,13 @@ def load_tasks(
         raise UserError(
             f"--validation_fraction {validation_fraction} leaves none of {len(rows)} tasks to train on. Lower it."
         )
-    train, validation = (
-        Dataset.from_list([{column: row.get(column) for column in columns} for row in side]) for side in sides
-    )
-    return train, validation
+    tables = [[{column: row.get(column) for column in columns} for row in side] for side in sides]
+    try:
+        return Dataset.from_list(tables[0]), Dataset.from_list(tables[1])
+    except (pa.ArrowException, OverflowError) as error:
+        # Name the columns whose values have several types.
+        mixed = [name for name in columns if len({type(row.get(name)) for row in rows} - {type(None)}) > 1]
+        raise UserError(f"The tasks do not fit into one table: {error}. See the columns {mixed}.") from error
 
 
 __all__ = ["ANSWER_FORMATS", "EMBEDDED_TASKS", "load_tasks", "read_task", "tools_message"]

@@ -2,12 +2,14 @@
 
 import json
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from .errors import UserError
+from .errors import MissingExtraError, UserError
 
 
 _NAME = "hf_pretrain"
@@ -38,6 +40,15 @@ def install_command(extra: str) -> str:
     return shlex.join(["pip", "install", f"{package} @ {source}"])
 
 
+@contextmanager
+def needing_extra(extra: str, need: str) -> Iterator[None]:
+    """Raise `MissingExtraError` if an import of the block fails. `need` says what needs which package."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(f"{need}: {install_command(extra)}") from error
+
+
 def check_deepspeed() -> None:
     """Raise `ValueError` if DeepSpeed is not installed. This package requires it on Linux only."""
     if find_spec("deepspeed") is None:
@@ -47,4 +58,4 @@ def check_deepspeed() -> None:
         )
 
 
-__all__ = ["check_deepspeed", "install_command"]
+__all__ = ["check_deepspeed", "install_command", "needing_extra"]

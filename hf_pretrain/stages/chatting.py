@@ -1,60 +1,103 @@
 """
-A chat with a model in the terminal: its history, its `/commands`, and answers that appear while they are generated.
+Chat with a model in the terminal, or let a base model continue text: the state of the conversation, its `/commands`,
+and answers that appear while they are generated.
 
 User input never becomes a control token ([`~tokenizer.encoding.encode_prompt`]). The tokenizer's response template
 splits an answer into reasoning, tool calls and content. Without such a template, the whole answer is content.
 """
 
 import json
+import math
+import os
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils.chat_parsing import ResponseParser
+
+from ..reports.runs import read_launches, trained_on_text
 from ..runtime.errors import UserError
-from ..tokenizer.encoding import check_chat_template, encode_prompt
-from .generating import COMMON_HELP, Generator, PartsStreamer, append_record, check_text
+from ..runtime.names import split_hub_name
+from ..tokenizer.encoding import check_chat_template, encode_documents, encode_prompt
+from .tools import read_schemas
 
 
-HELP = f"""\
+COMMON_HELP = """\
+/temperature N  divide the logits by N; 0 always takes the most probable token
+/help           show this help
+/exit, /quit    leave"""
+CHAT_HELP = f"""\
 /system TEXT    set the system message; without TEXT, remove it
 /think on|off   answer with or without reasoning
 /tools FILE     offer the tools in a JSON list of schemas; without FILE, offer none
 /reset          forget the conversation
 /save FILE      append the conversation to a JSONL file that SFT can read
 {COMMON_HELP}"""
+RAW_HELP = f"""\
+The model continues each line that you type, as the beginning of a document. An empty line continues the last text.
+
+/reset          forget the last text
+/save FILE      append the last text to a JSONL file that pretraining can read
+{COMMON_HELP}"""
+
+# Below this temperature, the most probable token has all the probability, and the divided logits could overflow.
+MIN_TEMPERATURE = 1e-5
 
 
 class Chat:
     """
-    A conversation with a model.
+    A conversation with a model, or a text that the user begins and the model continues.
 
     Args:
-        generator ([`Generator`]): the model, with a tokenizer that has a chat template.
+        model ([`PreTrainedModel`]): the model, in eval mode.
+        tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer, with a chat template unless `is_raw`.
+        is_raw (`bool`): continue a text instead of answering it.
         system (`str`, *optional*): the system message.
         enable_thinking (`bool`, *optional*): whether the model reasons first; by default the chat template decides.
         tools (`str`, *optional*): a JSON file with the schemas of the offered tools.
-
-    Raises:
-        `ValueError`: if the tokenizer has no chat template, or `tools` is not a JSON list of schemas.
+        temperature (`float`): divisor of the logits; 0 always takes the most probable token.
+        max_new_tokens (`int`): limit of one answer. The positions that the prompt leaves are another limit.
+        **sampling: other arguments of `generate`, such as `top_p`.
     """
 
     def __init__(
         self,
-        generator: Generator,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
         *,
+        is_raw: bool = False,
         system: str | None = None,
         enable_thinking: bool | None = None,
         tools: str | None = None,
+        temperature: float = 1.0,
+        max_new_tokens: int = 512,
+        **sampling: Any,
     ):
-        check_chat_template(generator.tokenizer)
-        # The system message comes from the command line, which may contain any bytes.
-        check_text(system or "")
-        self.generator = generator
+        if not is_raw:
+            check_chat_template(tokenizer)
+        self.model, self.tokenizer, self.is_raw = model, tokenizer, is_raw
         self.system, self.enable_thinking = system, enable_thinking
-        self.tools = _read_tools(tools) if tools else None
+        self.tools = read_schemas(Path(tools).read_text(encoding="utf-8")) if tools else None
+        self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        self.set_temperature(temperature)
         self.history: list[dict[str, Any]] = []
         # Tool calls of the last answer that still wait for their results.
         self.pending_calls: list[dict[str, Any]] = []
+        # The text that a base model continues.
+        self.text = ""
+        # The length and the speed of the last answer, the time of its prompt included.
+        self.speed = ""
+
+    def set_temperature(self, temperature: float) -> None:
+        # Comparisons with NaN are false.
+        if not 0 <= temperature < math.inf:
+            raise UserError(f"The temperature {temperature} must be 0 or a positive number, e.g. 0.8.")
+        self.temperature = temperature
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -68,64 +111,101 @@ class Chat:
 
     def say(self, text: str) -> bool:
         """
-        Add the user's text to the history, as the result of a pending tool call or else as a user message.
+        Add the user's text: as the result of a pending tool call, as a message, or as the text to continue.
 
         Returns:
             `bool`: whether the model can answer now: there was some text, and no tool call waits for its result.
-
-        Raises:
-            `ValueError`: for text that is not UTF-8.
         """
-        check_text(text)
-        text = text.strip()
-        if not text:
+        if self.is_raw:
+            # Keep the white space of a line: the model continues exactly this text.
+            self.text = text or self.text
+            return bool(self.text)
+        if not (text := text.strip()):
             return False
         if self.pending_calls:
-            self.history.append(
-                {"role": "tool", "name": self.pending_calls.pop(0)["function"]["name"], "content": text}
-            )
+            name = self.pending_calls.pop(0)["function"]["name"]
+            self.history.append({"role": "tool", "name": name, "content": text})
         else:
             self.history.append({"role": "user", "content": text})
         return not self.pending_calls
 
     def answer(self, write: Callable[[str], Any]) -> dict[str, Any]:
         """
-        Generate an answer and add it to the history. Ctrl-C ends it early.
+        Generate an answer and remember it. Ctrl-C ends it early.
 
         Args:
             write (`Callable`): receives the text to show, piece by piece.
 
         Returns:
             `dict`: the answer as a message, with `reasoning_content` and `tool_calls` if it has them.
-
-        Raises:
-            `ValueError`: if the conversation fills the model's positions, or the chat template cannot render it.
         """
-        tokenizer = self.generator.tokenizer
-        # Encode the whole conversation again, because /system, /tools and /think change its beginning.
-        ids = encode_prompt(tokenizer, self.messages, self.tools, self.enable_thinking)
         parser = None
-        if tokenizer.response_template is not None:
-            # The prompt may already open the reasoning, so the parser must see the prompt, too.
-            parser = tokenizer.get_response_parser(prefix=tokenizer.decode(ids), tools=self.tools)
-        streamer = PartsStreamer(tokenizer, write, parser)
-        self.generator.run(ids, streamer)
-        # The history keeps the part of an interrupted answer that the user has seen.
-        self.history.append(streamer.message)
-        # Each of the next lines of the user is the result of one call.
-        self.pending_calls = list(streamer.message.get("tool_calls", []))
-        return streamer.message
+        if self.is_raw:
+            # A document begins with bos. Leave out its eos, which would end it.
+            ids = encode_documents([self.text], self.tokenizer)[0][:-1]
+        else:
+            # Encode the whole conversation again, because /system, /tools and /think change its beginning.
+            ids = encode_prompt(self.tokenizer, self.messages, self.tools, self.enable_thinking)
+            if self.tokenizer.response_template is not None:
+                # The prompt may already open the reasoning, so the parser must see the prompt, too.
+                parser = self.tokenizer.get_response_parser(prefix=self.tokenizer.decode(ids), tools=self.tools)
+        streamer = PartsStreamer(self.tokenizer, write, parser)
+        start = time.perf_counter()
+        self._generate(ids, streamer)
+        per_second = streamer.num_tokens / (time.perf_counter() - start)
+        self.speed = f"{streamer.num_tokens} tokens, {per_second:.1f} tokens/s"
+        # An interrupted answer keeps the part that the user has seen.
+        message = streamer.message
+        if self.is_raw:
+            self.text += message["content"]
+        else:
+            self.history.append(message)
+            # Each of the next lines of the user is the result of one call.
+            self.pending_calls = list(message.get("tool_calls", []))
+        return message
+
+    def _generate(self, ids: list[int], streamer: "PartsStreamer") -> None:
+        # A position past the end of the rotary table would raise within `generate`.
+        room = self.model.config.max_position_embeddings - len(ids)
+        if room <= 0:
+            raise UserError(
+                f"The text so far has {len(ids)} tokens, and the model sees {len(ids) + room}: /reset it to go on."
+            )
+        options = self.sampling | {"do_sample": self.temperature >= MIN_TEMPERATURE, "temperature": self.temperature}
+        if not options["do_sample"]:
+            # transformers warns about settings that have no effect.
+            options = {name: value for name, value in options.items() if name not in ("temperature", "top_p", "top_k")}
+        input_ids = torch.tensor([ids], device=self.model.device)
+        try:
+            self.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                streamer=streamer,
+                eos_token_id=self.tokenizer.eos_token_id,
+                pad_token_id=self.tokenizer.pad_token_id,
+                max_new_tokens=min(room, self.max_new_tokens),
+                **options,
+            )
+        except KeyboardInterrupt:
+            # Show the text that the streamer still holds back.
+            streamer.end()
 
     def run_command(self, line: str) -> str:
-        """
-        Run a line that begins with a slash, and return the reply to the user.
-
-        Raises:
-            `ValueError`: for an unknown command, or a value or file that it cannot use.
-        """
-        check_text(line)
+        """Run a line that begins with a slash, and return the reply to the user."""
         name, _, value = line.partition(" ")
         value = value.strip()
+        if name == "/temperature" and value:
+            self.set_temperature(float(value))
+            return f"temperature: {self.temperature:g}"
+        if name == "/reset":
+            self.history, self.pending_calls, self.text = [], [], ""
+            return "the conversation is empty"
+        if name == "/save" and value:
+            return self._save(value)
+        if name == "/help":
+            return RAW_HELP if self.is_raw else CHAT_HELP
+        if self.is_raw:
+            raise UserError(f"{line!r} is not a command for raw continuation.\n{RAW_HELP}")
         if name == "/system":
             self.system = value or None
             return f"system: {value}" if value else "no system message"
@@ -133,37 +213,120 @@ class Chat:
             self.enable_thinking = value == "on"
             return f"thinking is {value}"
         if name == "/tools":
-            self.tools = _read_tools(value) if value else None
+            self.tools = read_schemas(Path(value).read_text(encoding="utf-8")) if value else None
             return f"tools: {', '.join(tool['function']['name'] for tool in self.tools or []) or 'none'}"
-        if name == "/reset":
-            self.history, self.pending_calls = [], []
-            return "the conversation is empty"
-        if name == "/save" and value:
-            # Write one line per conversation, the format of data files for SFT.
-            append_record(value, {"messages": self.messages} | ({"tools": self.tools} if self.tools else {}))
-            return f"{len(self.messages)} messages are in {value}"
-        if name == "/temperature":
-            return self.generator.set_temperature(value)
-        if name == "/help":
-            return HELP
-        raise UserError(f"{line!r} is not a command.\n{HELP}")
+        raise UserError(f"{line!r} is not a command.\n{CHAT_HELP}")
+
+    def _save(self, path: str) -> str:
+        """Append the text, or the conversation, to a data file for training."""
+        if not (self.text or self.history):
+            raise UserError("/save: there is no text yet.")
+        chat = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"text": self.text} if self.is_raw else chat, ensure_ascii=False) + "\n")
+        return f"saved in {path}"
+
+    def talk(self) -> None:
+        """Answer the lines that the user types, until one of them ends the chat."""
+        while True:
+            try:
+                line = input(self.prompt)
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            if line.strip() in ("/exit", "/quit"):
+                return
+            try:
+                if line.startswith("/"):
+                    print(self.run_command(line.strip()))
+                elif self.say(line):
+                    self.answer(partial(print, end="", flush=True))
+                    print(f"\n[{self.speed}]")
+            except (ValueError, OSError) as error:
+                print(error)
 
 
-def _read_tools(path: str) -> list[dict[str, Any]]:
-    """Return the tool schemas of a JSON file, each in the form `{"type": "function", "function": {...}}`."""
-    try:
-        tools = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(tools, list):
-            raise TypeError("not a list")
-        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-        if all(isinstance(tool["function"]["name"], str) for tool in tools):
-            return tools
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"Tools from {path}: {type(error).__name__}: {error}. {_TOOLS_FORM}") from error
-    raise UserError(f"Tools from {path}: a name is not text. {_TOOLS_FORM}")
+class PartsStreamer(TextStreamer):
+    """
+    Streamer that splits a text into its parts, shows them at once, and collects them in `message`.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): decodes the tokens.
+        write (`Callable`): receives the text to show, piece by piece.
+        parser ([`ResponseParser`], *optional*): finds the parts. Without it, the whole text is content.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        write: Callable[[str], Any],
+        parser: ResponseParser | None = None,
+    ):
+        # The parser needs the special tokens, such as the stop token.
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=parser is None)
+        self.write, self.parser = write, parser
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.num_tokens = 0
+        self._shown: str | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Count and decode new tokens. transformers calls this with the prompt first."""
+        if not self.next_tokens_are_prompt:
+            self.num_tokens += value.numel()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Show the parts that the new text completes. transformers calls this with every decoded piece."""
+        if self.parser is None:
+            self.message["content"] += text
+            self.write(text)
+            return
+        events = self.parser.feed(text)
+        if stream_end:
+            # Close an answer that ends inside a region, for example after max_new_tokens.
+            message, last_events = self.parser.finalize()
+            self.message |= message
+            events += last_events
+        for event in events:
+            # A dirty chunk may be the beginning of a marker such as </think>, so wait for the next piece.
+            if event["type"] == "region_chunk" and not event["dirty"]:
+                self._show(event["field"], event["text"])
+            elif event["type"] == "region_close" and event["field"] == "tool_calls":
+                call = event["value"]["function"]
+                arguments = call["arguments"]
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                self._show("tool_calls", f"{call['name']} {arguments}")
+
+    def _show(self, field: str, text: str) -> None:
+        """Write a piece of text. Write a label first if another part of the answer begins."""
+        if field != self._shown or field == "tool_calls":
+            label = {"reasoning_content": "(thinking) ", "tool_calls": "(calls) "}.get(field, "")
+            self.write(("\n" if self._shown else "") + label)
+            self._shown = field
+        self.write(text)
 
 
-_TOOLS_FORM = 'A file of tools holds [{"type": "function", "function": {"name": ..., "parameters": ...}}, ...].'
+def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """
+    Return whether a model has never seen a chat: its tokenizer has no chat template, or the last run in its directory
+    trained on text. If there is no record of a run, as on the Hub, the generation config of a model that was trained
+    on text turns sampling off.
+
+    Args:
+        name_or_path (`str`): a Hub id, or the directory of a model, a run or a checkpoint.
+        model ([`PreTrainedModel`]): the model.
+        tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer.
+    """
+    if tokenizer.chat_template is None:
+        return True
+    path = Path(split_hub_name(os.path.expanduser(name_or_path))[0])
+    # The record of a run lies beside its checkpoints.
+    run = path.parent if path.name.startswith(PREFIX_CHECKPOINT_DIR) else path
+    is_base = trained_on_text(read_launches(run))
+    if is_base is None:
+        return model.generation_config is not None and model.generation_config.do_sample is False
+    return is_base
 
 
-__all__ = ["HELP", "Chat"]
+__all__ = ["MIN_TEMPERATURE", "Chat", "PartsStreamer", "is_base_model"]

@@ -13,14 +13,12 @@ with sums over all micro-batches of all ranks, as in `training/trainer.py`. `KL`
 p)` (reverse). `CE` and the router loss come from the student, at temperature 1.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as deepspeed_integration
@@ -28,7 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..model.loss import prediction_weights
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices
 from ..tokenizer.loading import load_tokenizer
 from ..training.efficiency import num_active_parameters
@@ -112,21 +110,6 @@ def masked_divergence(
     return temperature**2 * (divergences * weights).sum() / num_items_in_batch
 
 
-@contextmanager
-def _whole_weights() -> Iterator[None]:
-    """Let `from_pretrained` load whole weights within the block, under ZeRO-3 too."""
-    # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. The teacher has no engine that
-    # could gather its shards, so load it without that config. transformers has no public getter for the config.
-    reference = deepspeed_integration._hf_deepspeed_config_weak_ref
-    config = reference() if reference is not None else None
-    deepspeed_integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if config is not None:
-            deepspeed_integration.set_hf_deepspeed_config(config)
-
-
 def load_teacher(
     name_or_path: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -148,14 +131,18 @@ def load_teacher(
             missing or differs from the student's; if it attends across documents in packed rows.
     """
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path, trust_remote_code=trust_remote_code))
-    try:
-        with _whole_weights():
-            # NOTE: with `trust_remote_code=None`, transformers would ask on stdin whether to run the code.
-            teacher = AutoModelForCausalLM.from_pretrained(
-                name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"--teacher_name_or_path {name_or_path} cannot be loaded: {error}") from error
+    # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. The teacher has no engine that
+    # could gather its shards, so load it without that config. transformers has no public getter for the config.
+    reference = deepspeed_integration._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    deepspeed_integration.unset_hf_deepspeed_config()
+    with as_user_errors():
+        # NOTE: with `trust_remote_code=None`, transformers would ask on stdin whether to run the code.
+        teacher = AutoModelForCausalLM.from_pretrained(
+            name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    if config is not None:
+        deepspeed_integration.set_hf_deepspeed_config(config)
     # Without dropout, the teacher gives the same answers on every rank.
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):

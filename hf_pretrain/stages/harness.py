@@ -53,10 +53,9 @@ class BosHFLM(HFLM):
         """Return the log-likelihood of whole texts, without scoring bos."""
         # NOTE: in this method, HFLM itself puts its prefix token before the text. It would score a second bos as text.
         self.add_bos_token = False
-        try:
-            return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        finally:
-            self.add_bos_token = True
+        scores = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        self.add_bos_token = True
+        return scores
 
 
 def evaluate_tasks(
@@ -89,11 +88,11 @@ def evaluate_tasks(
             the group whose figures include it (or `None`).
 
     Raises:
-        `ValueError`: for a task that lm-eval does not know (naming the nearest one), or if the data of a task cannot
-            be downloaded (naming the datasets of all tasks).
+        `UserError`: for a task that lm-eval does not know (naming the nearest one), or if the data of a task cannot be
+            downloaded.
     """
     manager = _index_tasks(tasks, include_path)
-    with _naming_datasets(manager, tasks):
+    with _naming("--tasks", tasks):
         output = simple_evaluate(
             # A rendered conversation begins with the template's own token.
             model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
@@ -125,7 +124,7 @@ def read_questions(tasks: list[str]) -> Iterator[str]:
     """
     flag = "--held_out_tasks"
     manager = _index_tasks(tasks, None, flag)
-    with _naming_datasets(manager, tasks, flag):
+    with _naming(flag, tasks):
         loaded = manager.load(tasks)["tasks"]
     for task in loaded.values():
         for example in task.eval_docs:
@@ -155,33 +154,15 @@ def _index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "
 
 
 @contextmanager
-def _naming_datasets(manager: TaskManager, tasks: list[str], flag: str = "--tasks") -> Iterator[None]:
-    """Raise `ValueError` with the names of all datasets if one of them cannot be downloaded within the block."""
+def _naming(flag: str, tasks: list[str]) -> Iterator[None]:
+    """Raise `UserError` if the data of a task cannot be downloaded within the block."""
     try:
         yield
     except (ConnectionError, DatasetNotFoundError) as error:
         raise UserError(
-            f"{flag} {','.join(tasks)}: {error}. The tasks need these datasets from the Hub: "
-            f"{', '.join(find_datasets(manager, tasks))}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; "
-            "datasets that were downloaded once need no connection."
+            f"{flag} {','.join(tasks)}: {error}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; datasets that "
+            "were downloaded once need no connection."
         ) from error
-
-
-def find_datasets(manager: TaskManager, tasks: list[str]) -> list[str]:
-    """Return the datasets that tasks, groups, tags and patterns read, as their YAML files name them."""
-    datasets: list[str] = []
-    for task in (name for pattern in tasks for name in manager.match_tasks([pattern])):
-        entry = manager.task_index[task]
-        # A tag has no YAML file. A task's `tags` are the ones that it carries.
-        config = entry.cfg or {"task": sorted(entry.tags)}
-        members = config.get("task")
-        if isinstance(members, list):
-            names = [member["task"] if isinstance(member, dict) else member for member in members]
-            datasets += find_datasets(manager, [name for name in names if name in manager.task_index])
-        elif config.get("dataset_path"):
-            datasets.append(config["dataset_path"])
-    # Groups such as cmmlu have dozens of tasks on one dataset.
-    return list(dict.fromkeys(datasets))
 
 
 def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
@@ -207,4 +188,4 @@ def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-__all__ = ["BosHFLM", "evaluate_tasks", "find_datasets"]
+__all__ = ["BosHFLM", "evaluate_tasks", "read_questions"]

@@ -13,18 +13,16 @@ from datasets import Dataset
 from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset
-from ..runtime.errors import MissingExtraError, UserError
-from ..runtime.installation import install_command
+from ..runtime.errors import UserError
+from ..runtime.installation import needing_extra
 from ..runtime.names import check_word
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from .trl_support import RouterLossMixin
 
 
-try:
+with needing_extra("trl", "Preference training needs TRL"):
     from trl import DPOConfig, DPOTrainer
-except ImportError as error:
-    raise MissingExtraError(f"Preference training needs TRL: {install_command('trl')}") from error
 
 logger = logging.get_logger(__name__)
 

@@ -10,7 +10,7 @@ reference model that is a copy of the initial policy, and an evaluation that rep
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,51 +25,29 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
-from ..hub.model_card import RunFacts
-from ..runtime.errors import MissingExtraError, UserError
-from ..runtime.installation import install_command
+from ..runtime.errors import UserError, as_user_errors
+from ..runtime.installation import needing_extra
 from ..runtime.names import OpenChoices, check_word
+from ..tokenizer.encoding import thinking_variables
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from ..training.run_description import digest_weights
-from .rewards import REWARDS, answer_of, check_rewards, check_task, load_object, refusing_exit
+from .rewards import REWARDS, answer_of, check_task
+from .tools import refusing_exit
 from .trl_support import RouterLossMixin
 
 
-try:
+with needing_extra("trl", "Reinforcement learning needs TRL"):
     from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
     from trl.chat_template_utils import qwen3_template
     from trl.models import prepare_deepspeed
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
-except ImportError as error:
-    raise MissingExtraError(f"Reinforcement learning needs TRL: {install_command('trl')}") from error
 
-# Maximum number of nested brackets in a tool call. Real arguments have one or two levels.
-MAX_NESTING = 64
-# Numbers that TRL's config accepts, and that fail, or give a wrong run, when it generates or computes the loss.
-_RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    ("at least 2, because rewards are compared within a group", lambda number: number >= 2, ("num_generations",)),
-    (
-        "at least 1",
-        lambda number: number >= 1,
-        (
-            *("num_generations_eval", "num_iterations", "steps_per_generation", "generation_batch_size"),
-            *("max_completion_length", "max_new_tokens", "ref_model_sync_steps"),
-        ),
-    ),
-    ("above 0 and finite", lambda number: 0 < number < math.inf, ("temperature", "repetition_penalty")),
-    ("above 0 and at most 1", lambda number: 0 < number <= 1, ("top_p", "top_entropy_quantile")),
-    ("at least 0 and at most 1", lambda number: 0 <= number <= 1, ("min_p",)),
-    ("at least 0 and finite", lambda number: 0 <= number < math.inf, ("beta", "epsilon", "epsilon_high", "top_k")),
-    ("finite", math.isfinite, ("reward_weights",)),
-)
-_WORDS = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
-    "scale_rewards": ("group", "batch", "none"),
-    "importance_sampling_level": ("token", "sequence"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-}
+# Maximum number of brackets in the tool calls of a completion. Real calls have ten or twenty.
+MAX_BRACKETS = 200
+# TRL compares the word with these only when it computes the first loss.
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # Maximum number of generations in a row in which no completion gets a reward.
 MAX_UNREWARDED = 10
 
@@ -106,12 +84,6 @@ class TaskArguments:
         default=None, metadata={"help": "module.path:Class of an environment that has reset(), and tools as methods."}
     )
 
-    def load_environment(self) -> Callable[[], Any] | None:
-        """Return the class of the environment, or `None`."""
-        if self.environment is None:
-            return None
-        return load_object(self.environment, flag="--environment", known=[])
-
 
 @dataclass
 class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
@@ -142,14 +114,6 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     )
 
     def __post_init__(self):
-        default_loss = GRPOConfig.loss_type
-        if self.algorithm == "rloo" and self.loss_type != default_loss:
-            raise UserError(
-                f"--algorithm rloo has a loss of its own and ignores --loss_type {self.loss_type}. Leave it out or, "
-                f"if a config sets it, pass the default, --loss_type {default_loss}."
-            )
-        if self.remove_unused_columns:
-            raise UserError("--remove_unused_columns would remove the columns that the rewards read; leave it out.")
         # The reference model would have to be sharded like the policy, and TRL does not do that.
         if self.fsdp_size > 1 and self.beta != 0.0:
             raise UserError(
@@ -157,8 +121,8 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
         super().__post_init__()
-        _check_numbers(self.generation_kwargs or {}, "--generation_kwargs: ")
-        # `bf16` and the device are known only after the constructor above.
+        check_word("--loss_type", self.loss_type, LOSS_TYPES)
+        # `bf16` is known only after the constructor above.
         if self.use_transformers_continuous_batching and self.bf16:
             # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and never casts
             # it back.
@@ -166,22 +130,8 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 "--use_transformers_continuous_batching under bf16 makes TRL cast the trained weights to bfloat16, "
                 "which loses small updates. Add --bf16 false."
             )
-        if self.use_transformers_continuous_batching and self.device.type == "cpu":
-            # The cache gets this share of the machine's memory. TRL's default is one half.
-            given = self.transformers_continuous_batching_config or {}
-            self.transformers_continuous_batching_config = {"max_memory_percent": 0.05} | given
-        if self.enable_thinking is not None:
-            # MiniMind-3's own template has another name for this variable.
-            thinking = dict.fromkeys(("enable_thinking", "open_thinking"), self.enable_thinking)
-            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | thinking
-
-    def _check_amounts(self):
-        super()._check_amounts()
-        _check_numbers(vars(self), "--")
-        for name, words in _WORDS.items():
-            # TRL also takes the booleans of its older versions.
-            if isinstance(word := getattr(self, name), str):
-                check_word(f"--{name}", word, words)
+        if variables := thinking_variables(self.enable_thinking):
+            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | variables
 
     @property
     def loss_depends_on_micro_batch(self) -> bool:
@@ -192,17 +142,6 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     def method(self) -> str:
         """Name of the algorithm, and of its loss if it has several, for messages and the model card."""
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
-
-
-def _check_numbers(given: Mapping[str, Any], prefix: str) -> None:
-    """Raise `ValueError` for a number among `given` with which TRL cannot train; `prefix` stands before its name."""
-    for words, is_usable, names in _RANGES:
-        for name in names:
-            value = given.get(name)
-            for number in value if isinstance(value, list) else [value]:
-                # NaN is in no range.
-                if number is not None and not is_usable(number):
-                    raise UserError(f"{prefix}{name} {number} must be {words}.")
 
 
 def task_check(
@@ -271,36 +210,24 @@ def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
     """
     Parse a completion, and raise `ValueError` for one that TRL cannot process further.
 
-    NOTE: TRL treats a completion as plain text only if its parser raises a `ValueError`. But 1,000 nested brackets
-    raise a `RecursionError`. Fewer brackets raise it later, when TRL copies or renders the call. Half of a surrogate
-    pair cannot be tokenized.
+    NOTE: TRL treats a completion as plain text only if its parser raises a `ValueError`. But nested brackets raise a
+    `RecursionError`, here or later, when TRL copies or renders the call. Half of a surrogate pair cannot be tokenized.
     """
     try:
         message = parse(*args, **kwargs)
         json.dumps(message, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise UserError("The completion has too many brackets.") from error
-    if _is_deeper(message, MAX_NESTING):
-        raise UserError(f"The completion has more than {MAX_NESTING} levels of brackets.")
+        raise ValueError("The completion has too many brackets.") from error
+    calls = json.dumps(message.get("tool_calls"))
+    if calls.count("[") + calls.count("{") > MAX_BRACKETS:
+        raise ValueError("The tool calls have too many brackets.")
     return message
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and dictionaries are nested more than `depth` levels."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    # This recursion cannot become too deep either: it stops at `depth`.
-    return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
 class _OnlineTrainer(RouterLossMixin):
     """Common base of our GRPO and RLOO trainers."""
 
     def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
-        rewards, tasks = kwargs.get("reward_funcs") or [], kwargs.get("train_dataset")
-        if isinstance(tasks, Dataset) and rewards and not kwargs.get("environment_factory"):
-            # Environments compute their own rewards, so their tasks need no columns for rewards.
-            run_facts = kwargs.get("run_facts") or RunFacts()
-            check_rewards(rewards if isinstance(rewards, list) else [rewards], tasks, dataset_names=run_facts.datasets)
         # NOTE: TRL loads the reference model again from the path in the config, but a converted or new model has no
         # path. With an adapter, TRL itself uses the policy without its adapter as the reference.
         has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
@@ -318,13 +245,9 @@ class _OnlineTrainer(RouterLossMixin):
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:
             args.beta, args.sync_ref_model = 0.0, False
-        try:
-            # TRL creates the environments here.
-            with refusing_exit():
-                super().__init__(model, args=args, **kwargs)
-        except ValueError as error:
-            # TRL checks some flags only now, and `one_line_errors` shortens only errors that this package raises.
-            raise UserError(str(error)) from error
+        # TRL checks some flags only now, and creates the environments.
+        with as_user_errors(), refusing_exit():
+            super().__init__(model, args=args, **kwargs)
         # TRL's constructor has read beta = 0 into `self.beta`. Restore the user's value in both places.
         args.beta, args.sync_ref_model = beta, is_synced
         self.beta = beta
@@ -376,16 +299,15 @@ class _OnlineTrainer(RouterLossMixin):
 
     @contextmanager
     def _checking_rewards(self) -> Iterator[None]:
-        """Raise `ValueError` if the user's code within the block exits, or gives a reward that is infinite."""
+        """Raise `UserError` if the user's code within the block exits, or gives a reward that is infinite."""
         with refusing_exit():
             yield
         # TRL would turn the advantages of the whole group into zeros. All ranks have the rewards of all ranks.
         for name, rewards in self._logs["rewards"].items():
-            value = next((reward for reward in rewards if math.isinf(reward)), None)
-            if value is not None:
+            if any(map(math.isinf, rewards)):
                 raise UserError(
-                    f"The reward {name} gave {value} at step {self.state.global_step + 1}, from which nothing can be "
-                    "learnt. Return a finite number, or None for a completion without a reward."
+                    f"The reward {name} gave an infinite value at step {self.state.global_step + 1}, from which "
+                    "nothing can be learnt. Return a finite number, or None for a completion without a reward."
                 )
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

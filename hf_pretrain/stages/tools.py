@@ -1,18 +1,24 @@
 """
-Tools that a model may call while it answers: a calculator, and functions of the user.
+Tools that a model may call while it answers: a calculator, and functions of the user; and the import of user code.
 
 A tool is a function with type hints and a docstring in Google's style. transformers makes its JSON schema from them,
 so the docstring is part of the prompt. `examples/agent_tools.py` holds the tools of MiniMind's agent stage.
 """
 
 import ast
+import importlib
+import json
 import math
 import operator
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from hf_pretrain_cli import hint
+
 from ..runtime.errors import UserError
-from .rewards import load_object
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -81,22 +87,78 @@ def _is_too_large(base: Any, exponent: Any) -> bool:
 
 
 def load_tools(names: list[str] | None) -> list[Callable[..., Any]] | None:
-    """
-    Return tools by name: `calculator`, or `module.path:name` of a function or a list of functions.
-
-    Raises:
-        `ValueError`: in the cases of [`~stages.rewards.load_object`].
-    """
+    """Return tools by name: `calculator`, or `module.path:name` of a function or a list of functions."""
     if names is None:
         return None
     loaded: list[Callable[..., Any]] = []
     for name in names:
-        if name == "calculator":
-            loaded.append(calculator)
-            continue
-        found = load_object(name, flag="--tools", known=["calculator"], allows_lists=True)
+        found = calculator if name == "calculator" else load_object(name, flag="--tools", known=["calculator"])
         loaded += found if isinstance(found, list) else [found]
     return loaded
 
 
-__all__ = ["calculator", "load_tools"]
+def read_schemas(text: str) -> list[dict[str, Any]]:
+    """
+    Return tool schemas from JSON, each as `{"type": "function", "function": {"name": ..., "parameters": ...}}`.
+
+    Raises:
+        `UserError`: if the text holds anything else.
+    """
+    try:
+        schemas = json.loads(text)
+        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in schemas]
+        is_named = isinstance(schemas, list) and all(isinstance(tool["function"]["name"], str) for tool in tools)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_named = False
+    if not is_named:
+        raise UserError(
+            'Tools must be a JSON list such as [{"type": "function", "function": {"name": ..., "parameters": ...}}], '
+            f"not {text[:100]!r}."
+        )
+    return tools
+
+
+def load_object(name: str, *, flag: str, known: Iterable[str] = ()) -> Any:
+    """
+    Import and return the function, class or list that `module.path:name` names.
+
+    Args:
+        name (`str`): what the user typed.
+        flag (`str`): the flag, for messages.
+        known (`Iterable[str]`): the names without a module path, for messages.
+    """
+    module_name, colon, object_name = name.partition(":")
+    if not colon:
+        known = list(known)
+        names = f"one of {', '.join(known)}{hint(name, known, ' (the nearest one is {})')}, or " if known else ""
+        raise UserError(f"{flag} {name} is unknown. Pass {names}module.path:function.")
+    # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
+    # Append it, so that a user's file cannot shadow an installed package.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        with refusing_exit():
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(
+            f"{flag} {name}: the module {module_name} cannot be imported from the current directory or the "
+            f"environment ({error})."
+        ) from error
+    found = vars(module).get(object_name)
+    if not callable(found) and not isinstance(found, list):
+        raise UserError(f"{flag} {name}: {module.__file__} has no function {object_name!r}.")
+    return found
+
+
+@contextmanager
+def refusing_exit() -> Iterator[None]:
+    """Raise `UserError` if code of the user within the block calls `exit()`, which would end the run as a success."""
+    try:
+        yield
+    except SystemExit as error:
+        raise UserError(
+            f"A reward, tool or environment called exit({error.code!r}). Return a value or raise an error there."
+        ) from error
+
+
+__all__ = ["calculator", "load_object", "load_tools", "read_schemas", "refusing_exit"]

@@ -5,8 +5,6 @@ TRL computes Mixtral's load-balancing loss in its fused LM head. [`RouterLossMix
 `router_aux_loss_coef * sum of aux_d over documents / number of documents` (`model/loss.py`) to the loss.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,20 +74,12 @@ class RouterLossMixin(RunTrainer):
             )
             self._captured.append(loss)
 
-    @contextmanager
-    def _capturing(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the router losses of all passes within the block."""
-        captured: list[torch.Tensor] = []
-        self._captured = captured
-        try:
-            yield captured
-        finally:
-            self._captured = None
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return TRL's loss plus the router loss."""
-        with self._capturing() as captured:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # Collect the router losses of all passes.
+        captured = self._captured = []
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._captured = None
         if not captured:
             return result
         # A step may run the policy more than once, such as for chosen and rejected answers.

@@ -1,86 +1,208 @@
 """
 The chat page of `recipes/serve.py --web`: gradio's chat components, as a client of OpenAI-compatible servers.
 
-With two servers, the page shows both answers beside each other. Reasoning stands apart from the answer, and is folded
-when it ends.
+With two servers, the page shows both answers beside each other. Each model has a history: a list of messages as a
+server expects them. An answer in it may also have `reasoning_content`, `error` (why it ended early) and `is_running`
+(it still grows).
 """
 
+import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from http.client import HTTPException
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from ..runtime.errors import MissingExtraError, UserError
-from ..runtime.installation import install_command
-from .serving import check_ports
+from ..runtime.installation import needing_extra
+from ..tokenizer.encoding import thinking_variables
+from .tools import read_schemas
 
 
-try:
+with needing_extra("web", "The chat page needs gradio"):
     import gradio as gr
+    from openai import AsyncOpenAI
 
-    from .chat_client import (
-        Answers,
-        Endpoint,
-        History,
-        Message,
-        Sampling,
-        add_text,
-        drop_answers,
-        waiting_calls,
-    )
-except ImportError as error:
-    raise MissingExtraError(f"The chat page needs gradio: {install_command('web')}") from error
+Message = dict[str, Any]
+History = list[Message]
 
 _PLACEHOLDER = "Type a message"
-# Seconds that the servers get to end.
-_GRACE_SECONDS = 5.0
+# Seconds between two updates of a growing answer: a fast model would otherwise be ahead of the page.
+_UPDATE_SECONDS = 0.05
+# Number of growing answers, by browser session.
+_growing: Counter[str | None] = Counter()
 # The default theme would load its fonts from another host.
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-
 # An answer may contain links to pictures. To load them would tell their hosts about the chat.
 _HEAD = """<meta http-equiv="Content-Security-Policy" content="img-src 'self' data:; media-src 'self'">"""
 # On a phone, two chats and the text box share the height of the screen.
 _CSS = "@media (max-width: 700px) { .row:has(#chat-1) > * { height: 38vh !important; min-height: 0 !important } }"
 
 
-def show(history: History) -> list[Any]:
+@dataclass(frozen=True)
+class Endpoint:
+    """
+    A model behind a server.
+
+    Args:
+        model (`str`): its name in requests, and on the page.
+        base_url (`str`): such as `http://127.0.0.1:8000/v1`.
+    """
+
+    model: str
+    base_url: str
+
+    @cached_property
+    def client(self) -> Any:
+        return AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0)
+
+
+def waiting_calls(history: History) -> list[Message]:
+    """Return the tool calls of the last answer that have no result yet."""
+    results = 0
+    for message in reversed(history):
+        if message["role"] != "tool":
+            return message.get("tool_calls", [])[results:]
+        results += 1
+    return []
+
+
+def add_text(histories: list[History], text: str) -> list[History]:
+    """
+    Return the histories with the user's text: as a question, or as the result of a tool call if a model waits for one.
+    A result goes only to the models that wait. Models that can answer now get an empty answer, which is running.
+    """
+    added = []
+    for history in histories:
+        if calls := waiting_calls(history):
+            history = [*history, {"role": "tool", "tool_call_id": calls[0]["id"], "content": text}]
+        elif not any(map(waiting_calls, histories)):
+            history = [*history, {"role": "user", "content": text}]
+        added.append(_begin_answer(history))
+    return added
+
+
+def _begin_answer(history: History) -> History:
+    """Return a history with an empty answer to its last message, if that is a question or completes the results."""
+    if not history or history[-1]["role"] == "assistant" or waiting_calls(history):
+        return history
+    return [*history, {"role": "assistant", "content": "", "is_running": True}]
+
+
+def answer_again(histories: list[History]) -> list[History]:
+    """Return the histories with empty answers in place of their last ones."""
+    return [
+        _begin_answer(history[:-1] if history and history[-1]["role"] == "assistant" else history)
+        for history in histories
+    ]
+
+
+def to_request(history: History) -> list[Message]:
+    """Return the messages of a history that a request sends: without errors, reasoning and empty answers."""
+    kept = []
+    for message in history:
+        fields = {name: message[name] for name in ("role", "content", "tool_call_id") if message.get(name)}
+        if message.get("tool_calls"):
+            fields["tool_calls"] = [_with_json_arguments(call) for call in message["tool_calls"]]
+        if message["role"] != "assistant" or {"content", "tool_calls"} & fields.keys():
+            kept.append(fields)
+    return kept
+
+
+def _with_json_arguments(call: Message) -> Message:
+    """Return a tool call with arguments in JSON. A server fails on anything else, so other arguments become a text."""
+    function = call["function"]
+    try:
+        json.loads(function["arguments"])
+        return call
+    except ValueError:
+        return call | {"function": function | {"arguments": json.dumps(function["arguments"])}}
+
+
+async def stream_answer(
+    endpoint: Endpoint,
+    history: History,
+    system: str,
+    temperature: float,
+    top_p: float,
+    max_tokens: int,
+    thinking: bool,
+    tools: str,
+) -> AsyncGenerator[Message]:
+    """
+    Yield the growing answer of a model. If its consumer stops, the connection closes and the server ends the answer.
+    Any error becomes the `error` of the answer.
+    """
+    answer: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+    shown = 0.0
+    try:
+        request = endpoint.client.chat.completions.create(
+            model=endpoint.model,
+            messages=[*([{"role": "system", "content": system}] if system else []), *to_request(history)],
+            stream=True,
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=int(max_tokens),
+            extra_body={"chat_template_kwargs": thinking_variables(thinking)},
+            **({"tools": read_schemas(tools)} if tools.strip() else {}),
+        )
+        async with await request as stream:
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    _add_delta(answer, choice.delta)
+                if time.monotonic() > shown + _UPDATE_SECONDS:
+                    yield answer | {"is_running": True}
+                    shown = time.monotonic()
+    except Exception as error:
+        answer["error"] = f"{endpoint.base_url}: {error}"
+    yield answer
+
+
+def _add_delta(answer: Message, delta: Any) -> None:
+    """Add a piece of a stream to an answer. The server sends each tool call whole."""
+    answer["content"] += delta.content or ""
+    # The openai package does not know this field, and keeps it among the extra ones.
+    answer["reasoning_content"] += (delta.model_extra or {}).get("reasoning_content") or ""
+    for call in delta.tool_calls or []:
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+        answer["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+
+
+def show(history: History) -> list[Message]:
     """Return a history as messages of gradio's chat component."""
     shown = []
     for message in history:
-        if message["role"] == "assistant":
-            shown += _show_answer(message)
-        else:
-            shown.append(gr.ChatMessage(role="user", content=message["content"]))
+        parts = _parts(message) if message["role"] == "assistant" else [(message["content"], {})]
+        # The result of a tool comes from the user, too.
+        role = "assistant" if message["role"] == "assistant" else "user"
+        shown += [{"role": role, "content": content, "metadata": metadata} for content, metadata in parts]
     return shown
 
 
-def _show_answer(message: Message) -> list[Any]:
-    """Return the parts of an answer: its reasoning, text, tool calls and error."""
+def _parts(answer: Message) -> list[tuple[str, Any]]:
+    """Return the texts of an answer with gradio's metadata: its reasoning, content, tool calls and error."""
     parts: list[tuple[str, Any]] = []
-    if message.get("reasoning_content"):
+    if answer.get("reasoning_content"):
         # The component folds what is done.
-        thinks = message.get("is_running") and not message["content"]
-        parts.append((message["reasoning_content"], {"title": "Thinking", "status": "pending" if thinks else "done"}))
-    if message["content"]:
-        parts.append((message["content"], {}))
-    for call in message.get("tool_calls", []):
+        thinks = answer.get("is_running") and not answer["content"]
+        parts.append((answer["reasoning_content"], {"title": "Thinking", "status": "pending" if thinks else "done"}))
+    if answer["content"]:
+        parts.append((answer["content"], {}))
+    for call in answer.get("tool_calls", []):
         arguments = call["function"]["arguments"]
         # The server escapes all letters outside of ASCII. What the model wrote wrongly is no JSON, and stays as it is.
         with suppress(ValueError):
             arguments = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
         parts.append((f"```json\n{arguments}\n```", {"title": f"Call of the tool {call['function']['name']}"}))
-    if message.get("error"):
-        parts.append((message["error"], {"title": "Error"}))
-    if not parts and not message.get("is_running"):
+    if answer.get("error"):
+        parts.append((answer["error"], {"title": "Error"}))
+    if not parts and not answer.get("is_running"):
         parts.append(("*The answer is empty.*", {}))
-    return [gr.ChatMessage(role="assistant", content=content, metadata=metadata) for content, metadata in parts]
+    return parts
 
 
 def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
@@ -91,68 +213,8 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
         endpoints (`list[Endpoint]`): the models.
         thinking (`bool`): the initial setting.
     """
-
-    # Running answers by browser session, and the sessions that asked for a new chat while an answer was running.
-    # NOTE: gradio's `cancels` runs beside the handler of Stop, so the last pieces of an answer could come after it.
-    running: dict[str | None, Answers] = {}
-    cleared: set[str | None] = set()
-
-    async def answer(
-        event: gr.EventData, request: gr.Request, text: str, histories: list[History], *settings: Any
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        typed: Any = gr.skip()
-        if event.target is again:
-            histories = drop_answers(histories)
-        elif text.strip():
-            histories, typed = add_text(histories, text), ""
-        else:
-            return
-        answers = running[request.session_hash] = Answers(endpoints, histories, Sampling(*settings))
-        try:
-            async with aclosing(answers.stream()) as stream:
-                async for histories in stream:
-                    yield gr.update(interactive=True), typed, *map(show, histories), histories
-                    # Leave the text box to the user, who may type the next question.
-                    typed = gr.skip()
-            calls = [call["function"]["name"] for history in histories for call in waiting_calls(history)[:1]]
-            typed = gr.update(placeholder=f"Type the result of {calls[0]}" if calls else _PLACEHOLDER)
-            yield gr.update(interactive=False), typed, *map(show, histories), histories
-            if request.session_hash in cleared:
-                yield gr.update(interactive=False), *empty_page()
-            # From here on, a new chat empties the page itself.
-            running.pop(request.session_hash)
-            # NOTE: when this generator ends, gradio sends its last output again, so this output must change nothing.
-            yield gr.skip(), *skipped()
-        finally:
-            running.pop(request.session_hash, None)
-            cleared.discard(request.session_hash)
-
-    # Not a plain function: gradio would run it in another thread, from which tasks cannot be cancelled.
-    async def end(request: gr.Request) -> None:
-        if request.session_hash in running:
-            running[request.session_hash].stop()
-
-    async def begin_again(request: gr.Request) -> tuple[Any, ...]:
-        if request.session_hash not in running:
-            return empty_page()
-        # The answer itself empties the page, so that none of its pieces can come later.
-        cleared.add(request.session_hash)
-        await end(request)
-        return skipped()
-
-    def skipped() -> tuple[Any, ...]:
-        return tuple(gr.skip() for _ in empty_page())
-
-    def empty_page() -> tuple[Any, ...]:
-        # Keep the text that the user has typed.
-        empty: list[History] = [[] for _ in endpoints]
-        return gr.update(placeholder=_PLACEHOLDER), *empty, empty
-
-    for endpoint in endpoints:
-        endpoint.client  # noqa: B018
-    default = Sampling(thinking=thinking)
     with gr.Blocks(title="hf_pretrain chat", analytics_enabled=False, fill_height=True) as page:
-        histories = gr.State([[] for _ in endpoints])
+        histories = [gr.State([]) for _ in endpoints]
         with gr.Row():
             chats = [
                 # Two of them stand below each other on a phone.
@@ -164,118 +226,116 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
         question = gr.Textbox(placeholder=_PLACEHOLDER, show_label=False, elem_id="question")
         with gr.Row():
             send = gr.Button("Send", variant="primary", elem_id="send", min_width=130)
-            stop = gr.Button("Stop", elem_id="stop", min_width=130, interactive=False)
+            stop = gr.Button("Stop", elem_id="stop", min_width=130)
             again = gr.Button("Regenerate", elem_id="regenerate", min_width=130)
             clear = gr.Button("New chat", elem_id="clear", min_width=130)
         with gr.Accordion("Settings", open=False, elem_id="settings"):
             settings = [
-                gr.Textbox(default.system, label="System message"),
-                gr.Slider(0.0, 2.0, default.temperature, step=0.05, label="Temperature"),
-                gr.Slider(0.05, 1.0, default.top_p, step=0.05, label="Top p"),
-                gr.Slider(1, 2048, default.max_tokens, step=1, label="Longest answer in tokens"),
-                gr.Checkbox(default.thinking, label="Thinking"),
-                gr.Textbox(default.tools, label="Tools (JSON list of schemas)", lines=3),
+                gr.Textbox("", label="System message"),
+                gr.Slider(0.0, 2.0, 0.8, step=0.05, label="Temperature"),
+                gr.Slider(0.05, 1.0, 0.9, step=0.05, label="Top p"),
+                gr.Slider(1, 2048, 256, step=1, label="Longest answer in tokens"),
+                gr.Checkbox(thinking, label="Thinking"),
+                gr.Textbox("", label="Tools (JSON list of schemas)", lines=3),
             ]
-        outputs = [question, *chats, histories]
-        # One event for all of them: a browser starts no second one while the first runs, so no answer is lost.
-        gr.on(
-            [question.submit, send.click, again.click],
-            answer,
-            [question, histories, *settings],
-            [stop, *outputs],
-            show_progress="hidden",
-        )
-        stop.click(end, show_progress="hidden")
+        everything = [*chats, *histories]
+        begun = [
+            gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything]),
+            again.click(_ask_again, histories, everything),
+        ]
+        running = [
+            event.success(_answering(endpoint), [history, *settings], [chat, history], show_progress="hidden")
+            for event in begun
+            for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
+        ]
+        for event in running:
+            event.then(_placeholder, histories, question, show_progress="hidden")
+        stop.click(None, cancels=running).then(_wait_for_end).then(_end, histories, everything)
         # Each chat has a button to clear it, which must not leave its history behind.
-        gr.on([clear.click, *(chat.clear for chat in chats)], begin_again, None, outputs, show_progress="hidden")
+        cleared = gr.on([clear.click, *(chat.clear for chat in chats)], None, cancels=running)
+        cleared.then(_wait_for_end).then(_empty, histories, [question, *everything])
     # Several browsers may ask at the same time.
     return page.queue(default_concurrency_limit=None)
 
 
-def serve_page(recipe: str, flags: dict[str, Any], models: list[str], *, thinking: bool) -> None:
-    """
-    Serve models and the chat page until the user stops it.
+def _both(histories: list[History]) -> list[Any]:
+    """Return histories as the chat components show them, and as the page keeps them."""
+    return [*map(show, histories), *histories]
 
-    Args:
-        recipe (`str`): the script that serves one model.
-        flags (`dict`): its flags, with `host`, `port` (of the first server) and `web_port`.
-        models (`list[str]`): names of one or two models.
-        thinking (`bool`): the initial setting.
 
-    Raises:
-        `ValueError`: if a port is in use, or needed twice.
-    """
-    host = "127.0.0.1" if flags["host"] == "0.0.0.0" else flags["host"]
-    ports = range(flags["port"], flags["port"] + len(models))
-    if flags["web_port"] in ports:
-        raise UserError(
-            f"--web_port {flags['web_port']} is the port of a model, too. The models use "
-            f"{', '.join(map(str, ports))}: choose another --web_port or --port."
-        )
-    check_ports(flags["host"], [*ports, flags["web_port"]])
-    endpoints = [Endpoint(name, f"http://{host}:{port}/v1") for name, port in zip(models, ports, strict=True)]
-    servers: list[subprocess.Popen] = []
-    # A service manager stops programs by SIGTERM, and the servers must stop with the page.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _ask(text: str, *histories: History) -> list[Any]:
+    _check_idle(histories)
+    if not text.strip():
+        return [gr.skip()] * (1 + 2 * len(histories))
+    return ["", *_both(add_text(list(histories), text))]
+
+
+def _ask_again(*histories: History) -> list[Any]:
+    _check_idle(histories)
+    return _both(answer_again(list(histories)))
+
+
+def _check_idle(histories: tuple[History, ...]) -> None:
+    """Raise an error that the page shows, and that keeps the typed text, while an answer grows."""
+    if any(history and history[-1].get("is_running") for history in histories):
+        raise gr.Error("Wait for the end of the answer, or press Stop.", print_exception=False)
+
+
+def _answering(endpoint: Endpoint) -> Any:
+    """Return the handler that lets a model write the answer that [`add_text`] has begun."""
+
+    async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, History]]:
+        if not history or not history[-1].get("is_running"):
+            return
+        _growing[request.session_hash] += 1
+        try:
+            async with aclosing(stream_answer(endpoint, history[:-1], *settings)) as messages:
+                async for message in messages:
+                    yield show(now := [*history[:-1], message]), now
+        finally:
+            _growing[request.session_hash] -= 1
+
+    return answer
+
+
+async def _wait_for_end(request: gr.Request) -> None:
+    """Wait until the cancelled answers have ended. NOTE: gradio cancels them while the next handler begins."""
+    while _growing[request.session_hash]:
+        await asyncio.sleep(0.02)
+
+
+def _end(*histories: History) -> list[Any]:
+    """End the answers that were cancelled. The server ends with the connection."""
+    return _both([[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories])
+
+
+def _empty(*histories: History) -> list[Any]:
+    """Forget all, except the text that the user has typed."""
+    return [gr.update(placeholder=_PLACEHOLDER), *_both([[] for _ in histories])]
+
+
+def _placeholder(*histories: History) -> Any:
+    """Ask for the result of the tool call that waits for one."""
+    names = [call["function"]["name"] for history in histories for call in waiting_calls(history)[:1]]
+    return gr.update(placeholder=f"Type the result of {names[0]}" if names else _PLACEHOLDER)
+
+
+def open_page(endpoints: list[Endpoint], *, host: str, port: int, thinking: bool) -> None:
+    """Serve the page for models that are served already, until the user stops it with Ctrl-C."""
     # A proxy for the internet knows no servers of this machine.
     for name in ("NO_PROXY", "no_proxy"):
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "localhost", host]))
-    try:
-        for name, port in zip(models, ports, strict=True):
-            servers.append(_start_server(recipe, flags | {"model_name_or_path": name, "port": port}))
-        for server, endpoint in zip(servers, endpoints, strict=True):
-            _wait_until_ready(server, endpoint)
-        print(f"The chat page is at http://{host}:{flags['web_port']}", flush=True)
-        page = make_page(endpoints, thinking=thinking)
-        page.launch(
-            server_name=flags["host"],
-            server_port=flags["web_port"],
-            quiet=True,
-            inbrowser=sys.stdout.isatty(),
-            theme=_THEME,
-            css=_CSS,
-            head=_HEAD,
-            footer_links=[],
-        )
-    finally:
-        _end(servers)
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "localhost", "127.0.0.1", host]))
+    print(f"The chat page is at http://{host}:{port}", flush=True)
+    make_page(endpoints, thinking=thinking).launch(
+        server_name=host,
+        server_port=port,
+        quiet=True,
+        inbrowser=sys.stdout.isatty(),
+        theme=_THEME,
+        css=_CSS,
+        head=_HEAD,
+        footer_links=[],
+    )
 
 
-def _start_server(recipe: str, flags: dict[str, Any]) -> subprocess.Popen:
-    words = [sys.executable, recipe]
-    for flag, value in flags.items():
-        # Leave out the flags of the page, those that were not given, and switches that are off.
-        if flag not in ("web", "web_port", "compare") and value is not None and value is not False:
-            words.append(f"--{flag}" if value is True else f"--{flag}={value}")
-    # The pipe closes when this process ends in whatever way, and the server then ends as well.
-    return subprocess.Popen([*words, "--end_with_stdin"], stdin=subprocess.PIPE)
-
-
-def _wait_until_ready(server: subprocess.Popen, endpoint: Endpoint) -> None:
-    """Wait until the server of a model answers. End as it ended if it could not start."""
-    while server.poll() is None:
-        with (
-            suppress(OSError, HTTPException, ValueError, TypeError, LookupError),
-            urllib.request.urlopen(f"{endpoint.base_url}/models", timeout=5) as response,
-        ):
-            # Another program may listen at this port, and answer anything, even without end.
-            if [model["id"] for model in json.loads(response.read(1 << 16))["data"]] == [endpoint.model]:
-                return
-        time.sleep(0.2)
-    # The server has printed the reason.
-    raise SystemExit(server.returncode)
-
-
-def _end(servers: list[subprocess.Popen]) -> None:
-    """End the servers. A server waits for the end of its answers, which may be long."""
-    for server in servers:
-        server.terminate()
-    for server in servers:
-        try:
-            server.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-__all__ = ["make_page", "serve_page", "show"]
+__all__ = ["Endpoint", "add_text", "answer_again", "make_page", "open_page", "show", "stream_answer", "to_request"]

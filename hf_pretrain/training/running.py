@@ -171,7 +171,7 @@ def train_and_evaluate(
 def _set_generation_defaults(trainer: RunTrainer) -> None:
     """
     Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
-    `stages.continuing` recognises base models by it.
+    `stages.chatting` recognises base models by it.
     """
     model, data_kind = base_model_of(trainer.model), trainer.run_facts.data_kind
     if data_kind == "text":

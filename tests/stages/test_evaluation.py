@@ -122,13 +122,6 @@ def test_only_a_group_with_figures_stands_for_its_tasks(model, tokenizer, tasks,
     assert {name: result["group"] for name, result in results.items() if result["metrics"]} == groups
 
 
-def test_datasets_of_a_pattern(tasks):
-    from hf_pretrain.stages.harness import TaskManager, find_datasets
-
-    manager = TaskManager(include_path=[str(tasks)], include_defaults=False)
-    assert find_datasets(manager, ["toy_*"]) == ["json"]
-
-
 def test_log_likelihoods_equal_the_models(model, tokenizer):
     from lm_eval.api.instance import Instance
 
@@ -209,14 +202,6 @@ def test_results_enter_a_card_and_its_text_stays(tmp_path):
     }
 
 
-def test_without_a_card_a_card_with_only_the_metrics_is_written(tmp_path):
-    write_results({"held_out": {}, "tasks": {}}, RunFacts(), directory=tmp_path / "nothing")
-    assert not (tmp_path / "nothing/README.md").exists()
-    write_results(RESULTS, RunFacts(datasets=["my.jsonl"]), directory=tmp_path / "some")
-    card = ModelCard.load(tmp_path / "some/README.md")
-    assert card.text.strip() == "" and set(card.data.to_dict()) == {"model-index"}
-
-
 def test_the_table():
     assert format_results(RESULTS).splitlines() == [
         "on          metric                 value",
@@ -249,10 +234,10 @@ def evaluate(launcher: str, *arguments: str, **environment: str):
     return start([*launcher_command(launcher), str(ROOT / "recipes/evaluate.py"), *arguments], **environment)
 
 
-@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.distributed)])
-def test_the_recipe_gives_the_final_metrics_of_the_run(run, launcher, tmp_path):
+@pytest.mark.distributed
+def test_the_recipe_gives_the_final_metrics_of_the_run(run, tmp_path):
     directory, data = run
-    result = evaluate(launcher, "--output_dir", str(directory), "--results_dir", str(tmp_path), *data)
+    result = evaluate("torchrun", "--output_dir", str(directory), "--results_dir", str(tmp_path), *data)
     assert result.returncode == 0, result.stdout[-3000:]
     results = json.loads((tmp_path / "evaluation.json").read_text())
     history = json.loads((directory / "trainer_state.json").read_text())["log_history"]
@@ -316,18 +301,6 @@ def test_mistakes_are_refused_before_anything_is_loaded(name, options, message):
     assert isinstance(args, TrainingArguments)
     with pytest.raises(ValueError, match=message):
         args.settle(name)
-
-
-def test_an_evaluation_has_no_dry_run():
-    with pytest.raises(ValueError, match="Unknown argument '--dry_run'"):
-        parse_args(ModelArguments, EvaluationArguments, stage="evaluate", argv=["--dry_run", "--use_cpu"])
-
-
-def test_deepspeed_evaluates_with_zero3_only(talker, tmp_path):
-    words = ["recipes/evaluate.py", "--deepspeed", "ds_configs/zero2.json", "--model_name_or_path", str(talker)]
-    result = start([*launcher_command("deepspeed", 1), *words, "--results_dir", str(tmp_path), "--use_cpu"])
-    assert result.returncode and "Traceback" not in result.stdout
-    assert "has ZeRO stage 2, and DeepSpeed evaluates with ZeRO-3 only" in result.stdout
 
 
 def test_lm_eval_knows_the_model_type(caplog):

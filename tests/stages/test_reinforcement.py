@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import runpy
 import shlex
 import sys
 import time
@@ -18,16 +17,13 @@ from transformers.utils import get_json_schema
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.tasks import TOOLS
-from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.reports.runs import read_run
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
 from hf_pretrain.stages.tools import calculator, load_tools
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training import plan
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.plan import begin_dry_run
 from hf_pretrain.training.running import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -81,9 +77,8 @@ def toy_trainer(tokenizer, tmp_path, *, model=None, algorithm="grpo", trainer=No
     return ALGORITHMS[algorithm](
         model or make_model(),
         args=arguments,
-        train_dataset=toy_tasks(),
         processing_class=tokenizer,
-        **{"reward_funcs": long_reward} | (trainer or {}),
+        **{"reward_funcs": long_reward, "train_dataset": toy_tasks()} | (trainer or {}),
     )
 
 
@@ -130,13 +125,12 @@ def toy_batch(trainer) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_the_speed_counts_the_time_of_steps_without_a_generation(tokenizer, tmp_path, algorithm):
+def test_the_speed_counts_the_time_of_steps_without_a_generation(tokenizer, tmp_path):
     """Two steps use the completions of one generation, and each step logs."""
     model = make_model(num_experts=4)
     flags = {"max_steps": 4, "num_iterations": 2, "eval_strategy": "steps", "eval_steps": 4}
     data = {"eval_dataset": toy_tasks(4)}
-    trainer = toy_trainer(tokenizer, tmp_path, model=model, algorithm=algorithm, trainer=data, **flags)
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer=data, **flags)
     begin = time.perf_counter()
     trainer.train()
     took = time.perf_counter() - begin
@@ -209,7 +203,7 @@ def test_the_router_loss_of_an_adapter(tokenizer, tmp_path):
         {"loss_type": "dapo"},
         {"loss_type": "grpo", "beta": 0.1},
         {"algorithm": "rloo", "beta": 0.05},
-        {"use_transformers_continuous_batching": True},
+        {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": {"num_blocks": 32}},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
@@ -250,28 +244,16 @@ def prompts_of(loader) -> list[str]:
     return [row["prompt"][0]["content"] for batch in loader for row in batch]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_a_resumed_run_sees_the_prompts_of_its_epoch(tokenizer, tmp_path, algorithm):
-    whole = toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader()
-    epochs = []
-    for epoch in range(2):
-        whole.set_epoch(epoch)
-        epochs.append(prompts_of(whole))
-    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
-    resumed = skip_first_batches(toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader(), 5)
-    resumed.set_epoch(1)
-    assert prompts_of(resumed) == epochs[1][5 * 4 :]
-
-
-def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path):
-    trainer = toy_trainer(tokenizer, tmp_path)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path, algorithm):
+    trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm)
     loader = trainer.get_train_dataloader()
     first = prompts_of(loader)
     loader.set_epoch(1)
     whole = prompts_of(loader)
-    assert whole != first
+    assert whole != first and sorted(whole) == sorted(first)
     for rank in range(2):
-        fresh = toy_trainer(tokenizer, tmp_path).get_train_dataloader().base_dataloader
+        fresh = toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader().base_dataloader
         sharded = prepare_data_loader(fresh, num_processes=2, process_index=rank)
         resumed = skip_first_batches(sharded, 3)
         resumed.set_epoch(1)
@@ -351,28 +333,10 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(to
         rollouts.extend(completions)
         return [float(number) for number in range(len(completions))]
 
-    arguments = GRPOTrainingArguments(
-        output_dir=str(tmp_path / "run"),
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=160,
-        temperature=0.1,
-        max_steps=1,
-        logging_steps=1,
-        save_strategy="no",
-        eval_strategy="no",
-    )
-    trainer = MiniMindGRPOTrainer(
-        model,
-        args=arguments,
-        reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": [conversation[:1]] * 4}),
-        processing_class=tokenizer,
-        **({"tools": [calculator]} if means == "tools" else {"environment_factory": Desk}),
-    )
+    options = {"tools": [calculator]} if means == "tools" else {"environment_factory": Desk}
+    options |= {"reward_funcs": reward, "train_dataset": Dataset.from_dict({"prompt": [conversation[:1]] * 4})}
+    flags = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 160, "max_steps": 1}
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer=options, temperature=0.1, **flags)
     inputs = trainer._prepare_inputs([{"prompt": conversation[:1]}] * 2)
     for rollout in rollouts:
         assert [message["role"] for message in rollout] == ["assistant", "tool", "assistant"]
@@ -402,7 +366,7 @@ def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
             '{"name": "\\ud83d", "arguments": {}}',
             "3",
         ),
-        *(BRACKETS, CALL % BRACKETS, CALL % ("[" * 90 + "]" * 90), CALL % ("[" * 500 + "]" * 500)),
+        *(BRACKETS, CALL % BRACKETS, CALL % ("[" * 500 + "]" * 500)),
         *(CALL % ("9" * 5000), CALL % '"\\ud83d"', CALL % "NaN", CALL % "{}", CALL % '"Oslo", "x": null'),
     ]
     texts = [f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls]
@@ -425,32 +389,21 @@ def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
         assert [message["role"] for message in completions[-1]][:2] == ["assistant", "tool"]
 
 
-def test_the_calculator_calculates_and_nothing_else():
+def test_the_calculator_equals_python_and_does_nothing_else():
+    """MiniMind's calculator evaluates an expression with Python, without built-in functions and with `math`."""
+    for expression in (
+        "12 * (3 + 4) / -2",
+        "+5 - 3",
+        "1234567**2",
+        "2**64 % 1000",
+        "math.pi * 2**2",
+        "math.log(8, 2)",
+    ):
+        assert calculator(expression) == str(eval(expression, {"__builtins__": {}, "math": math}))
     assert calculator("（2^10 − 24）÷ 10") == "100.0"
-    for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.factorial(9**9)", "math.__doc__"):
+    for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.factorial(9**9)", "abs(-3)", "1,2"):
         with pytest.raises((ValueError, SyntaxError)):
             calculator(expression)
-    # MiniMind's calculator returns the tuple (12, 346).
-    with pytest.raises(ValueError, match="12,345\\+1.* without thousands separators"):
-        calculator("12,345+1")
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        *("12 * (3 + 4) / -2", "+5 - 3", "1234567**2", "1000*(1+0.05)**100", "2**64 % 1000"),
-        *("math.sqrt(2)", "math.pi * 2**2", "math.pow(2, 10)", "math.log(8, 2)", "abs(-3)"),
-    ],
-)
-def test_the_calculator_equals_python_with_the_module_math(expression):
-    """MiniMind's calculator evaluates an expression with Python, without built-in functions and with `math`."""
-    try:
-        expected = str(eval(expression, {"__builtins__": {}, "math": math}))
-    except NameError:
-        with pytest.raises(ValueError, match="holds something else"):
-            calculator(expression)
-        return
-    assert calculator(expression) == expected
 
 
 def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
@@ -493,23 +446,9 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
     ("flags", "words"),
     [
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown. All: grpo, rloo"),
-        ({"algorithm": "rloo", "loss_type": "cispo"}, "rloo .* ignores --loss_type cispo"),
-        ({"remove_unused_columns": True}, "the rewards read"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
-        ({"num_generations": 0}, "--num_generations 0 must be at least 2"),
-        ({"temperature": 0.0}, "--temperature 0.0 must be above 0"),
-        ({"temperature": math.nan}, "--temperature nan must be above 0"),
-        ({"generation_kwargs": {"temperature": 0.0}}, "--generation_kwargs: temperature 0.0 must be above 0"),
-        ({"top_p": 0.0}, "--top_p 0.0 must be above 0 and at most 1"),
-        ({"top_k": -1}, "--top_k -1 must be at least 0"),
-        ({"num_iterations": 0}, "--num_iterations 0 must be at least 1"),
-        ({"steps_per_generation": 0}, "--steps_per_generation 0 must be at least 1"),
-        ({"max_completion_length": 0}, "--max_completion_length 0 must be at least 1"),
-        ({"beta": -1.0}, "--beta -1.0 must be at least 0"),
-        ({"reward_weights": [1.0, math.inf]}, "--reward_weights inf must be finite"),
         ({"loss_type": "gpo"}, "--loss_type gpo is unknown; the nearest one is grpo"),
-        ({"scale_rewards": "groups"}, "--scale_rewards groups is unknown; the nearest one is group"),
     ],
 )
 def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
@@ -517,14 +456,11 @@ def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
         GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [({"reward_weights": [1.0, 2.0]}, "reward weights"), ({"sync_ref_model": True}, "sync_ref_model")],
-)
-def test_flags_that_only_trls_trainer_refuses_are_mistakes_of_the_user(tokenizer, tmp_path, flags, words):
-    with pytest.raises(ValueError, match=words) as caught:
-        toy_trainer(tokenizer, tmp_path, **flags)
-    assert isinstance(caught.value, UserError)
+def test_flags_that_only_trls_trainer_refuses_are_mistakes_of_the_user(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="reward weights"):
+        toy_trainer(tokenizer, tmp_path, reward_weights=[1.0, 2.0])
+    with pytest.raises(UserError, match="use --algorithm grpo"):
+        toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"tools": [calculator]})
 
 
 def rewards_of_steps(*values: float | None):
@@ -546,30 +482,23 @@ class Lobby(Desk):
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
-        ("grpo", {"reward_funcs": leave}, r"called exit\(0\), in .*test_reinforcement.py, line \d+\. The run stops"),
-        ("rloo", {"reward_funcs": leave}, r"called exit\(0\), in .*test_reinforcement.py, line \d+\. The run stops"),
-        (
-            "grpo",
-            {"reward_funcs": None, "environment_factory": Lobby},
-            r"called exit\(None\), in .*test_reinforcement",
-        ),
-        ("grpo", {"reward_funcs": None, "environment_factory": leave}, r"called exit\(0\), in .*test_reinforcement"),
-        ("grpo", {"reward_funcs": rewards_of_steps(0.0, math.inf)}, "gave inf at step 2, .* Return a finite number"),
-        ("rloo", {"reward_funcs": rewards_of_steps(0.0, -math.inf)}, "gave -inf at step 2, .* Return a finite number"),
-        ("grpo", {"reward_funcs": rewards_of_steps(None, math.nan, None)}, r"last 3 generation\(s\) got a reward"),
+        ("rloo", {"reward_funcs": leave}, r"called exit\(0\)"),
+        ("grpo", {"reward_funcs": None, "environment_factory": Lobby}, r"called exit\(None\)"),
+        ("grpo", {"reward_funcs": None, "environment_factory": leave}, r"called exit\(0\)"),
+        ("grpo", {"reward_funcs": rewards_of_steps(0.0, -math.inf)}, "an infinite value at step 2, .* finite number"),
         ("rloo", {"reward_funcs": rewards_of_steps(None, math.nan, None)}, r"last 3 generation\(s\) got a reward"),
+        ("grpo", {"reward_funcs": load_reward_functions(["format"])}, r"last 3 generation\(s\) got a reward"),
     ],
 )
 def test_rewards_without_a_use_and_code_that_exits_stop_the_run(tokenizer, tmp_path, algorithm, options, words):
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(UserError, match=words):
         toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer=options, max_steps=3).train()
-    assert isinstance(caught.value, UserError)
 
 
 def test_a_module_that_exits_when_it_is_imported_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "leaving_module.py").write_text("\nraise SystemExit\n")
-    with pytest.raises(ValueError, match=r"called exit\(None\), in .*leaving_module.py, line 2"):
+    with pytest.raises(UserError, match=r"called exit\(None\)"):
         load_reward_functions(["leaving_module:reward"])
 
 
@@ -620,17 +549,8 @@ def test_the_documented_command_has_the_gradients_of_minimind(tokenizer, tmp_pat
     page = (ROOT / "docs/from-minimind.md").read_text(encoding="utf-8")
     words = shlex.split(re.search(r"```bash\nhf-pretrain grpo (.*?)```", page, re.DOTALL)[1].replace("\\\n", " "))
     # Only sizes and the precision differ from the page.
-    own = [
-        "--output_dir",
-        str(tmp_path),
-        "--bf16",
-        "false",
-        "--use_cpu",
-        "--max_completion_length",
-        "8",
-        "--eval_strategy",
-        "no",
-    ]
+    own = ["--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "--eval_strategy", "no"]
+    own += ["--max_completion_length", "8"]
     *_, args = parse_args(
         ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments, stage="grpo", argv=[*words, *own]
     )
@@ -672,28 +592,6 @@ def test_the_documented_command_has_the_gradients_of_minimind(tokenizer, tmp_pat
     assert torch.dist(ours, theirs) > 0.05 * theirs.norm()
 
 
-def test_the_method_names_the_loss_of_grpo(tmp_path):
-    methods = [GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, algorithm=a).method for a in ALGORITHMS]
-    assert methods == ["grpo, dapo loss", "rloo"]
-
-
-def test_rloo_refuses_tools(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="use --algorithm grpo"):
-        toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"tools": [calculator]})
-
-
-def test_rewards_that_apply_to_no_task_are_refused_before_training(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="--rewards format concerns no task of --dataset_name toy"):
-        MiniMindGRPOTrainer(
-            make_model(),
-            args=GRPOTrainingArguments(output_dir=str(tmp_path), bf16=False, use_cpu=True),
-            reward_funcs=load_reward_functions(["format"]),
-            train_dataset=toy_tasks(),
-            processing_class=tokenizer,
-            run_facts=RunFacts(datasets=["toy"]),
-        )
-
-
 # The recipe
 
 
@@ -719,21 +617,6 @@ def recipe_arguments(workspace, output_dir: str, *flags: str) -> list[str]:
 
 def log_of(workspace, output_dir: str) -> list[dict]:
     return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
-
-
-def test_a_dry_run_writes_nothing(workspace):
-    result = start([*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "planned", "--dry_run")])
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert re.search(r"^Time +[\d.]+ s per step", result.stdout, re.MULTILINE)
-    assert not (workspace / "planned").exists()
-
-
-def test_the_time_of_an_evaluation_counts_its_generation(tokenizer, tmp_path):
-    trainer = toy_trainer(tokenizer, tmp_path, trainer={"eval_dataset": toy_tasks(12)}, num_generations_eval=2)
-    trainer.run_facts.data_kind = "tasks"
-    begin_dry_run(trainer.args)
-    # 12 tasks with 2 completions each, in steps of 4 completions, of which each takes 50 seconds.
-    assert "; 1 evaluation of about 5 min each" in plan._describe_time(trainer, step_seconds=50)
 
 
 def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
@@ -792,10 +675,3 @@ def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher
     assert any(
         (weights[name] != value).any() for name, value in load_file(workspace / "toy/model.safetensors").items()
     )
-
-
-def test_the_recipe_needs_a_model_to_start_from(tmp_path):
-    main = runpy.run_path(RECIPE)["main"]
-    training = GRPOTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ValueError, match="This stage starts from a trained model: pass --model_name_or_path"):
-        main(ModelArguments(), AdapterArguments(), TaskArguments(), training)

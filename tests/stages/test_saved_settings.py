@@ -26,9 +26,6 @@ STAGES = {
     "sft": ["sft", "--use_peft"],
     "distill": ["distill", "--teacher_name_or_path", "toy"],
     "dpo": ["dpo", "--activation_checkpointing"],
-    "kto": ["dpo", "--algorithm", "kto"],
-    "orpo": ["dpo", "--algorithm", "orpo"],
-    "simpo": ["dpo", "--algorithm", "simpo"],
     "grpo": ["grpo", "--activation_checkpointing", "--beta", "0.1", *ONLINE],
     "rloo": ["grpo", "--algorithm", "rloo", *ONLINE],
 }
