@@ -284,8 +284,10 @@ def _check_idle(histories: tuple[History, ...]) -> None:
 def _answering(endpoint: Endpoint) -> Any:
     """Return the handler that lets a model write the answer that [`add_text`] has begun."""
 
-    async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, History]]:
+    async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, Any]]:
         if not history or not history[-1].get("is_running"):
+            # NOTE: gradio empties the outputs of a generator that yields nothing.
+            yield gr.skip(), gr.skip()
             return
         _growing[request.session_hash] += 1
         try:
