@@ -18,12 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import is_bitsandbytes_available, is_peft_available, logging
+from transformers.utils import is_peft_available, logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from ..model.experts import MiniMindExperts
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, as_user_errors
 from ..runtime.installation import install_command
 from ..runtime.names import may_be_checkpoint
 from .loading import load_upstream
@@ -70,8 +69,6 @@ class AdapterArguments:
     )
 
     def __post_init__(self):
-        if self.lora_r < 1:
-            raise UserError(f"--lora_r {self.lora_r}: the rank of an adapter must be at least 1.")
         if self.load_in_4bit and not self.use_peft:
             raise UserError("--load_in_4bit freezes the model, so nothing would be trained: add --use_peft.")
 
@@ -106,14 +103,10 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
 
     Raises:
         `ValueError`: if peft is missing; for a model without a name, because a saved adapter could not find it again;
-            for a model sharded by FSDP; for targets that the model lacks; for dropout or DoRA on stacked experts, or
-            stacked experts under ZeRO-3; for `--load_in_4bit` without CUDA and bitsandbytes.
+            for a model sharded by FSDP; for targets that the model lacks, or that peft cannot adapt; for
+            `--load_in_4bit` without CUDA.
     """
     if is_adapted(model):
-        if args.load_in_4bit:
-            raise UserError(
-                "--load_in_4bit quantizes the base of a new adapter; leave it out to train a saved adapter further."
-            )
         logger.warning("Training the loaded adapter further. Its adapter_config.json replaces the --lora flags.")
         return model
     if not args.use_peft:
@@ -136,20 +129,19 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     modules, parameters = _find_targets(model, args)
     if args.load_in_4bit:
         model = _quantize(model)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        use_dora=args.use_dora,
-        target_modules=modules,
-        target_parameters=parameters,
-    )
-    with torch.random.fork_rng():
-        # Reseed: launchers consume different amounts of randomness before this point.
+    # Reseed: launchers consume different amounts of randomness before this point.
+    with as_user_errors(), torch.random.fork_rng():
         torch.manual_seed(torch.initial_seed())
-        adapted = get_peft_model(model, config)
-    return _finish(adapted)
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            use_dora=args.use_dora,
+            target_modules=modules,
+            target_parameters=parameters,
+        )
+        return _finish(get_peft_model(model, config))
 
 
 def register_peft_defaults() -> None:
@@ -180,16 +172,12 @@ def _check_peft(flag: str):
         raise UserError(f"{flag} needs peft: {install_command('peft')}")
 
 
-def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str] | None]:
-    """
-    Return the modules and stacked parameters to adapt, as peft expects them. Raise `ValueError` in the cases of
-    [`add_adapter`].
-    """
+def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str]]:
+    """Return the modules and stacked parameters to adapt, as peft expects them."""
     # Look only for names that this model has: without shared experts, a model with experts has no linear gate_proj.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    has_experts = any(isinstance(module, MiniMindExperts) for module in model.modules())
-    known = [name for name in MODULES if name in linear]
-    known += [name for name in EXPERT_PARAMETERS if has_experts and name not in known]
+    stacked = EXPERT_PARAMETERS if model.config.num_experts else ()
+    known = [name for name in dict.fromkeys((*MODULES, *EXPERT_PARAMETERS)) if name in linear or name in stacked]
     asked = args.lora_target_modules or known
     unknown = [name for name in asked if name not in known]
     if unknown:
@@ -197,23 +185,15 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
             f"--lora_target_modules {' '.join(unknown)}: this model lacks it. Use one or more of {', '.join(known)}."
         )
     # peft adapts plain parameters, such as stacked experts, through `target_parameters`.
-    parameters = [f"experts.{name}" for name in EXPERT_PARAMETERS if has_experts and name in asked]
-    if parameters:
-        dense = [name for name in known if name not in EXPERT_PARAMETERS]
-        reasons = {
-            f"--lora_dropout {args.lora_dropout:g}": args.lora_dropout > 0,
-            "--use_dora": args.use_dora,
-            # NOTE: peft adds to the expert parameters before the experts run. ZeRO-3 may not have gathered them by
-            # then.
-            "ZeRO-3": is_deepspeed_zero3_enabled(),
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise UserError(
-                    f"{reason} does not work on stacked experts ({', '.join(parameters)}) in peft: leave it out, or "
-                    f"adapt the rest with --lora_target_modules {' '.join(dense)}."
-                )
-    return [name for name in asked if name in linear], parameters or None
+    parameters = [f"experts.{name}" for name in stacked if name in asked]
+    rest = [name for name in known if name not in EXPERT_PARAMETERS]
+    # NOTE: peft adds to the expert parameters before the experts run. ZeRO-3 may not have gathered them by then.
+    if parameters and (args.lora_dropout or args.use_dora or is_deepspeed_zero3_enabled()):
+        raise UserError(
+            "peft adapts stacked experts neither with --lora_dropout, nor with --use_dora, nor under ZeRO-3. Leave it "
+            f"out, or adapt the rest with --lora_target_modules {' '.join(rest)}."
+        )
+    return [name for name in asked if name in linear], parameters
 
 
 def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
@@ -221,15 +201,13 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
     Return the model with its linear layers in 4 bits. Embeddings, norms, output head and stacked experts keep their
     dtype.
     """
-    if not (torch.cuda.is_available() and is_bitsandbytes_available()):
-        missing = "there is no CUDA device here" if not torch.cuda.is_available() else "pip install bitsandbytes"
-        raise UserError(f"--load_in_4bit needs CUDA and bitsandbytes: {missing}. Without it, --use_peft trains LoRA.")
-    if is_deepspeed_zero3_enabled():
-        raise UserError("--load_in_4bit does not work under ZeRO-3, which shards the weights: use ZeRO-2.")
+    if not torch.cuda.is_available() or is_deepspeed_zero3_enabled():
+        raise UserError(
+            "--load_in_4bit needs CUDA, and does not work under ZeRO-3. Without it, --use_peft trains LoRA."
+        )
     from peft import prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     # bitsandbytes quantizes only while transformers loads weights, so load the model again from memory.
     quantized = type(model).from_pretrained(
         None,
@@ -243,7 +221,7 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16 if has_bf16 else torch.float16,
+            bnb_4bit_compute_dtype=torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16,
         ),
     )
     # `from_pretrained(None, ...)` loses the name, which the saved adapter needs to find its base model.
@@ -260,9 +238,8 @@ def adapter_base(path: str | Path | None) -> str | None:
         `ValueError`: if the adapter does not name its base model.
     """
     # `find_adapter_config_file` queries the Hub, so call it only for directories and names of the form owner/name.
-    if not path or not may_be_checkpoint(path) or not (Path(path).is_dir() or "/" in str(path)):
-        return None
-    if find_adapter_config_file(str(path)) is None:
+    is_name = path and may_be_checkpoint(path) and (Path(path).is_dir() or "/" in str(path))
+    if not is_name or find_adapter_config_file(str(path)) is None:
         return None
     _check_peft(f"{path} is an adapter, which")
     from peft import PeftConfig
@@ -282,13 +259,9 @@ def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: 
     return _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
 
 
-def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> MiniMindForCausalLM:
+def merge_adapter(path: str | Path) -> MiniMindForCausalLM:
     """
     Return the base model of the adapter at `path` with the adapter merged into its weights, in eval mode.
-
-    Args:
-        path (`str` or `Path`): a directory or Hub id.
-        dtype (`torch.dtype`, *optional*): the dtype of the model; by default the base model's.
 
     Raises:
         `ValueError`: if `path` is not an adapter, or its base model cannot be loaded.
@@ -296,16 +269,8 @@ def merge_adapter(path: str | Path, *, dtype: torch.dtype | None = None) -> Mini
     base = adapter_base(path)
     if base is None:
         raise UserError(f"{path} is no adapter: it has no adapter_config.json.")
-    try:
-        model = load_upstream(base, dtype=dtype)
-    except ValueError as error:
-        raise UserError(
-            f"The adapter {path} needs its base model {base} (base_model_name_or_path in adapter_config.json, "
-            f"relative to the current directory): {error}"
-        ) from error
     # With `safe_merge`, peft raises if the merged weights are not finite.
-    merged = load_adapter(model, path, is_trainable=False).merge_and_unload(safe_merge=True)
-    return merged.eval()
+    return load_adapter(load_upstream(base), path, is_trainable=False).merge_and_unload(safe_merge=True).eval()
 
 
 __all__ = [

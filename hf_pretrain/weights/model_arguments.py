@@ -15,12 +15,11 @@ from hf_pretrain_cli import FLAG_SIMILARITY, ConfigLoader, hint
 from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..model.presets import PRESETS
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import OpenChoices, check_choices, check_word
+from ..runtime.names import check_choices
 
 
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
 UNKNOWN_WIDTH = 512
-_ATTENTION = ("auto", "packed", "eager", "sdpa", "flex_attention")
 
 
 def default_preset() -> str:
@@ -52,12 +51,8 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
     try:
         # `a=1, b={c: 2}` becomes `{a: 1, b: {c: 2}}`, a mapping in YAML's flow style.
         fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
-    except yaml.constructor.ConstructorError as error:
-        advice = "Leave one of them out" if "stands twice" in error.problem else "Write values as name=value"
-        raise UserError(f"{flag}: {error.problem}. {advice}.") from None
     except yaml.YAMLError:
-        # The loop below reports the text.
-        fields = {text: None}
+        raise UserError(f"{flag} {text!r} is not of the form name=value,name=value with each name once.") from None
     known = {f.name for f in dataclasses.fields(MiniMindConfig)} | MiniMindConfig.attribute_map.keys()
     for name, value in fields.items():
         if value is None:
@@ -97,19 +92,15 @@ class ModelArguments:
         default="auto",
         metadata={
             "help": "auto (the same as packed), packed, eager, sdpa or flex_attention.",
-            "choices": OpenChoices(_ATTENTION),
+            "choices": ("auto", "packed", "eager", "sdpa", "flex_attention"),
         },
     )
 
     def __post_init__(self):
         check_choices(self)
-        # A name with a slash is a kernel on the Hub. Without a name, transformers chooses.
-        if self.attn_implementation and "/" not in self.attn_implementation:
-            check_word("--attn_implementation", self.attn_implementation, _ATTENTION)
         # A shell expands `~` on the command line, but not in a YAML file.
-        for name in ("model_name_or_path", "tokenizer_name_or_path"):
-            if value := getattr(self, name):
-                setattr(self, name, os.path.expanduser(value))
+        self.model_name_or_path = self.model_name_or_path and os.path.expanduser(self.model_name_or_path)
+        self.tokenizer_name_or_path = self.tokenizer_name_or_path and os.path.expanduser(self.tokenizer_name_or_path)
 
     @property
     def base_model(self) -> str:

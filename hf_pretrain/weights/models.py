@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
@@ -24,19 +23,16 @@ logger = logging.get_logger(__name__)
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
     """Return the config that these arguments describe, with the special tokens of `tokenizer`."""
-    try:
+    with as_user_errors():
         if args.model_name_or_path:
             return MiniMindConfig.from_pretrained(args.model_name_or_path, **args.overrides)
         fields = dict(PRESETS[args.model_preset or default_preset()])
         # The tokenizer defines the special tokens; a preset does not.
-        fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+        fields |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+        fields["eos_token_id"] = tokenizer.eos_token_id
         if args.tokenizer_name_or_path is None:
             fields["vocab_size"] = args.vocab_size
         return MiniMindConfig(**fields | args.overrides)
-    except StrictDataclassError as error:
-        # The error does not say where the wrong value came from. Without overrides, it is in the checkpoint's file.
-        where = f"--config_overrides {args.config_overrides}" if args.config_overrides else args.model_name_or_path
-        raise UserError(f"{where}: {error}") from error
 
 
 @as_user_errors()
@@ -62,21 +58,14 @@ def load_model(
     if args.model_name_or_path and not is_native_checkpoint(args.model_name_or_path):
         logger.warning(f"{args.model_name_or_path} was not written by hf_pretrain: converting it.")
         upstream = load_upstream(args.model_name_or_path, config=args.overrides)
-        try:
-            config = MiniMindConfig.from_dict(upstream.config.to_dict() | args.overrides)
-        except StrictDataclassError as error:
-            raise UserError(f"--config_overrides {args.config_overrides}: {error}") from error
+        config = MiniMindConfig.from_dict(upstream.config.to_dict() | args.overrides)
     else:
         config = load_config(args, tokenizer)
     check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=args.tokenizer_name_or_path or "the trained one")
 
     _warn_about_router(args, config)
     attn_implementation = "packed" if args.attn_implementation == "auto" else args.attn_implementation
-    loading: dict[str, Any] = {
-        "config": config,
-        "attn_implementation": attn_implementation,
-        "dtype": torch.float32,
-    }
+    loading: dict[str, Any] = {"config": config, "attn_implementation": attn_implementation, "dtype": torch.float32}
     if config.num_experts and not torch.accelerator.is_available():
         # NOTE: on a CPU, torch's grouped matrix product takes 1.5 times as long as a loop over the experts.
         # `from_pretrained` takes an argument, the constructor below reads the config.
@@ -101,25 +90,20 @@ def load_model(
 
 def _warn_about_router(args: ModelArguments, config: MiniMindConfig) -> None:
     """Warn about a router that does not learn, and about a router loss that depends on the batch size."""
-
-    def flag(name: str, value: Any) -> str:
-        given = [word for word in (args.config_overrides or "").split(",") if word and name not in word]
-        return f"--config_overrides {','.join([*given, f'{name}={value}'])}"
-
     if not config.num_experts:
         return
     # A loaded model keeps the value that it was trained with.
     if not args.model_name_or_path and config.num_experts_per_tok == 1 and config.norm_topk_prob:
         logger.warning(
             "The router divides the weight of its one expert by itself (norm_topk_prob), so the cross-entropy gives "
-            f"it no gradient. Pass {flag('norm_topk_prob', False)} to train it."
+            "it no gradient. Add norm_topk_prob=False to --config_overrides to train it."
         )
     if config.router_aux_loss_coef and config.router_aux_loss_level == "batch":
         # DPO loads a second model, its reference.
         logger.warning_once(
             "The router loss of this model is one over all tokens of a micro-batch (router_aux_loss_level=batch, as "
-            "in minimind-3), so batch size, accumulation and number of processes change what is learnt. Pass "
-            f"{flag('router_aux_loss_level', 'sequence')} for one per document, which they do not change."
+            "in minimind-3), so batch size, accumulation and number of processes change what is learnt. Add "
+            "router_aux_loss_level=sequence to --config_overrides for one per document, which they do not change."
         )
 
 

@@ -111,7 +111,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("chat", ["--batch_size", "8"], "Unknown argument '--batch_size'. `--help` lists the flags."),
         ("pretrain", ["--n_layerz", "8"], "Unknown argument '--n_layerz'. `--help` lists the flags."),
         ("pretrain", ["--config_overrides", "depth=8", *RUN], "'depth' is not a field of MiniMindConfig."),
-        ("pretrain", ["--config_overrides", "dim=64,dim=32", *RUN], "'dim' stands twice. Leave one of them out."),
+        ("pretrain", ["--config_overrides", "dim=64,dim=32", *RUN], "'dim=64,dim=32' is not of the form name=value"),
         ("pretrain", ["--config_overrides", "n_layers=1000000000", *RUN], "must be a whole number from 1 to 10,000."),
         ("pretrain", ["--config", "latin.yaml"], "latin.yaml is not text in UTF-8 or UTF-16: "),
         ("pretrain", ["--config", "brackets.yaml"], "brackets.yaml has too many nested brackets"),
