@@ -6,7 +6,6 @@ One architecture covers three generations of MiniMind (https://github.com/jingya
 checkpoint and imports only files that travel, too.
 """
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Mapping
@@ -45,8 +44,8 @@ if Version(transformers.__version__).release[:2] > (5, 24):
 FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
-    *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "attention_check.py"),
-    *("experts.py", "loss.py"),
+    *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "experts.py"),
+    "loss.py",
 )
 AUTO_MAP = {
     "AutoConfig": "configuration_minimind.MiniMindConfig",
@@ -225,7 +224,7 @@ class MiniMindConfig(PreTrainedConfig):
                 setattr(self, name, kwargs.pop(alias))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        check_fields({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        check_fields(vars(self))
         self._check_sizes()
         if self.head_dim is None:
             # Configs of v1 and v2 have no such field.

@@ -12,6 +12,10 @@ from .configuration_minimind import MiniMindConfig
 from .packed_attention import compute_dtype
 
 
+class MiniMindResidualProjection(nn.Linear):
+    """Last matrix of a residual branch, `o_proj` or `down_proj`. `zero_init_residual` initialises it to zero."""
+
+
 class MiniMindMLP(nn.Module):
     """SwiGLU: `down(act(gate(x)) * up(x))` (https://huggingface.co/papers/2002.05202)."""
 
@@ -19,8 +23,7 @@ class MiniMindMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
-        self.down_proj.ends_residual_branch = True
+        self.down_proj = MiniMindResidualProjection(intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -180,6 +183,7 @@ class MiniMindSparseMoeBlock(nn.Module):
 __all__ = [
     "MiniMindExperts",
     "MiniMindMLP",
+    "MiniMindResidualProjection",
     "MiniMindSparseMoeBlock",
     "MiniMindTopKRouter",
     "grouped_mm_in_autocast",

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -32,26 +31,33 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_check import check_attention
 from .configuration_minimind import TESTED_VERSIONS, MiniMindConfig
 
 # NOTE: `set_experts_implementation` of transformers works only if the source of this file holds the text
 # `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
-from .experts import MiniMindExperts, MiniMindMLP, MiniMindSparseMoeBlock, MiniMindTopKRouter
+from .experts import (
+    MiniMindExperts,
+    MiniMindMLP,
+    MiniMindResidualProjection,
+    MiniMindSparseMoeBlock,
+    MiniMindTopKRouter,
+)
 from .loss import (
     IGNORE_INDEX,
+    Documents,
     find_documents,
     linear_masked_cross_entropy,
     masked_cross_entropy,
     prediction_weights,
     router_loss,
 )
-from .packed_attention import compute_dtype, eager_attention_forward, find_visible
+from .packed_attention import compute_dtype, find_visible
 from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_pos_cis
 
 
@@ -115,8 +121,9 @@ class MiniMindAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-        self.o_proj.ends_residual_branch = True
+        self.o_proj = MiniMindResidualProjection(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
+        )
         if config.qk_norm:
             self.q_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
@@ -251,31 +258,8 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         if self.config.zero_init_residual:
             if isinstance(module, MiniMindExperts):
                 init.zeros_(module.down_proj)
-            # NOTE: transformers does not call this method for modules without parameters of their own, such as the
-            # whole attention, so the matrices carry a mark.
-            elif getattr(module, "ends_residual_branch", False):
+            elif isinstance(module, MiniMindResidualProjection):
                 init.zeros_(module.weight)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """
-        Load a model as transformers does. A model that was saved with `use_cache=False` generates with the cache;
-        pass `use_cache=False` to load it without.
-        """
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # Heads other than the language model's do not generate.
-        stored = [model.config, *([model.generation_config] if model.can_generate() else [])]
-        if "use_cache" not in kwargs and any(config.use_cache is False for config in stored):
-            # NOTE: Trainer turns the cache off in the config of the model that it trains, and earlier versions of
-            # this package saved that setting. It makes generating 400 tokens ten times slower.
-            logger.warning_once(
-                f"{pretrained_model_name_or_path} was saved with use_cache=False, a setting of its training. It is "
-                "loaded with the cache, and generates the same tokens faster."
-            )
-            for config in stored:
-                config.use_cache = True
-        return loaded
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs):
         """
@@ -348,9 +332,10 @@ class MiniMindModel(MiniMindPreTrainedModel):
         )
 
     @staticmethod
-    def _check_names(arguments: dict[str, Any]):
+    def _check_names(arguments: dict[str, Any], *, has_positions: bool):
         """
-        Raise `TypeError` for an argument with an unknown name, unless it is `None`.
+        Raise `TypeError` for an argument with an unknown name, unless it is `None`, and `ValueError` for arguments of
+        packed sequences without positions.
 
         transformers may rename an argument or add one. If `forward` ignored it, the results would be wrong without an
         error. The heads pass their unknown arguments on to the decoder, so this check covers them too.
@@ -362,6 +347,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 "Leave it out or correct its name. If transformers passes it: this code was tested with transformers "
                 f"{TESTED_VERSIONS}, and {transformers.__version__} is installed."
             )
+        packed = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if arguments.get(name) is not None]
+        if packed and not has_positions:
+            raise ValueError(f"{packed[0]} needs position_ids, which restart at 0 where a document begins.")
 
     # NOTE: `capture_outputs` adds router logits, hidden states and attentions to the output by hooks on the modules in
     # `_can_record_outputs`, so the layers return only hidden states.
@@ -417,10 +405,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         # Continuous batching passes further arguments, which the paged cache and the attention functions read.
         is_paged = cache is not None and not isinstance(cache, Cache)
         if not is_paged:
-            self._check_names(kwargs)
-            packed = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if kwargs.get(name) is not None]
-            if packed and position_ids is None:
-                raise ValueError(f"{packed[0]} needs position_ids, which restart at 0 where a document begins.")
+            self._check_names(kwargs, has_positions=position_ids is not None)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         seq_len = inputs_embeds.shape[1]
@@ -433,15 +418,6 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
         self._check_positions(position_ids, seq_len)
 
-        # Tracing a graph and inferring shapes use tensors without values, which the check could not compare.
-        is_computed = not (
-            torch.compiler.is_compiling() or inputs_embeds.is_meta or isinstance(inputs_embeds, FakeTensor)
-        )
-        # NOTE: for continuous batching, transformers creates no masks, and the check needs them.
-        if is_computed and not is_paged:
-            # Take any layer: a pipeline rank holds only some of them, so `self.layers[0]` may be absent.
-            attention = next(module for module in self.modules() if isinstance(module, MiniMindAttention))
-            check_attention(attention, inputs_embeds.device, compute_dtype(inputs_embeds))
         causal_mask = None
         cu_seq_lens, max_length = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None)
         if kwargs.get("packed_documents") is None:
@@ -541,6 +517,27 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             return super().generate(*args, **kwargs)
 
+    def _router_loss(
+        self,
+        router_logits: tuple[torch.Tensor, ...],
+        documents: Documents,
+        *,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | float | None,
+        num_documents_in_batch: torch.Tensor | float | None,
+    ) -> torch.Tensor:
+        """Return this call's part of the router loss of a batch, not multiplied by the coefficient."""
+        level, top_k = self.config.router_aux_loss_level, self.config.num_experts_per_tok
+        aux_loss = router_loss(router_logits, top_k, documents, level=level)
+        # MaskedLossTrainer passes the number of documents, which is exact. transformers' Trainer counts only tokens;
+        # then the share of tokens approximates the share of documents.
+        if num_documents_in_batch is not None:
+            return aux_loss * (documents.count / num_documents_in_batch)
+        if num_items_in_batch is not None and labels is not None:
+            return aux_loss * (prediction_weights(labels, loss_mask).sum() / num_items_in_batch)
+        return aux_loss
+
     @can_return_tuple
     def forward(
         self,
@@ -621,6 +618,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         loss = ce_loss = aux_loss = logits = None
+        targets = {"labels": labels, "loss_mask": loss_mask}
         weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
         # The fused loss reads the whole weight matrix. An adapter may have wrapped the head, and tensor parallelism
         # splits it.
@@ -634,27 +632,20 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             if labels is not None:
                 loss = ce_loss = masked_cross_entropy(logits, labels, **weighting)
         if needs_router_loss:
-            # Documents, not rows, so that packing does not change the router loss.
-            documents = find_documents(
-                hidden_states.shape[:2],
-                device=hidden_states.device,
-                position_ids=position_ids,
-                attention_mask=attention_mask,
-                labels=labels,
-                loss_mask=loss_mask,
-            )
-            aux_loss = router_loss(
+            aux_loss = self._router_loss(
                 outputs.router_logits,
-                self.config.num_experts_per_tok,
-                documents,
-                level=self.config.router_aux_loss_level,
+                # Documents, not rows, so that packing does not change the router loss.
+                find_documents(
+                    hidden_states.shape[:2],
+                    device=hidden_states.device,
+                    position_ids=position_ids,
+                    attention_mask=attention_mask,
+                    **targets,
+                ),
+                num_documents_in_batch=num_documents_in_batch,
+                num_items_in_batch=num_items_in_batch,
+                **targets,
             )
-            # MaskedLossTrainer passes the number of documents, which is exact. transformers' Trainer counts only
-            # tokens; then the share of tokens approximates the share of documents.
-            if num_documents_in_batch is not None:
-                aux_loss = aux_loss * (documents.count / num_documents_in_batch)
-            elif num_items_in_batch is not None and labels is not None:
-                aux_loss = aux_loss * (prediction_weights(labels, loss_mask).sum() / num_items_in_batch)
             if labels is not None:
                 loss = loss + self.config.router_aux_loss_coef * aux_loss
 
@@ -665,7 +656,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
             router_logits=outputs.router_logits if output_router_logits else None,
         )
 

@@ -1,17 +1,16 @@
 """
 Attention over packed sequences: each document attends only to itself, at a cost that depends on its own length.
 
-`eager_attention_forward` is the reference. `packed_attention_forward` is registered with transformers as
-`attn_implementation="packed"`.
+`packed_attention_forward` is registered with transformers as `attn_implementation="packed"`.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -19,54 +18,14 @@ from transformers.masking_utils import AttentionMaskInterface, create_causal_mas
 from transformers.modeling_utils import AttentionInterface
 
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    HAS_VARLEN_ATTN = False
-else:
-    # NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads (`enable_gqa`).
-    HAS_VARLEN_ATTN = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads (`enable_gqa`).
+HAS_VARLEN_ATTN = torch.__version__ >= "2.12"
+# The implementations that tests compare with the eager reference.
+IMPLEMENTATIONS = ("packed", "sdpa", "eager", "flex_attention")
 # Documents of at most this many tokens share one group: splitting them would cost more than their padding does.
 SHORT_DOCUMENT = 32
 # Number of queries per matrix product in `_attend_in_blocks`.
 ATTENTION_BLOCK = 256
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Compute attention step by step; the reference for every other implementation.
-
-    Args:
-        module (`nn.Module`): an attention layer, for `num_key_value_groups` and `training`.
-        query (`torch.Tensor` of shape `(batch_size, num_heads, seq_len, head_dim)`)
-        key, value (`torch.Tensor` of shape `(batch_size, num_key_value_heads, key_len, head_dim)`)
-        attention_mask (`torch.Tensor` broadcastable to `(batch_size, num_heads, seq_len, key_len)`, *optional*): added
-            to the scores; minus infinity hides a key.
-        scaling (`float`): factor that multiplies the scores.
-        dropout (`float`): dropout probability of the attention weights.
-
-    Returns:
-        `tuple`: output of shape `(batch_size, seq_len, num_heads, head_dim)` and attention weights of shape
-        `(batch_size, num_heads, seq_len, key_len)`.
-    """
-    # (batch_size, num_key_value_heads, key_len, head_dim) -> (batch_size, num_heads, key_len, head_dim)
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(query)
-    weights = F.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 @dataclass(eq=False)
@@ -184,11 +143,21 @@ def find_visible(
         `tuple`: with `"packed"` and neither a mask nor a cache, `None` and the [`PackedDocuments`], prepared for
         `varlen_attn` where it can run and for attention in groups elsewhere. In all other cases, a mask in the format
         of the attention implementation, and `None`.
+
+    Raises:
+        `ValueError`: for an implementation that has not been tested with packed sequences, whose results could be
+            wrong without an error.
     """
-    if config._attn_implementation != "packed" or attention_mask is not None or cache is not None:
+    name, device = config._attn_implementation, inputs_embeds.device
+    # NOTE: torch 2.13 compiles FlexAttention to wrong values on CPUs without AVX-512. Names with "|" belong to
+    # continuous batching, which has its own masks.
+    if "|" not in name and (name not in IMPLEMENTATIONS or (name == "flex_attention" and device.type == "cpu")):
+        raise ValueError(
+            f'attn_implementation="{name}" may give wrong results on {device.type}. Use "packed", "sdpa" or "eager".'
+        )
+    if name != "packed" or attention_mask is not None or cache is not None:
         # By position: transformers 5.24 renamed the argument of the cache.
         return create_causal_mask(config, inputs_embeds, attention_mask, cache, position_ids), None
-    device = inputs_embeds.device
     # `varlen_attn` needs an Ampere GPU or newer, half precision and a supported head_dim; it has no dropout.
     in_groups = (
         device.type != "cuda"
@@ -374,7 +343,6 @@ def compute_dtype(states: torch.Tensor) -> torch.dtype:
 __all__ = [
     "PackedDocuments",
     "compute_dtype",
-    "eager_attention_forward",
     "find_packed_documents",
     "find_visible",
     "packed_attention_forward",

@@ -1,5 +1,4 @@
 import copy
-import sys
 import warnings
 
 import pytest
@@ -36,11 +35,11 @@ from hf_pretrain import (
     MiniMindForTokenClassification,
     MiniMindModel,
 )
-from hf_pretrain.model import attention_check, packed_attention
+from hf_pretrain.model import packed_attention
 from hf_pretrain.model.configuration_minimind import TESTED_VERSIONS
+from hf_pretrain.model.loss import linear_masked_cross_entropy
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks, find_packed_documents
 from tests.conftest import GENERATIONS
-from tests.invariants import launching
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, rel: float = 1e-5):
@@ -326,8 +325,6 @@ def test_packed_attention_creates_no_quadratic_tensor(model, input_ids):
             shapes.extend(tuple(t.shape) for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t))
             return result
 
-    # The first pass compares the implementation with the reference.
-    model(input_ids, position_ids=packed_positions(2), use_cache=False)
     with Watch():
         model(input_ids, position_ids=packed_positions(2), use_cache=False)
     assert shapes and not [shape for shape in shapes if shape[-2:] == (24, 24)]
@@ -448,55 +445,18 @@ def test_experts_equal_a_loop_over_experts(build_model, implementation, top_k, n
         assert (grad - expected_grad).norm() <= 1e-5 * expected_grad.norm() + 1e-4
 
 
-def test_flex_attention_is_refused_on_a_cpu(build_model, input_ids):
+def test_attention_that_may_be_wrong_is_refused(build_model, input_ids):
     model = build_model()
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match=r"wrong values.*torch 2.*packed"):
-        model(input_ids)
-
-
-def attention_without_causality(module, query, key, value, attention_mask, scaling, packed_documents=None, **kwargs):
-    return F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True).transpose(1, 2), None
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Forget which implementations have been compared with the reference."""
-    monkeypatch.setattr(attention_check, "_CHECKED_ATTENTION", set())
-
-
-@pytest.mark.parametrize("name", ["not_causal", "no_mask_function"])
-def test_attention_that_differs_from_the_reference_is_an_error(model, input_ids, unchecked, name):
-    # transformers passes no mask to an implementation that AttentionMaskInterface does not know.
-    implementation = attention_without_causality if name == "not_causal" else sdpa_attention_forward
-    AttentionInterface.register(name, implementation)
-    model.set_attn_implementation(name)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f'"{name}" is .*% off the reference on cpu.*float32.*torch 2.*packed'):
+    AttentionInterface.register("of_another", sdpa_attention_forward)
+    for name in ("flex_attention", "of_another"):
+        model.set_attn_implementation(name)
+        with pytest.raises(ValueError, match=f'"{name}" may give wrong results on cpu'):
             model(input_ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "packed"])
-def test_correct_attention_is_checked_once_without_using_random_numbers(
-    model, input_ids, unchecked, monkeypatch, attn_implementation, dtype
-):
-    model.to(dtype).set_attn_implementation(attn_implementation)
-    state = torch.get_rng_state()
-    model(input_ids)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(attention_check._CHECKED_ATTENTION) == 1
-    # The second pass does not run the reference again.
-    monkeypatch.setattr(attention_check, "eager_attention_forward", None)
-    model(input_ids)
-    # Training may take another code path, which has not been compared yet.
-    with pytest.raises(TypeError):
-        model.train()(input_ids)
-
-
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-def test_continuous_batching_is_not_compared_with_packed_rows(build_model, unchecked, attn_implementation):
-    """It has its own paged cache and masks, and may be the first use of a model in a process."""
+def test_continuous_batching_is_generation(build_model, attn_implementation):
+    """It has its own paged cache and masks."""
     model, prompts = build_model(), [[1, 20, 30, 40], [50, 60, 70]]
     model.set_attn_implementation(attn_implementation)
     greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
@@ -576,8 +536,6 @@ def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
     longest = int(cu_seq_lens.diff().max())
     if counted:
         arguments |= {"cu_seq_lens_q": cu_seq_lens.int(), "max_length_q": longest}
-    # The first pass compares the kernel with the reference.
-    model(input_ids, **arguments)
     with Operators() as operators:
         output = model(input_ids, **arguments)
     output.loss.backward()
@@ -888,31 +846,17 @@ def test_residual_branches_that_start_at_zero(build_model, input_ids, tmp_path, 
     assert all(torch.equal(weight, plain.state_dict()[name]) for name, weight in loaded.state_dict().items())
 
 
-MEMORY = """
-import sys, torch
-from hf_pretrain.training.efficiency import peak_memory_bytes
-from hf_pretrain.model.loss import linear_masked_cross_entropy, masked_cross_entropy
+def test_the_loss_of_many_tokens_needs_no_tensor_of_all_logits():
+    hidden = torch.randn(1, 4096, 8, requires_grad=True)
+    weight = torch.randn(6400, 8, requires_grad=True)
+    sizes = []
 
-hidden = torch.randn(1, 65536, 64, requires_grad=True)
-weight = torch.randn(6400, 64, requires_grad=True)
-labels = torch.randint(6400, (1, 65536))
-before = peak_memory_bytes(torch.device("cpu"))
-if sys.argv[1] == "fused":
-    loss = linear_masked_cross_entropy(hidden, weight, labels)
-else:
-    loss = masked_cross_entropy(hidden @ weight.T, labels)
-loss.backward()
-print(peak_memory_bytes(torch.device("cpu")) - before)
-"""
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            sizes.extend(part.numel() for part in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(part))
+            return result
 
-
-@pytest.mark.slow
-def test_the_loss_of_many_tokens_takes_a_quarter_of_the_memory():
-    """Compare with float32 logits of all positions, in a narrow model, where the logits dominate the memory."""
-    taken = {}
-    for way in ("fused", "full"):
-        words = [sys.executable, "-c", MEMORY, way]
-        result = launching.start(words)
-        assert result.returncode == 0, result.stdout[-2000:]
-        taken[way] = int(result.stdout)
-    assert taken["full"] > 4 * taken["fused"]
+    with Sizes():
+        linear_masked_cross_entropy(hidden, weight, torch.randint(6400, (1, 4096))).backward()
+    assert max(sizes) <= 4096 * 6400 / 4

@@ -1,15 +1,10 @@
 """Models that the command-line arguments describe."""
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.weights.exporting import export
-from hf_pretrain.weights.loading import load_upstream
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
-from tests.toys import toy_model
 
 
 TOP_1 = "num_experts=4,num_experts_per_tok=1,hidden_size=32,num_hidden_layers=1,num_attention_heads=2"
@@ -63,32 +58,3 @@ def test_a_loaded_model_is_not_warned_about(tokenizer, caplog, tmp_path):
 )
 def test_the_width_of_the_model(arguments, expected):
     assert ModelArguments(**arguments).hidden_size == expected
-
-
-LOADERS = {
-    "AutoModel": AutoModelForCausalLM.from_pretrained,
-    "load_upstream": load_upstream,
-    "recipe": lambda path: load_model(
-        ModelArguments(model_name_or_path=str(path)), train_tokenizer(["words"], vocab_size=300)
-    ),
-}
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_a_model_that_was_saved_without_its_cache_generates_with_it(loader, tmp_path, caplog):
-    """Runs of earlier versions have saved a setting of the training."""
-    model = toy_model(vocab_size=300)
-    model.config.use_cache = model.generation_config.use_cache = False
-    model.save_pretrained(tmp_path / "old")
-    loaded = LOADERS[loader](tmp_path / "old")
-    assert loaded.config.use_cache and loaded.generation_config.use_cache
-    assert f"{tmp_path}/old was saved with use_cache=False" in caplog.text
-    caplog.clear()
-    for format in ("minimind", "llama"):
-        export(loaded, tmp_path / format, format)
-        # Read with the class that other programs use.
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / format)
-        assert exported.config.use_cache and exported.generation_config.use_cache is not False
-    assert "use_cache" not in caplog.text
-    # A user may ask for a model without a cache.
-    assert not MiniMindForCausalLM.from_pretrained(tmp_path / "old", use_cache=False).config.use_cache
