@@ -165,6 +165,8 @@ def become(job: dict[str, Any]) -> None:
     os.chdir(job["cwd"])
     for target, path in enumerate(job["streams"]):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if target else os.O_RDONLY), target)
+    # The former object has been read from, and a program may not change the encoding of that.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)
     os.environ.clear()
     os.environ.update(job["env"])
     sys.argv = job["argv"]

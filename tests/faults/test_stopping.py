@@ -105,6 +105,7 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm, record):
         assert output.count("exitcode  : 143") == 2
 
 
+@pytest.mark.faults
 def test_the_command_on_the_page_resumes_with_all_ranks(harm, tmp_path):
     harm(to_launcher(signal.SIGTERM), "torchrun")
     page = html.unescape((tmp_path / "run/report.html").read_text(encoding="utf-8"))
@@ -143,7 +144,7 @@ def test_after_a_signal_during_preparation_the_run_can_start_again(workspace, tm
     ("launcher", "arguments"),
     [
         ("torchrun", []),
-        ("deepspeed", zero(2)),
+        pytest.param("deepspeed", zero(2), marks=pytest.mark.faults),
         pytest.param("accelerate:ddp", ["--use_cpu"], marks=pytest.mark.faults),
     ],
 )
@@ -176,7 +177,7 @@ def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, arguments, works
         pytest.param("deepspeed", zero(2), marks=pytest.mark.faults),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.faults), 1])
 def test_a_rank_that_dies_is_named(launcher, arguments, rank, harm, record):
     returncode, output, seconds, _ = harm(
         lambda process, found: found[rank].send_signal(signal.SIGKILL), launcher, *arguments
