@@ -63,41 +63,29 @@ class WarmParent:
         return all(self.environment.get(name) == environment.get(name) for name in names - HARMLESS)
 
     def run(
-        self,
-        commands: list[list[str]],
-        environments: list[dict[str, str]],
-        *,
-        cwd: str | Path,
-        timeout: float,
-        typed: str = "",
-        apart: bool = False,
+        self, commands: list[list[str]], environments: list[dict[str, str]], *, cwd: str | Path, timeout: float
     ) -> subprocess.CompletedProcess[str]:
         """
         Run some commands (`SCRIPT ...` or `-c CODE ...`, without `python`), one process each, with all that they print
-        in one text, or with their errors `apart`. Each reads `typed` from its standard input.
+        in one text.
 
         Raises:
             `subprocess.TimeoutExpired`: if one takes longer than `timeout` seconds. All of them are killed first.
         """
-        with tempfile.TemporaryDirectory() as directory:
-            streams = [Path(directory, name) for name in ("input", "output", "errors" if apart else "output")]
-            for path in streams:
-                path.write_text("")
-            streams[0].write_text(typed, encoding="utf-8", errors="surrogateescape")
+        with tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace") as output:
             jobs = [
-                {"argv": argv, "env": env, "cwd": str(cwd), "streams": list(map(str, streams))}
+                {"argv": argv, "env": env, "cwd": str(cwd), "output": output.name}
                 for argv, env in zip(commands, environments, strict=True)
             ]
             self._process.stdin.write(json.dumps({"jobs": jobs, "timeout": timeout}) + "\n")
             answer = json.loads(self._process.stdout.readline())
-            output, errors = (path.read_text(encoding="utf-8", errors="replace") for path in streams[1:])
+            output.seek(0)
+            text = output.read()
         if answer["timed_out"]:
-            raise subprocess.TimeoutExpired(commands[0], timeout, output=output)
+            raise subprocess.TimeoutExpired(commands[0], timeout, output=text)
         # As launchers do: any failure is a failure of the whole.
         statuses = [os.waitstatus_to_exitcode(status) for status in answer["statuses"]]
-        return subprocess.CompletedProcess(
-            commands[0], next(filter(None, statuses), 0), output, errors if apart else None
-        )
+        return subprocess.CompletedProcess(commands[0], next(filter(None, statuses), 0), text)
 
 
 _parents: list[WarmParent] = []
@@ -163,10 +151,10 @@ def become(job: dict[str, Any]) -> None:
     """Turn a forked child into what `python SCRIPT ...` or `python -c CODE ...` is."""
     os.setsid()
     os.chdir(job["cwd"])
-    for target, path in enumerate(job["streams"]):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if target else os.O_RDONLY), target)
-    # The former object has been read from, and a program may not change the encoding of that.
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    output = os.open(job["output"], os.O_WRONLY | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, output), (2, output)):
+        os.dup2(source, target)
     os.environ.clear()
     os.environ.update(job["env"])
     sys.argv = job["argv"]

@@ -60,17 +60,10 @@ def process_options(**environment: str) -> dict[str, Any]:
 
 
 def start(
-    command: list[str],
-    *,
-    timeout: float = 500,
-    fresh: bool = False,
-    cwd: str | Path = ROOT,
-    typed: str = "",
-    apart: bool = False,
-    **environment: str,
+    command: list[str], *, timeout: float = 500, fresh: bool = False, cwd: str | Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """
-    Run a command to its end. It reads `typed`, and prints stdout and stderr in one text, or with stderr `apart`.
+    Run a command to its end.
 
     The processes of `python SCRIPT`, `python -c CODE`, torchrun and deepspeed are forked from a parent that has
     imported the libraries (`tests/warm.py`), unless `fresh`: tests of a launcher or of imports need the real command.
@@ -79,10 +72,9 @@ def start(
     ranks = [] if fresh else _ranks(command, whole)
     if ranks and (parent := find_parent(whole)) is not None:
         words, environments = zip(*ranks, strict=True)
-        result = parent.run(words, environments, cwd=cwd, timeout=timeout, typed=typed, apart=apart)
-        return subprocess.CompletedProcess(command, result.returncode, result.stdout, result.stderr)
-    options = process_options(**environment) | {"cwd": cwd, "input": typed, "timeout": timeout}
-    return subprocess.run(command, **options | ({"stderr": subprocess.PIPE} if apart else {}))
+        result = parent.run(words, environments, cwd=cwd, timeout=timeout)
+        return subprocess.CompletedProcess(command, result.returncode, result.stdout)
+    return subprocess.run(command, timeout=timeout, **process_options(**environment) | {"cwd": cwd})
 
 
 def _ranks(command: list[str], environment: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
