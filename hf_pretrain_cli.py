@@ -436,7 +436,7 @@ def print_list() -> None:
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
     print(f"Data (--dataset_name): embedded, {', '.join(f'embedded:{part}' for part in embedded_parts())},")
-    print("  a file, a glob, a directory, a Hub id, owner/name:file on the Hub, or modelscope://owner/name:file")
+    print("  a file, a glob, a directory, a Hub id, or owner/name:file on the Hub")
 
 
 def embedded_parts() -> list[str]:

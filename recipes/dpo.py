@@ -46,7 +46,7 @@ def main(
     mark_template(tokenizer)
 
     repeats: dict[str, float] = {}
-    with training_args.main_process_first(desc="preparing the data"), data_args.naming_lines("preference"):
+    with training_args.main_process_first(desc="preparing the data"):
         documents = data_args.load_documents(training_args, schema="preference", repeats=repeats)
         (train_pairs, train_report), (eval_pairs, eval_report) = (
             prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)

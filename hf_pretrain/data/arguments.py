@@ -1,20 +1,16 @@
 """Command-line arguments that name the data and determine how it becomes packed sequences."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from ..runtime.errors import UserError
 from ..runtime.names import check_choices
 from .conversations import CONVERSATION_KEYS
-from .encoding import ConversationEncoder, RenderingError, parse_span_weights
-from .loading import find_line, load_documents
+from .encoding import ConversationEncoder, parse_span_weights
+from .loading import load_documents
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 
 
@@ -25,8 +21,8 @@ class SourceArguments:
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
         metadata={
-            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id (name:config@revision), a "
-            "file on the Hub (owner/name:file.jsonl), or modelscope://owner/name:file.jsonl."
+            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id (name:config@revision), or "
+            "a file on the Hub (owner/name:file.jsonl)."
         },
     )
     dataset_weights: list[float] | None = field(
@@ -39,9 +35,7 @@ class SourceArguments:
             "`evaluate` take all."
         },
     )
-    train_fraction: float = field(
-        default=1.0, metadata={"help": "Share of the remaining documents to train on, chosen by the same hash."}
-    )
+    train_fraction: float = field(default=1.0, metadata={"help": "Share of the training documents to use."})
     num_proc: int | None = field(
         default=None,
         metadata={"help": "Number of processes that read and tokenize large data; by default one per core, up to 8."},
@@ -80,19 +74,6 @@ class SourceArguments:
             rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main and keep_rejected else None,
             **reading,
         )
-
-    @contextmanager
-    def naming_lines(self, schema: str) -> Iterator[None]:
-        """
-        Add file and line to the error if the chat template cannot render a conversation within the block.
-
-        Raises:
-            `ValueError`: for such a conversation.
-        """
-        try:
-            yield
-        except RenderingError as error:
-            raise UserError(f"{find_line(self.dataset_name, schema, error.text)}: {error}") from error
 
 
 @dataclass
@@ -164,7 +145,6 @@ class DataArguments(SourceArguments):
             packing_strategy=self.packing_strategy,
             num_proc=self.num_proc,
             encoder=self.encoder,
-            naming_lines=partial(self.naming_lines, self.schema),
         )
 
 

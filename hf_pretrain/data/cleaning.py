@@ -250,11 +250,8 @@ def _write_line(record: Record) -> str:
     """Return the content of a record as JSON. Raise `BadRecord` if the record is bad or no file can hold it."""
     if record.reason:
         raise BadRecord(record.reason)
-    columns = []
-    for name, value in record.content.items():
-        check_values([name, value], name)
-        columns.append(f"{json.dumps(name, ensure_ascii=False)}: {write_json(value, name)}")
-    return "{" + ", ".join(columns) + "}"
+    check_values(record.content, "record")
+    return write_json(record.content)
 
 
 def output_files(path: Path) -> tuple[Path, Path, Path]:

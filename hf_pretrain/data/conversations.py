@@ -218,7 +218,7 @@ def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) ->
         if taken is not None:
             raise BadRecord(f"'chat_template_kwargs' holds {quoted(taken)}, which a record cannot set; remove it")
         parts["chat_template_kwargs"] = kwargs
-    return write_json(parts, "messages")
+    return write_json(parts)
 
 
 __all__ = ["SCHEMAS", "first_question", "read_conversation", "read_preference"]

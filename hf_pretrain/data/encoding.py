@@ -1,8 +1,6 @@
 """Encode conversations as token ids with one weight per token."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,33 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from ..runtime.errors import UserError
 from ..tokenizer.chat_template import render_guarded
 from ..tokenizer.encoding import encode_rendered
-
-
-class RenderingError(ValueError):
-    """
-    Error for a conversation that the chat template cannot render.
-
-    Args:
-        message (`str`): what is wrong, for the user.
-        text (`str`): the conversation or preference in the internal form.
-    """
-
-    def __init__(self, message: str, text: str):
-        # Pass both to the base class: worker processes pickle only the arguments of the base class.
-        super().__init__(message, text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-@contextmanager
-def rendering(text: str) -> Iterator[None]:
-    """Turn a `ValueError` in the block into a [`RenderingError`]. It holds `text`, so that the line can be found."""
-    try:
-        yield
-    except ValueError as error:
-        raise RenderingError(str(error), text) from error
 
 
 @dataclass(frozen=True)
@@ -66,7 +37,7 @@ class ConversationEncoder:
         self, texts: list[str], tokenizer: PreTrainedTokenizerFast, *, max_length: int
     ) -> dict[str, list[list[int]] | list[list[float]] | list[int]]:
         """
-        Encode the conversations that hold at least one trained token.
+        Encode conversations. One without a trained token gives no tokens.
 
         Args:
             texts (`list[str]`): conversations in the internal form.
@@ -74,28 +45,26 @@ class ConversationEncoder:
             max_length (`int`): number of tokens after which a conversation is cut off.
 
         Returns:
-            `dict`: `input_ids`, `loss_mask` (a weight for each of them) and `num_tokens_cut`, one entry per encoded
+            `dict`: `input_ids`, `loss_mask` (a weight for each of them) and `num_tokens_cut`, one entry per
             conversation. The loss ignores the weight of the first token, because no token comes before it.
 
         Raises:
-            `ValueError`: if a mark in `span_weights` is not one token; a [`RenderingError`] if the template cannot
-                render a conversation.
+            `ValueError`: if a mark in `span_weights` is not one token, or the template cannot render a conversation.
         """
         encoded: dict[str, list] = {"input_ids": [], "loss_mask": [], "num_tokens_cut": []}
         for text in texts:
             conversation = json.loads(text)
             kwargs = {**dict(self.chat_template_kwargs), **conversation.get("chat_template_kwargs", {})}
-            with rendering(text):
-                ids, is_generated = encode_conversation(
-                    tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
-                )
-                answer_weights = _weigh_answers(np.array(is_generated), conversation.get("weights"))
+            ids, is_generated = encode_conversation(
+                tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
+            )
+            answer_weights = _weigh_answers(np.array(is_generated), conversation.get("weights"))
             weights = (answer_weights * self._weigh(np.array(ids), np.array(is_generated), tokenizer))[:max_length]
-            # Drop a conversation without a trained token, such as one that is cut off before its first answer.
-            if weights[1:].any():
-                encoded["input_ids"].append(ids[:max_length])
-                encoded["loss_mask"].append(weights)
-                encoded["num_tokens_cut"].append(max(len(ids) - max_length, 0))
+            # Without a trained token, for example because it is cut off before its first answer, nothing is left.
+            end = max_length if weights[1:].any() else 0
+            encoded["input_ids"].append(ids[:end])
+            encoded["loss_mask"].append(weights[:end])
+            encoded["num_tokens_cut"].append(max(len(ids) - max_length, 0) if end else 0)
         return encoded
 
     def _weigh(self, ids: np.ndarray, is_generated: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
@@ -200,4 +169,4 @@ def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(pairs)
 
 
-__all__ = ["ConversationEncoder", "RenderingError", "encode_conversation", "parse_span_weights", "rendering"]
+__all__ = ["ConversationEncoder", "encode_conversation", "parse_span_weights"]

@@ -1,16 +1,38 @@
-"""Whole datasets on the Hub, `owner/name[:config][@revision]`, as tables of the library `datasets`."""
+"""
+Datasets on the Hub.
+
+A whole dataset, `owner/name[:config][@revision]`, is a table of the library `datasets`.
+
+A repository such as MiniMind's holds several files with different columns, which `datasets` cannot load as one table.
+Single files, `owner/name:file.jsonl[@revision]` or `hf://datasets/owner/name[@revision]/file.jsonl`, are downloaded
+into the Hub's cache, and then read like files of this machine.
+"""
+
+import fnmatch
+import re
+from pathlib import Path
 
 import datasets
 from datasets import Dataset, IterableDataset
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError, RevisionResolutionError
+from huggingface_hub import HfApi, hf_hub_download, parse_hf_uri
+
+# NOTE: `HTTPError` is the base class of all errors of the HTTP library, which has another name in each major version.
+from huggingface_hub.errors import (
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RevisionResolutionError,
+)
 
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName
+from .formats import file_format
 
 
 # The only split that this package reads. Its validation sets come from a hash of the documents.
 SPLIT = "train"
+_URI_OF_DATASETS = "hf://datasets/"
 
 
 def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None = None) -> Dataset | IterableDataset:
@@ -65,4 +87,60 @@ def _check_revision(name: str, dataset: DatasetName) -> None:
         )
 
 
-__all__ = ["SPLIT", "load_hub_dataset"]
+def parse_hub_file(name: str) -> DatasetName | None:
+    """
+    Return the repository, file or pattern, and revision that a name stands for; `None` for any other name.
+
+    Raises:
+        `ValueError`: for a name that begins with `hf://datasets/` and names no file.
+    """
+    if name.startswith(_URI_OF_DATASETS):
+        try:
+            # Some revisions have slashes, such as `refs/convert/parquet`; huggingface_hub knows which ones.
+            uri = parse_hf_uri(name)
+        except ValueError as error:
+            raise UserError(f"{error} Write hf://datasets/owner/name@revision/file.jsonl.") from error
+        if not uri.path_in_repo:
+            raise UserError(f"{name} names no file. Add its path, or for a whole dataset pass {uri.id}.")
+        return DatasetName(uri.id, uri.path_in_repo, uri.revision)
+    parsed = DatasetName.parse(name)
+    # A configuration of a dataset does not end like a file.
+    is_file = parsed.config is not None and file_format(Path(parsed.config)) is not None
+    return parsed if is_file and re.fullmatch(r"[\w.-]+/[\w.-]+", parsed.repo_id) else None
+
+
+def download_hub_files(file: DatasetName) -> list[str]:
+    """
+    Download a file of a dataset repository, or all data files that match a pattern. Return their paths in the Hub's
+    cache. Without a connection, the cache answers for a single file.
+
+    Args:
+        file ([`~runtime.names.DatasetName`]): its `config` is the path in the repository, or a pattern with `*`.
+
+    Raises:
+        `ValueError`: if there is no such repository or file, or the Hub cannot be reached and the file is not in the
+            cache.
+    """
+    place, pattern, revision = f"{file.repo_id}:{file.config}", str(file.config), file.revision
+    names = [pattern]
+    try:
+        if "*" in pattern:
+            info = HfApi().dataset_info(file.repo_id, revision=revision)
+            # The files of a commit never change, so the list and the files belong together.
+            revision, present = info.sha, [sibling.rfilename for sibling in info.siblings or []]
+            names = sorted(name for name in fnmatch.filter(present, pattern) if file_format(Path(name)))
+            if not names:
+                raise UserError(f"{place}: no data file of the repository matches; it holds {', '.join(present)}.")
+        return [hf_hub_download(file.repo_id, name, repo_type="dataset", revision=revision) for name in names]
+    except RemoteEntryNotFoundError as error:
+        present = HfApi().list_repo_files(file.repo_id, repo_type="dataset", revision=revision)
+        raise UserError(f"{place}: the repository has no such file. It holds {', '.join(present)}.") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError) as error:
+        raise UserError(
+            f"{place} cannot be downloaded: {error.__cause__ or error} Check the name, the revision, the connection, "
+            "HF_HUB_OFFLINE and HF_ENDPOINT; a single file may be in the cache. Private and gated repositories need "
+            "`hf auth login`."
+        ) from error
+
+
+__all__ = ["SPLIT", "download_hub_files", "load_hub_dataset", "parse_hub_file"]

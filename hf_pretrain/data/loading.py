@@ -1,11 +1,12 @@
 """
 Load documents: embedded corpora, files and Hub datasets, mixed and split into a training and a validation set.
 
-This package reads files line by line itself, because `datasets` fails a whole load on one corrupt line and accepts
-numbers in place of text. It rejects a bad line with file, line and reason. Too many bad lines stop the run before it
-starts.
+`datasets` holds the rows, and reads and parses them in several processes. The lines of files are read by
+`data/formats.py`, because the builders of `datasets` fail a whole load on one corrupt line and accept numbers in place
+of text. A bad line is rejected with file, line and reason. Too many bad lines stop the run before it starts.
 """
 
+import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,31 +17,35 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 
+from ..runtime.activity import announce
 from ..runtime.errors import UserError
+from .caching import cache_key, count_processes
 from .conversations import SCHEMAS, first_question
-from .corpora import load_embedded
-from .formats import BadRecord, drop_padding, read_file, read_json_lines, read_text
+from .corpora import EMBEDDED_CORPORA
+from .formats import BadRecord, drop_padding, parse_json, read_text
 from .hub_datasets import SPLIT, load_hub_dataset
-from .parts import cache_key, map_parts
 from .rejected import RATIO_INTERVAL, RejectedLines
-from .sources import EMBEDDED_SOURCES, Piece, check_unchanged, cut_sources, file_state, find_sources
-from .splitting import DOCUMENT_FEATURES, split_documents
+from .sources import EMBEDDED_SOURCES, find_sources, read_source
 
 
 logger = logging.get_logger(__name__)
 
-# Columns of every source. A good row has `text`, and `origin` if the split hashes something other than the text. A bad
-# row has an empty text, its position and a reason.
+# A record of a source, as JSON text, or its fault.
+RECORD_FEATURES = Features(
+    {"source": Value("string"), "line": Value("int64"), "content": Value("string"), "fault": Value("string")}
+)
+# A good row has `text`, and `origin` if the split hashes something other than the text. A bad row has an empty text,
+# its position and a reason.
 ROW_FEATURES = Features(
     {
         "text": Value("string"),
         "origin": Value("string"),
         "source": Value("string"),
         "line": Value("int64"),
-        "offset": Value("int64"),
         "reason": Value("string"),
     }
 )
+DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
 # The validation set of a stream comes from this many documents at its start.
 VALIDATION_SCAN = 50_000
 # Text that a run reads up to about this many times is nearly as good as new text
@@ -75,11 +80,10 @@ def load_documents(
 
     Args:
         dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
-            `name[:config][@revision]` (its split `train`), a file on the Hub, `owner/name:file.jsonl[@revision]` or
-            `hf://datasets/owner/name[@revision]/file.jsonl`, or files on ModelScope,
-            `modelscope://owner/name[:file.jsonl][@revision]`. Files are `.jsonl` or `.json` (one object per line, or
-            an array of objects), `.parquet`, `.csv`, `.tsv` and `.txt` (blank lines separate documents);
-            all but parquet also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
+            `name[:config][@revision]` (its split `train`), or a file on the Hub, `owner/name:file.jsonl[@revision]` or
+            `hf://datasets/owner/name[@revision]/file.jsonl`. Files are `.jsonl` (one object per line), `.json` (the
+            same, or an array of objects), `.parquet`, `.csv` and `.txt` (blank lines separate documents); all but
+            parquet also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
             then the JSON of the record in the internal form.
         text_column (`str`, defaults to `"text"`): key or column of the text, for the schema `text`.
@@ -93,12 +97,12 @@ def load_documents(
         train_fraction (`float`, defaults to 1.0): share of the remaining documents in the training set, chosen by the
             same hash. The validation set stays the same.
         seed (`int`, defaults to 42): seed of the mixture.
-        num_proc (`int`, *optional*): number of processes that read data of more than 64 MiB or 100,000 documents; by
+        num_proc (`int`, *optional*): number of processes that parse and split data of more than 10,000 records; by
             default one per core, up to 8.
         max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines over all names. Streams are
             checked before the first step, and then every 1,000 lines.
-        rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1),
-            offset (the byte in the decompressed file where the line starts, if there are lines) and reason.
+        rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1) and
+            reason.
         repeats (`dict[str, float]`, *optional*): this function adds how often one pass over a mixture reads each name,
             for [`~data.preparation.describe_repeats`]. It is unknown for streams.
         is_evaluation (`bool`, defaults to `False`): return an empty training set.
@@ -199,40 +203,96 @@ def _check_arguments(
 def _load_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """Load the rows of one name, with the columns of `ROW_FEATURES`. Rows are cached by content unless streamed."""
+    """Load the rows of one name, with the columns of `ROW_FEATURES`. Rows are cached unless streamed."""
     sources = find_sources(name)
     if sources is None:
         return _load_hub_rows(name, schema, text_column, streaming, num_proc)
     how = {"schema": schema, "text_column": text_column}
+    states = [(source, _file_state(source)) for source in sources]
     if streaming:
-        pieces = [Piece(source, file_state(source)) for source in sources]
         stream = IterableDataset.from_generator(
-            _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}
+            _stream_rows, features=ROW_FEATURES, gen_kwargs={"states": states, **how}
         )
         # A resumed run compares this text, too. Names and sizes identify the files; a digest would need to read them.
-        stream.info.description = str([how, *((Path(piece.source).name, piece.state[0]) for piece in pieces)])
+        stream.info.description = str([how, *((Path(source).name, size) for source, (size, _) in states)])
         return stream
-    shards = cut_sources(sources)
-    parts = map_parts(shards, partial(_load_shard, how=how), num_proc=num_proc, desc=f"reading {name}")
-    return datasets.concatenate_datasets(parts)
-
-
-def _load_shard(pieces: list[Piece], how: dict[str, str | None]) -> Dataset:
-    """Load the rows of some pieces from the cache, or read them."""
-    # Use a digest of the content instead of the file's time: a file that was touched but not changed finds its entry.
-    contents = [(piece.source, piece.start, piece.line, piece.digest) for piece in pieces]
-    key = cache_key(how, contents)
+    announce(f"reading {name}")
     try:
-        # NOTE: without `fingerprint`, `datasets` would hash the pickled generator and miss changes in its code.
-        return Dataset.from_generator(
-            _read_rows, features=ROW_FEATURES, gen_kwargs={"pieces": pieces, **how}, fingerprint=key
+        records = Dataset.from_generator(
+            _read_records,
+            features=RECORD_FEATURES,
+            gen_kwargs={"states": states, **how},
+            fingerprint=cache_key(how, states),
         )
     except datasets.exceptions.DatasetGenerationError as error:
         # `datasets` wraps every error of the generator. Users should see only the message inside.
-        for kind in (ValueError, ImportError):
-            if isinstance(error.__cause__, kind):
-                raise kind(str(error.__cause__)) from None
-        raise
+        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+    return records.map(
+        _parse_records,
+        batched=True,
+        fn_kwargs=how,
+        features=ROW_FEATURES,
+        remove_columns=list(RECORD_FEATURES),
+        num_proc=count_processes(len(records), num_proc),
+        new_fingerprint=cache_key(records._fingerprint, how),
+    )
+
+
+def _file_state(source: str) -> tuple[int, int | str]:
+    """Return size and modification time of a file, or the version of an embedded part."""
+    if source in EMBEDDED_SOURCES:
+        return 0, EMBEDDED_CORPORA[EMBEDDED_SOURCES[source]].version()
+    status = Path(source).stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _read_records(
+    states: list[tuple[str, tuple[int, int | str]]], schema: str, text_column: str | None
+) -> Iterator[dict[str, Any]]:
+    """
+    Yield the records of embedded parts and files.
+
+    Raises:
+        `ValueError`: if a file has changed since the run began.
+    """
+    for source, state in states:
+        line = 0
+        for line, content in read_source(source, schema=schema, text_column=text_column):
+            if isinstance(content, BadRecord):
+                yield {"source": source, "line": line, "content": None, "fault": content.reason}
+            else:
+                yield {"source": source, "line": line, "content": content, "fault": None}
+        if line == 0:
+            raise UserError(f"{source} holds no record. Remove it or write it again.")
+        # Its rows would be a mixture of two versions, and other ranks or later epochs would read others.
+        if _file_state(source) != state:
+            raise UserError(
+                f"{source} changed while this run was reading it. Start again. If a program still writes to the file, "
+                "use a copy."
+            )
+
+
+def _stream_rows(schema: str, text_column: str | None, **reading: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of embedded parts and files."""
+    for record in _read_records(schema=schema, text_column=text_column, **reading):
+        yield _parse_record(schema, text_column, *record.values())
+
+
+def _parse_records(batch: dict[str, list], schema: str, text_column: str | None) -> dict[str, list]:
+    """Make rows from a batch of records."""
+    records = zip(*(batch[name] for name in RECORD_FEATURES), strict=True)
+    rows = [_parse_record(schema, text_column, *record) for record in records]
+    return {column: [row[column] for row in rows] for column in ROW_FEATURES}
+
+
+def _parse_record(
+    schema: str, text_column: str | None, source: str, line: int, content: str | None, fault: str | None
+) -> dict[str, Any]:
+    """Make one row from JSON text or a fault."""
+    record = BadRecord(fault or "") if content is None else parse_json(content)
+    # The text of an embedded document is in `text`, whatever column the text of other documents is in.
+    column = text_column if source not in EMBEDDED_SOURCES else "text"
+    return _make_row(source, line, record, schema, column)
 
 
 def _load_hub_rows(
@@ -247,7 +307,6 @@ def _load_hub_rows(
     if text_column is not None and text_column not in columns:
         raise UserError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)
-    # Our own key: `datasets` pickles `_check_records` by name and would miss changes in the functions that it calls.
     rows = records.map(
         _check_records,
         batched=True,
@@ -268,49 +327,11 @@ def _check_records(
     rows = []
     for place, index in enumerate(indices):
         record = drop_padding({column: values[place] for column, values in batch.items()}, types)
-        rows.append(_make_row(name, index + 1, None, record, schema, text_column))
+        rows.append(_make_row(name, index + 1, record, schema, text_column))
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 
 
-def _read_rows(pieces: list[Piece], schema: str, text_column: str | None) -> Iterator[dict[str, Any]]:
-    """
-    Yield the rows of embedded parts and files.
-
-    Raises:
-        `ValueError`: if a file has changed since the run began.
-    """
-    for piece in pieces:
-        source = piece.source
-        # Check before and after: a file that changes in between would leave rows of both versions in the cache.
-        check_unchanged(source, piece.state)
-        column = text_column if source not in EMBEDDED_SOURCES else "text"
-        if piece.stop is None:
-            records = _read_source(source, schema, text_column)
-        else:
-            records = read_json_lines(Path(source), start=piece.start, stop=piece.stop, line=piece.line)
-        # Only a whole file can have no records; a piece of a file has at least one line.
-        is_empty = piece.stop is None
-        for line, offset, record in records:
-            is_empty = False
-            yield _make_row(source, line, offset, record, schema, column)
-        if is_empty:
-            reason = BadRecord("holds no record; remove the file or write it again")
-            yield _make_row(source, 0, None, reason, schema, column)
-        check_unchanged(source, piece.state)
-
-
-def _read_source(source: str, schema: str, text_column: str | None) -> Iterator[tuple[int, int | None, Any]]:
-    """Yield the records of a whole file or embedded part, in the form of [`~data.formats.read_file`]."""
-    if source in EMBEDDED_SOURCES:
-        documents = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
-        yield from ((number, None, document) for number, document in enumerate(documents, start=1))
-    else:
-        yield from read_file(Path(source), text_column=text_column)
-
-
-def _make_row(
-    source: str, line: int, offset: int | None, record: Any, schema: str, text_column: str | None
-) -> dict[str, Any]:
+def _make_row(source: str, line: int, record: Any, schema: str, text_column: str | None) -> dict[str, Any]:
     """Make one row: the text of a good record, or the position of a bad one with the reason."""
     try:
         if isinstance(record, BadRecord):
@@ -322,38 +343,9 @@ def _make_row(
         else:
             text = SCHEMAS[schema](record)
             origin = first_question(text)
-        return {"text": text, "origin": origin, "source": None, "line": None, "offset": None, "reason": None}
+        return {"text": text, "origin": origin, "source": None, "line": None, "reason": None}
     except BadRecord as error:
-        where = {"source": source, "line": line, "offset": offset}
-        return {"text": "", "origin": None, **where, "reason": error.reason}
-
-
-def find_line(dataset_names: list[str], schema: str, text: str) -> str:
-    """
-    Return the position of the first record that gives the document `text`, as `file:line`.
-
-    Loaded documents do not have a position any more, so this function reads the data again. It serves error messages.
-
-    Args:
-        dataset_names (`list[str]`): as in [`load_documents`].
-        schema (`str`): a key of `SCHEMAS`.
-        text (`str`): a conversation or preference in the internal form.
-    """
-    for name in dataset_names:
-        sources = find_sources(name)
-        if sources is None:
-            rows: Iterator[dict[str, Any]] = iter(_load_hub_rows(name, schema, None, True, None))
-            numbered = ((name, number, row) for number, row in enumerate(rows, start=1))
-        else:
-            numbered = (
-                (source, line, _make_row(source, line, offset, record, schema, None))
-                for source in sources
-                for line, offset, record in _read_source(source, schema, None)
-            )
-        for source, line, row in numbered:
-            if row["text"] == text:
-                return f"{source}:{line}"
-    return ", ".join(dataset_names)
+        return {"text": "", "origin": None, "source": source, "line": line, "reason": error.reason}
 
 
 # Documents: the good rows.
@@ -367,10 +359,8 @@ def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
     rejected.num_lines += len(rows)
     # `[:]` reads all bad rows at once, which is faster than iterating over them.
     bad = rows.select(np.flatnonzero(is_bad))[:]
-    for source, line, offset, reason in zip(
-        *(bad[name] for name in ("source", "line", "offset", "reason")), strict=True
-    ):
-        rejected.add(source, line, offset, reason)
+    for source, line, reason in zip(bad["source"], bad["line"], bad["reason"], strict=True):
+        rejected.add(source, line, reason)
     documents = rows.select_columns(list(DOCUMENT_FEATURES))
     # A selection reads through a table of indices, which is slower. Data without bad lines do not need one.
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
@@ -381,3 +371,49 @@ def _in_memory(documents: IterableDataset) -> Dataset:
     taken = list(documents)
     columns = {name: [document[name] for document in taken] for name in DOCUMENT_FEATURES}
     return Dataset.from_dict(columns, features=DOCUMENT_FEATURES)
+
+
+# The split.
+
+
+def split_documents(
+    documents: Dataset | IterableDataset, start: float, stop: float, num_proc: int | None
+) -> Dataset | IterableDataset:
+    """
+    Return the documents whose hash lies in [`start`, `stop`), with only the column `text`.
+
+    Args:
+        documents ([`Dataset`] or [`IterableDataset`]): with the columns of `DOCUMENT_FEATURES`.
+        start, stop (`float`): range within [0, 1].
+        num_proc (`int`, *optional*): number of processes; by default one per core, up to 8.
+    """
+    is_wanted = partial(hashes_are_between, start=start, stop=stop)
+    how: dict[str, Any] = {}
+    if isinstance(documents, Dataset):
+        how["new_fingerprint"] = cache_key(documents._fingerprint, start, stop)
+        # A hash takes microseconds, and a process a tenth of a second to start.
+        how["num_proc"] = count_processes(len(documents) // 10, num_proc)
+    documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), **how)
+    return documents.select_columns(["text"])
+
+
+def hashes_are_between(texts: list[str], origins: list[str | None], start: float, stop: float) -> list[bool]:
+    """
+    Return, for each document, whether its hash as a number in [0, 1) lies in [`start`, `stop`).
+
+    The function hashes the document's origin, such as the first question of a conversation, so that all documents with
+    the same origin land in the same set. It hashes the text of a document without an origin.
+
+    Args:
+        texts (`list[str]`): the documents.
+        origins (`list[str | None]`): origin of each document.
+        start, stop (`float`): range within [0, 1].
+    """
+    keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
+    hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
+    # NOTE: Python's `hash` differs between processes, so each rank would get a different split. Multiplying a bound by
+    # a power of two is exact, so neighbouring ranges neither overlap nor leave a gap.
+    return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]
+
+
+__all__ = ["MAX_REPEATS", "hashes_are_between", "load_documents"]

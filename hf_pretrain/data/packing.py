@@ -7,22 +7,23 @@ than a row instead of truncating them. A row records the lengths of its document
 another.
 """
 
+import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.activity import announce
 from ..runtime.errors import UserError
 from ..tokenizer.encoding import encode_documents
+from .caching import GROUP_SIZE, cache_key, count_processes, digest
 from .encoding import ConversationEncoder
-from .parts import GROUP_SIZE, cache_key, cut_into_parts, digest, is_cached, map_parts
 
 
 PACKING_STRATEGIES = ("bfd", "wrapped", "none")
@@ -59,7 +60,7 @@ class PackingReport:
     num_tokens_lost: int
     num_tokens_trained: int | None = None
     num_dropped: int = 0
-    max_length: int = field(default=0, compare=False)
+    max_length: int = 0
     note: str = ""
 
     def __str__(self) -> str:
@@ -84,7 +85,6 @@ def prepare_rows(
     packing_strategy: str = "bfd",
     num_proc: int | None = None,
     encoder: ConversationEncoder | None = None,
-    naming_lines: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[Dataset | IterableDataset, PackingReport | None]:
     """
     Tokenize documents and pack them into rows. Both steps are cached by content.
@@ -97,12 +97,10 @@ def prepare_rows(
             fits, and splits documents longer than a row. `wrapped` cuts the concatenated documents into rows; the rest
             of a document that is cut becomes a separate document. `none` gives each document a row and truncates it at
             `max_length`. Documents are packed in groups of 10,000.
-        num_proc (`int`, *optional*): number of processes, each of which works on parts of 10,000 to 100,000 documents;
-            by default one per core, up to 8. It does not change the rows.
+        num_proc (`int`, *optional*): number of processes that tokenize; by default one per core, up to 8. It does not
+            change the rows.
         encoder ([`~data.encoding.ConversationEncoder`], *optional*): for documents that are conversations.
             Conversations are never split. They are truncated at `max_length`, and dropped if no trained token is left.
-        naming_lines (`Callable`, *optional*): context that adds file and line to a [`~data.encoding.RenderingError`].
-            A stream enters it for each batch, while the run trains.
 
     Returns:
         `tuple`: rows and a [`PackingReport`], which is `None` for a stream. Rows are in the order of their first
@@ -134,103 +132,70 @@ def prepare_rows(
     if isinstance(documents, IterableDataset):
         rows = documents.map(
             _encode_and_pack_batch,
-            fn_kwargs={**how, "encode": encode, "naming_lines": naming_lines},
+            fn_kwargs={**how, "encode": encode},
             remove_columns=["text"],
             **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
         )
-        # A resumed run compares this text with the one in its checkpoint, so the key keeps the flag's older name.
-        described = {"max_length": max_length, "packing": packing_strategy}
-        rows.info.description = str((documents.info.description, key, described))
+        # A resumed run compares this text with the one in its checkpoint.
+        rows.info.description = str((documents.info.description, key, how))
         return rows, None
     if len(documents) == 0:
         no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
         return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
-
-    prepare = partial(_prepare_part, key=key, encode=encode, features=features, how=how)
-    with naming_lines():
-        prepared = map_parts(
-            cut_into_parts(documents),
-            prepare,
-            num_proc=num_proc,
-            desc="tokenizing and packing",
-            finds_result=lambda part: is_cached(part, *_keys_of_part(part, key, how)),
-        )
-    rows = concatenate_datasets([part for part, _ in prepared])
-    report = _add_reports([report for _, report in prepared], max_length)
-    report = replace(report, max_length=max_length, note=documents.info.description)
-    if report.num_rows == 0:
-        raise UserError(
-            f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "
-            "Raise --max_length, or look at the rows with --preview."
-        )
-    return rows, report
-
-
-def _keys_of_part(documents: Dataset, key: str, how: dict) -> tuple[str, str]:
-    """Return the cache keys of the tokens and of the rows of one part. Arguments as in [`_prepare_part`]."""
+    num_processes = count_processes(len(documents), num_proc)
+    if num_processes is not None:
+        # NOTE: the threads of `tokenizers` do not survive a fork, and each process has one core anyway.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    announce("tokenizing and packing")
     tokens_key = cache_key(documents._fingerprint, key)
-    return tokens_key, cache_key(tokens_key, how, GROUP_SIZE)
-
-
-def _prepare_part(
-    documents: Dataset, key: str, encode: Callable[[dict[str, list]], dict[str, list]], features: Features, how: dict
-) -> tuple[Dataset, PackingReport]:
-    """Tokenize and pack one part. `key` is a digest of the tokenizer and the encoder."""
-    tokens_key, rows_key = _keys_of_part(documents, key, how)
     tokens = documents.map(
         encode,
         batched=True,
         remove_columns=["text"],
-        features=Features(WEIGHTED_TOKEN_FEATURES if "loss_mask" in features else TOKEN_FEATURES),
+        features=Features(WEIGHTED_TOKEN_FEATURES if is_weighted else TOKEN_FEATURES),
+        num_proc=num_processes,
         new_fingerprint=tokens_key,
         desc="tokenizing",
     )
-    # Every conversation of the part was dropped, so there is nothing to pack.
-    if len(tokens) == 0:
-        no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
-        return no_rows, PackingReport(len(documents), 0, 0, 0.0, 0, num_dropped=len(documents))
     # The Arrow format passes whole tables to `_pack_batch`, without a Python object per token.
     rows = tokens.with_format("arrow").map(
         _pack_batch,
         fn_kwargs=how,
-        new_fingerprint=rows_key,
+        new_fingerprint=cache_key(tokens_key, how, GROUP_SIZE),
         desc="packing",
         **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
     )
-    return rows.with_format(None), _report(documents, tokens, rows, how["max_length"])
+    rows = rows.with_format(None)
+    if len(rows) == 0:
+        raise UserError(
+            f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "
+            "Raise --max_length, or look at the rows with --preview."
+        )
+    return rows, _report(documents, tokens, rows, max_length)
 
 
 def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
-    """Count the documents, tokens and rows of one part."""
-    num_tokens_in, num_tokens = [
-        sum(pc.sum(pc.list_value_length(chunk)).as_py() for chunk in data.data.column("input_ids").chunks)
-        for data in (tokens, rows)
-    ]
+    """Count documents, tokens and rows."""
+    lengths = pc.list_value_length(tokens.data.column("input_ids"))
+    num_dropped = pc.sum(pc.equal(lengths, 0)).as_py() or 0
+    num_tokens_in = pc.sum(lengths).as_py() or 0
+    num_tokens = pc.sum(pc.list_value_length(rows.data.column("input_ids"))).as_py() or 0
     trained = None
     if "loss_mask" in rows.column_names:
         # The encoder has already cut conversations off, so their lost tokens are not in `tokens`.
-        num_tokens_in += pc.sum(tokens.data.column("num_tokens_cut")).as_py()
-        chunks = rows.data.column("loss_mask").chunks
-        trained = sum(pc.sum(pc.not_equal(pc.list_flatten(chunk), 0)).as_py() for chunk in chunks)
+        num_tokens_in += pc.sum(tokens.data.column("num_tokens_cut")).as_py() or 0
+        trained = pc.sum(pc.not_equal(pc.list_flatten(rows.data.column("loss_mask")), 0)).as_py() or 0
     return PackingReport(
         num_documents=len(documents),
         num_tokens=num_tokens,
         num_rows=len(rows),
-        fill_ratio=num_tokens / (len(rows) * max_length),
+        fill_ratio=num_tokens / max(len(rows) * max_length, 1),
         num_tokens_lost=num_tokens_in - num_tokens,
         num_tokens_trained=trained,
-        num_dropped=len(documents) - len(tokens),
+        num_dropped=num_dropped,
+        max_length=max_length,
+        note=documents.info.description,
     )
-
-
-def _add_reports(reports: list[PackingReport], max_length: int) -> PackingReport:
-    """Add up the reports of all parts."""
-    names = ("num_documents", "num_tokens", "num_rows", "num_tokens_lost", "num_dropped")
-    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
-    trained = [report.num_tokens_trained for report in reports if report.num_tokens_trained is not None]
-    # Every conversation of every part may have been dropped.
-    fill_ratio = sums["num_tokens"] / max(sums["num_rows"] * max_length, 1)
-    return PackingReport(**sums, fill_ratio=fill_ratio, num_tokens_trained=sum(trained) if trained else None)
 
 
 def _encode_batch(
@@ -248,7 +213,6 @@ def _encode_batch(
 def _encode_and_pack_batch(
     batch: dict[str, list[str]],
     encode: Callable[[dict[str, list[str]]], dict[str, list]],
-    naming_lines: Callable[[], AbstractContextManager],
     max_length: int,
     packing_strategy: str,
 ) -> dict[str, list]:
@@ -258,11 +222,7 @@ def _encode_and_pack_batch(
     One `map` does both, because with streams `datasets` passes Arrow tables slowly from one `map` to the next.
     """
     types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
-    with naming_lines():
-        encoded = encode(batch)
-    # Every conversation of the batch was dropped, and `_lay_out` needs at least one piece.
-    if not encoded["input_ids"]:
-        return {name: [] for name in (WEIGHTED_ROW_FEATURES if "loss_mask" in encoded else ROW_FEATURES)}
+    encoded = encode(batch)
     arrays = {name: pa.chunked_array([pa.array(encoded[name], types[name])]) for name in types if name in encoded}
     return _pack_batch(pa.table(arrays), max_length, packing_strategy).to_pydict()
 
@@ -278,6 +238,11 @@ def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.T
     # The first offset of a slice is not 0.
     offsets -= offsets[0]
     starts, lengths = offsets[:-1], np.diff(offsets)
+    # The encoder has dropped these conversations.
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    if len(starts) == 0:
+        features = WEIGHTED_ROW_FEATURES if "loss_mask" in lists else ROW_FEATURES
+        return Features(features).arrow_schema.empty_table()
     # From here on, `starts` and `lengths` describe pieces, in order of tokens. A piece is a part of a document, or a
     # whole document, that stays in one row.
     if packing_strategy == "none":

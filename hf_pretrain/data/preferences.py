@@ -6,8 +6,8 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
-from .encoding import encode_conversation, rendering
-from .parts import cache_key
+from .caching import cache_key, count_processes
+from .encoding import encode_conversation
 
 
 PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
@@ -32,7 +32,7 @@ def prepare_pairs(
         It ends with the stop token.
 
     Raises:
-        `ValueError`: if no pair is left; a [`~data.encoding.RenderingError`] if the template cannot render a pair.
+        `ValueError`: if no pair is left, or the template cannot render a pair.
     """
     # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
     key = (documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, max_length)
@@ -43,7 +43,7 @@ def prepare_pairs(
         remove_columns=["text"],
         # Give the types, because `datasets` cannot infer them from a batch that drops every pair.
         features=PAIR_FEATURES,
-        num_proc=num_proc,
+        num_proc=count_processes(len(documents), num_proc),
         new_fingerprint=cache_key(key),
         desc="tokenizing",
     )
@@ -67,10 +67,9 @@ def _encode_batch(
         num_turns = sum(message["role"] == "assistant" for message in prompt)
         sequences, starts = {}, []
         for name in ("chosen", "rejected"):
-            with rendering(text):
-                ids, is_generated = encode_conversation(
-                    tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
-                )
+            ids, is_generated = encode_conversation(
+                tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
+            )
             start, end = _last_answer(is_generated, num_turns)
             sequences[f"{name}_ids"] = ids[:end]
             starts.append(start)

@@ -1,5 +1,6 @@
 """Read the records of data sources with their line numbers, to inspect and clean data."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .conversations import SCHEMAS
-from .corpora import load_embedded
-from .formats import BadRecord, drop_padding, file_format, read_file, read_text
+from .formats import BadRecord, file_format, parse_json, read_text
 from .hub_datasets import SPLIT, load_hub_dataset
-from .sources import EMBEDDED_SOURCES, find_sources, is_hub_dataset
+from .sources import EMBEDDED_SOURCES, find_sources, is_hub_dataset, read_source
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Record:
 
     Args:
         source (`str`): the file, or the name of the embedded part or Hub dataset.
-        line (`int`): the number of the line or row, counted from 1; 0 if the reason concerns the whole file.
+        line (`int`): the number of the line or row, counted from 1.
         content: the parsed record; `None` for a bad line or a copy.
         text (`str`): the document: the text, or the conversation or preference in the internal form.
         reason (`str`): why the record is left out; empty for a good one.
@@ -77,23 +77,26 @@ def read_records(sources: list[str], *, schema: str | None = None, text_column: 
         text_column (`str`): key of the text, for the schema `text`.
     """
     for source in sources:
-        yield from _read_source(source, schema or find_schema(source, text_column) or "text", text_column)
+        kind = schema or find_schema(source, text_column) or "text"
+        column = "text" if source in EMBEDDED_SOURCES else text_column
+        for line, content in _read_contents(source, kind, column):
+            try:
+                yield Record(source, line, content, _read_content(content, kind, column), schema=kind)
+            except BadRecord as error:
+                yield Record(source, line, None, "", error.reason)
 
 
 def find_schema(source: str, text_column: str = "text") -> str | None:
     """Return the schema of the first record of a source that has one; `None` if none does."""
     if source in EMBEDDED_SOURCES:
         return "text"
-    # Read all columns of a parquet file: it may not have the text column.
-    column = None if file_format(Path(source)) == ".parquet" else text_column
-    for _, content in _read_contents(source, column):
+    for _, content in _read_contents(source, "text", text_column):
         # Try `preference` first: a preference may also pass as a conversation.
         for schema in ("text", "preference", "conversation"):
-            try:
+            # The next record or schema may fit.
+            with contextlib.suppress(BadRecord):
                 _read_content(content, schema, text_column)
-            except BadRecord:
-                continue
-            return schema
+                return schema
     return None
 
 
@@ -116,30 +119,12 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _read_source(source: str, schema: str, text_column: str) -> Iterator[Record]:
-    numbered: Iterator[tuple[int, Any]]
-    if source in EMBEDDED_SOURCES:
-        text_column = "text"
-        numbered = enumerate(load_embedded(EMBEDDED_SOURCES[source], schema=schema), start=1)
-    else:
-        # Read all columns of a parquet file: a cleaning copies them.
-        is_parquet = file_format(Path(source)) == ".parquet"
-        numbered = _read_contents(source, text_column if schema == "text" and not is_parquet else None)
-    for line, content in numbered:
-        try:
-            yield Record(source, line, content, _read_content(content, schema, text_column), schema=schema)
-        except BadRecord as error:
-            yield Record(source, line, None, "", error.reason)
-
-
-def _read_contents(source: str, text_column: str | None) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of each record of a file or Hub dataset."""
-    if is_hub_dataset(source):
-        # The rows come one by one from a table that is mapped into memory.
-        rows = load_hub_dataset(source)
-        yield from ((line, drop_padding(row, rows.features)) for line, row in enumerate(rows, start=1))
-    else:
-        yield from ((line, content) for line, _, content in read_file(Path(source), text_column=text_column))
+def _read_contents(source: str, schema: str, text_column: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the content of each record."""
+    # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
+    column = None if file_format(Path(source)) == ".parquet" else text_column
+    for line, content in read_source(source, schema=schema, text_column=column):
+        yield line, parse_json(content) if isinstance(content, str) else content
 
 
 def _read_content(content: Any, schema: str, text_column: str) -> str:

@@ -45,20 +45,13 @@ class RejectedLines:
         """Return whether a row of a stream is a document; check the limit every `RATIO_INTERVAL` rows."""
         self.num_lines += 1
         if row["reason"] is not None:
-            self.add(row["source"], row["line"], row["offset"], row["reason"])
+            self.add(row["source"], row["line"], row["reason"])
         if self.num_lines % RATIO_INTERVAL == 0:
             self.check_ratio()
         return row["reason"] is None
 
-    def add(self, source: str, line: int, offset: int | None, reason: str) -> None:
-        """
-        Record a bad line.
-
-        Raises:
-            `ValueError`: if a whole file is bad (line 0), because the number of its lines is unknown.
-        """
-        if line == 0:
-            raise UserError(f"{source}: {reason}.")
+    def add(self, source: str, line: int, reason: str) -> None:
+        """Record a bad line."""
         # The user did not make the copies in embedded corpora, so they do not count against the limit.
         if reason == COPY.reason:
             self.num_copies += 1
@@ -76,7 +69,7 @@ class RejectedLines:
             logger.warning(f"More lines are skipped{f'; {self.path} lists all of them' if self.path else ''}.")
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            entry = {"source": source, "line": line, "offset": offset, "reason": reason}
+            entry = {"source": source, "line": line, "reason": reason}
             # Open the file for each line, so that a killed run has listed all of them.
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")

@@ -28,12 +28,11 @@ from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from ..tokenizer.special_tokens import CHAT_TEMPLATE_PATH
 from .corpora import load_embedded
-from .formats import BadRecord, check_values, drop_padding, file_format, read_file, write_json
-from .hub_datasets import load_hub_dataset
+from .formats import BadRecord, check_values, file_format, parse_json, write_json
+from .loading import hashes_are_between
 from .messages import messages_in, read_messages, take_weights
 from .rejected import RejectedLines
-from .sources import find_sources
-from .splitting import hashes_are_between
+from .sources import find_sources, is_hub_dataset, read_source
 
 
 # Maximum number of tasks per embedded kind.
@@ -272,7 +271,7 @@ def read_task(
     prompt, schemas = _read_prompt(messages, "conversations")
     tools = None
     if schemas is not None:
-        tools = write_json(schemas, "tools")
+        tools = write_json(schemas)
         if describe_tools:
             system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else None
             prompt.insert(0, {"role": "system", "content": tools_message(schemas, system, render=render)})
@@ -299,21 +298,17 @@ def _read_prompt(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], 
     take_weights(read)
     for message in read:
         for call in message.get("tool_calls", []):
-            call["arguments"] = write_json(call["arguments"], "arguments")
+            call["arguments"] = write_json(call["arguments"])
     return read, tools
 
 
-def _read_records(name: str) -> Iterator[tuple[str, int, int | None, Any]]:
-    """Yield source, line, offset and content of every record under a name that is not embedded."""
-    sources = find_sources(name)
-    if sources is None:
-        rows = load_hub_dataset(name)
-        yield from ((name, line, None, drop_padding(row, rows.features)) for line, row in enumerate(rows, start=1))
-        return
-    for source in sources:
-        if file_format(Path(source)) not in (".jsonl", ".json"):
+def _read_records(name: str) -> Iterator[tuple[str, int, Any]]:
+    """Yield source, line and content of every record under a name that is not embedded."""
+    for source in find_sources(name) or [name]:
+        if not is_hub_dataset(source) and file_format(Path(source)) not in (".jsonl", ".json"):
             raise UserError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
-        yield from ((source, *found) for found in read_file(Path(source), text_column="prompt"))
+        for line, content in read_source(source, schema="text", text_column=None):
+            yield source, line, parse_json(content) if isinstance(content, str) else content
 
 
 def _load_tasks(
@@ -328,7 +323,7 @@ def _load_tasks(
     rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
         return list(_load_embedded_tasks(name, seed, render))
-    for source, line, offset, record in _read_records(name):
+    for source, line, record in _read_records(name):
         rejected.num_lines += 1
         try:
             if isinstance(record, BadRecord):
@@ -338,7 +333,7 @@ def _load_tasks(
                 check(task)
             rows.append((task, [json.dumps(task["prompt"])]))
         except BadRecord as error:
-            rejected.add(source, line, offset, error.reason)
+            rejected.add(source, line, error.reason)
     rejected.check_ratio()
     if not rows:
         raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")

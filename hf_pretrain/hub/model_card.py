@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ..data.corpora import LANGUAGES
-from ..data.hub_files import parse_hub_file
+from ..data.hub_datasets import parse_hub_file
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
-from ..runtime.names import MODELSCOPE, DatasetName, is_path, split_hub_name
+from ..runtime.names import DatasetName, is_path, split_hub_name
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME, unsupported_feature
 from ..weights.gguf import ARCHITECTURES, gguf_layout
@@ -65,7 +65,7 @@ class RunFacts:
     @property
     def hub_datasets(self) -> list[str]:
         """The Hub ids among the datasets, for the card's metadata."""
-        elsewhere = [name for name in self.datasets if not _is_local(name) and not name.startswith(MODELSCOPE)]
+        elsewhere = [name for name in self.datasets if not _is_local(name)]
         names = [parse_hub_file(name) or DatasetName.parse(name) for name in elsewhere]
         return [name.repo_id for name in names if not name.is_embedded]
 

@@ -12,8 +12,6 @@ from hf_pretrain_cli import hint
 from .errors import UserError
 
 
-# Datasets on ModelScope: modelscope://owner/name:file.jsonl@revision.
-MODELSCOPE = "modelscope://"
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
@@ -117,7 +115,6 @@ def may_be_checkpoint(name: str | Path) -> bool:
 
 
 __all__ = [
-    "MODELSCOPE",
     "DatasetName",
     "OpenChoices",
     "check_choices",

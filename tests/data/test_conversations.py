@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from hf_pretrain.data.arguments import ChatArguments, SourceArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import SCHEMAS as READERS
 from hf_pretrain.data.conversations import first_question, read_conversation, read_preference
@@ -26,12 +25,10 @@ from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.data.records import read_records
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer import chat_template as rendering
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.toys import write_jsonl
 
 
@@ -622,49 +619,6 @@ def test_an_error_of_a_template_names_the_conversation(tokenizer):
     broken.chat_template += "{{ messages[0].content % 1 }}"
     with pytest.raises(ValueError, match="cannot render the conversation that begins '2.2.': not all arguments"):
         encode_conversation(broken, [USER, ANSWER])
-
-
-@pytest.mark.parametrize(
-    ("schema", "num_proc", "streaming"),
-    [
-        ("conversation", None, False),
-        ("conversation", 2, False),
-        ("conversation", None, True),
-        ("preference", None, False),
-        ("preference", 2, False),
-    ],
-)
-def test_a_conversation_that_a_template_cannot_render_is_named_by_its_line(
-    tokenizer, tmp_path, schema, num_proc, streaming
-):
-    """The line number counts earlier bad lines, and the message names the file."""
-    broken = copy.deepcopy(tokenizer)
-    broken.chat_template += "{{ raise_exception('no sums') if '3' in messages[0].content }}"
-    bad_line = {"messages": [{"role": "nobody", "content": str(num_proc)}]}
-    records = [
-        {"messages": [{"role": "user", "content": f"{number}+2?"}, ANSWER], "num_proc": num_proc} for number in (2, 3)
-    ]
-    if schema == "preference":
-        records = [{"prompt": r["messages"][0]["content"], "chosen": "4", "rejected": "5"} for r in records]
-    write_jsonl(tmp_path / "a.jsonl", records[:1])
-    write_jsonl(tmp_path / "b.jsonl", [bad_line, *records])
-    arguments = ChatArguments(
-        dataset_name=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")],
-        validation_fraction=0.0,
-        max_rejected_ratio=0.5,
-        num_proc=num_proc,
-    )
-    training_args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False)
-    documents, _ = SourceArguments.load_documents(arguments, training_args, schema=schema, streaming=streaming)
-    words = re.escape(f"{tmp_path / 'b.jsonl'}:3: The chat template cannot render the conversation that begins '3+2?'")
-    with pytest.raises(ValueError, match=f"{words}: no sums") as refusal:
-        if schema == "conversation":
-            # A stream encodes its documents when they are read.
-            list(arguments.prepare_rows(documents, broken)[0])
-        else:
-            with arguments.naming_lines("preference"):
-                prepare_pairs(documents, broken, max_length=100, num_proc=num_proc)
-    assert isinstance(refusal.value, UserError)
 
 
 def test_preferences():

@@ -1,39 +1,46 @@
+"""Files of every format, damaged and odd ones included."""
+
 import csv
 import gzip
 import json
+import os
+import subprocess
+import sys
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
-from hf_pretrain.data import sources
-from hf_pretrain.data.formats import BadRecord, file_format, read_file, read_text
+from hf_pretrain.data.formats import BadRecord, file_format, parse_json, read_file, read_text
 from hf_pretrain.data.loading import load_documents
-from tests.toys import write_jsonl
+from hf_pretrain.data.rejected import RejectedLines
+
+
+LINES = b"".join(json.dumps({"text": f"document {number} {number**7}"}).encode() + b"\n" for number in range(2000))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def read(path):
     """Return the records of a file, with the reason in place of a `BadRecord`."""
-    return [
-        (number, f"bad: {record.reason}" if isinstance(record, BadRecord) else record)
-        for number, _, record in read_file(path, text_column="text")
-    ]
+    records = []
+    for number, content in read_file(path, text_column="text"):
+        record = parse_json(content) if isinstance(content, str) else content
+        records.append((number, f"bad: {record.reason}" if isinstance(record, BadRecord) else record))
+    return records
 
 
 @pytest.mark.parametrize(
     "record, reason",
     [
-        ("text", "not an object but a string"),
         ([{"text": "a"}], "not an object but an array"),
-        (None, "not an object but null"),
         ({"content": "a", "id": 1}, r"no column 'text' \(there is: content, id\); pass --text_column"),
         ({"text": None}, "holds null, not text"),
-        ({"text": 3}, "holds an integer, not text"),
         ({"text": True}, "holds a boolean, not text"),
-        ({"text": {"a": "b"}}, "holds an object, not text"),
-        ({"text": ""}, "is empty"),
         ({"text": " \n\t\u3000"}, "is empty"),
         ({"text": "a\ud83d"}, "half a surrogate pair"),
         ({"text": "a\0b"}, "NUL character"),
@@ -42,14 +49,12 @@ def read(path):
 def test_records_that_are_no_documents(record, reason):
     with pytest.raises(BadRecord, match=reason):
         read_text(record, text_column="text")
-
-
-def test_text_is_returned_unchanged():
     assert read_text({"id": 1, "body": "  a 🙂\n"}, text_column="body") == "  a 🙂\n"
 
 
-def test_json_lines(tmp_path):
-    path = tmp_path / "a.jsonl"
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_json_lines(tmp_path, name):
+    path = tmp_path / name
     lines = [
         b'\xef\xbb\xbf{"text": "after a byte order mark"}\r',
         b"",
@@ -61,94 +66,59 @@ def test_json_lines(tmp_path):
         b"9" * 5000,
         b'{"text": "no end of line"}',
     ]
-    path.write_bytes(b"\n".join(lines))
-    records = read(path)
-    assert [number for number, _ in records] == [1, 3, 4, 5, 6, 7, 8, 9]
-    texts = [record for _, record in records]
-    assert (texts[0], texts[-1]) == ({"text": "after a byte order mark"}, {"text": "no end of line"})
-    for record, words in zip(
-        texts[1:-1],
-        ["'text' occurs twice", "broken JSON: Unterminated", "not UTF-8", "NUL byte", "cannot be read", "limit"],
-        strict=True,
-    ):
+    data = b"\n".join(lines)
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    numbers, records = zip(*read(path), strict=True)
+    assert numbers == (1, 3, 4, 5, 6, 7, 8, 9)
+    assert (records[0], records[-1]) == ({"text": "after a byte order mark"}, {"text": "no end of line"})
+    faults = ["'text' occurs twice", "broken JSON: Unterminated", "not UTF-8", "NUL byte", "cannot be read", "limit"]
+    for record, words in zip(records[1:-1], faults, strict=True):
         assert record.startswith("bad: ") and words in record
 
 
-def test_lines_across_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_pretrain.data.formats.CHUNK_BYTES", 5)
-    path = tmp_path / "a.jsonl"
-    records = [{"text": "x" * length} for length in range(12)]
-    write_jsonl(path, records)
-    assert read(path) == list(enumerate(records, start=1))
-
-
-def test_offsets_are_the_starts_of_lines(tmp_path):
-    lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"", b'{"text": "\xc3\xa9"}', b'{"text": "no end of line"}']
-    content = b"\n".join(lines)
-    (tmp_path / "a.jsonl").write_bytes(content)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    starts = [0, content.index(b'{"text": "\xc3'), content.index(b'{"text": "no')]
-    for name in ("a.jsonl", "a.jsonl.gz"):
-        assert [offset for _, offset, _ in read_file(tmp_path / name, text_column="text")] == starts
-    (tmp_path / "a.txt").write_bytes(b"one\n\n\ntwo\nlines\n")
-    assert [offset for _, offset, _ in read_file(tmp_path / "a.txt", text_column="text")] == [0, 6]
-
-
-def test_json_array_and_lines(tmp_path):
+def test_a_json_array(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('  \n[{"text": "a"},\n {"text": "b", "text": "c"}, 5]')
     records = read(path)
     assert records[0] == (1, {"text": "a"}) and records[2] == (3, 5)
     assert records[1][0] == 2 and "occurs twice" in records[1][1]
-    path.write_text('{"text": "a"}\n{"text": "b"}\n')
-    assert read(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
     path.write_text('[{"text": "a"},\n {"text": ]')
-    ((number, reason),) = read(path)
-    assert number == 0 and "at line 2" in reason
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_json_array_in_a_file_of_lines(tmp_path, name, indent):
-    path = tmp_path / name
-    records = [{"text": "x" * length} for length in range(20)]
-    data = json.dumps(records, indent=indent).encode()
-    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    assert read(path) == list(enumerate(records, start=1))
-    # An array in each line is no array of records.
-    line = json.dumps(records).encode()
-    path.write_bytes(gzip.compress(line + b"\n" + line) if name.endswith("gz") else line + b"\n" + line)
-    assert [number for number, _ in read(path)] == [1, 2]
-
-
-def test_a_json_array_in_a_large_file_of_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SHARD_BYTES", 100)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 50)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    texts = [f"text {number}" for number in range(40)]
-    (tmp_path / "a.jsonl").write_text(json.dumps([{"text": text} for text in texts], indent=1))
-    documents, _ = load_documents([str(tmp_path / "a.jsonl")], validation_fraction=0)
-    assert documents["text"][:] == texts
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt"])
-def test_utf_16_is_named(tmp_path, name, encoding):
-    path = tmp_path / name
-    path.write_bytes('{"text": "第二"}\n{"text": "b"}\n'.encode(encoding))
-    ((number, reason),) = read(path)
-    assert number == 0 and reason.startswith("bad: UTF-16 text; convert the file to UTF-8")
-    path.write_bytes(bytes(40) + b"\n")
-    assert "UTF-16" not in str(read(path))
+    with pytest.raises(ValueError, match="a.json: broken JSON: Expecting value"):
+        read(path)
 
 
 def test_paragraphs_of_a_text_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\n\nfirst\r\n  document\r\n\r\n\n第二\n \nlatin ".encode() + b"\xe9\n\nlast")
     records = read(path)
-    assert records[:2] == [(3, {"text": "first\n  document"}), (7, {"text": "第二"})]
-    assert records[2][0] == 9 and "not UTF-8" in records[2][1]
-    assert records[3] == (11, {"text": "last"})
+    assert records[:2] == [(3, {"text": "first\n  document"}), (7, {"text": "第二"})] and records[3][0] == 11
+    with pytest.raises(BadRecord, match="half a surrogate pair"):
+        read_text(records[2][1], text_column="text")
+
+
+def test_a_table_of_csv(tmp_path):
+    path = tmp_path / "a.csv"
+    texts = ["plain", 'with , and "quotes"', "two\nlines", "漢字", "x" * 200_000, "", "NA", "1.50"]
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
+    expected = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
+    # The header is line 1, and the third text has two lines.
+    assert read(path) == list(zip([2, 3, 4, 6, 7, 8, 9, 10], expected, strict=True))
+    path.with_suffix(".csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read(path.with_suffix(".csv.gz")) == read(path)
+    path.write_bytes(b"id,text\n1,a\n2\n3,b,c\n4,d\n")
+    fault = "bad: a row without 2 fields like the first row; quote its fields"
+    assert [record for _, record in read(path)] == [{"id": "1", "text": "a"}, fault, fault, {"id": "4", "text": "d"}]
+    path.write_bytes(b"id,text\n1,latin \xe9\n")
+    with pytest.raises(BadRecord, match="half a surrogate pair"):
+        read_text(read(path)[0][1], text_column="text")
+
+
+@pytest.mark.parametrize("content", [b'id,text\n1,"a"b\n', b'id,text\n1,"never closed\n2,b\n', b"id,id\n1,a\n"])
+def test_a_csv_file_with_a_fault_in_its_form_is_refused(tmp_path, content):
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(ValueError, match="a.csv(:| cannot be read)"):
+        read(tmp_path / "a.csv")
 
 
 def test_parquet(tmp_path):
@@ -156,99 +126,30 @@ def test_parquet(tmp_path):
     pq.write_table(pa.table({"id": [1, 2], "text": ["a", None]}), path)
     assert read(path) == [(1, {"text": "a"}), (2, {"text": None})]
     pq.write_table(pa.table({"id": [1], "content": ["a"]}), path)
-    ((number, reason),) = read(path)
-    assert number == 0 and "there is: id, content" in reason
-    twice = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
-    pq.write_table(pa.table({"text": twice}), path)
-    ((number, reason),) = read(path)
-    assert number == 1 and "duplicate field names" in reason
+    with pytest.raises(ValueError, match="no column 'text' but id, content"):
+        read(path)
     path.write_bytes(path.read_bytes()[:-20])
-    ((number, reason),) = read(path)
-    assert number == 0 and "no readable parquet file" in reason
+    with pytest.raises(ValueError, match="a.parquet cannot be read"):
+        read(path)
 
 
-def test_tables(tmp_path):
-    path = tmp_path / "a.csv"
-    texts = ["plain", 'with , and "quotes"', "two\nlines", "漢字", "x" * 200_000, ""]
-    with path.open("w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file).writerows([["id", "text"], [], *enumerate(texts)])
-    # The header is line 1, then comes a blank line; the third text has two lines.
-    numbers = [3, 4, 5, 7, 8, 9]
-    expected = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
-    assert read(path) == list(zip(numbers, expected, strict=True))
-    path.with_suffix(".csv.gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert read(path.with_suffix(".csv.gz")) == read(path)
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_compressed_files(tmp_path, ending, streaming):
+    path = tmp_path / f"a.jsonl.{ending}"
 
+    def compress(data: bytes) -> bytes:
+        return gzip.compress(data) if ending == "gz" else pa.compress(data, codec="zstd", asbytes=True)
 
-def test_quotes_are_ordinary_characters_of_a_tsv_file(tmp_path):
-    path = tmp_path / "a.tsv"
-    texts = ['"a" word', '"never closed', 'two ""', "a, b", "x" * 200_000, ""]
-    rows = [f"{number}\t{text}\r\n" for number, text in enumerate(texts)]
-    path.write_text("id\ttext\r\n" + "".join(rows), encoding="utf-8-sig", newline="")
-    assert read(path) == [(number + 2, {"id": str(number), "text": text}) for number, text in enumerate(texts)]
-    path.write_text("id\ttext\n1\ta\tb\n")
-    assert "remove tabs and line breaks from its fields" in read(path)[0][1]
-
-
-def test_carriage_returns_within_the_lines_of_a_table(tmp_path):
-    path = tmp_path / "a.csv"
-    # The first file ends its lines as early Macintoshes did.
-    for content, expected in ((b"id,text\r1,a\r", [1]), (b'id,text\n1,a\rb\n2,"c\rd"\n', [2, 3])):
-        path.write_bytes(content)
-        records = read(path)
-        assert [number for number, _ in records] == expected
-        assert "carriage return within a line" in records[0][1]
-    assert records[1][1] == {"id": "2", "text": "c\rd"}
-
-
-def test_a_quote_that_is_never_closed_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_pretrain.data.formats.MAX_FIELD_CHARACTERS", 100)
-    path = tmp_path / "a.csv"
-    path.write_text('id,text\n1,"open\n' + "a line\n" * 1000 + "2,b\n")
-    records = read(path)
-    assert "a field of more than 100 characters; close its quote" in records[0][1]
-    assert records[-1][1] == {"id": "2", "text": "b"}
-
-
-def test_damaged_tables(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_bytes(b'id,text\n1,a\n2\n3,b,c\n4,latin \xe9\n5,"a"b\n6,"two\nlines"\n7,"never closed\n8,c\n')
-    records = read(path)
-    assert [number for number, _ in records] == [2, 3, 4, 5, 6, 7, 0]
-    assert records[0][1] == {"id": "1", "text": "a"} and records[5][1] == {"id": "6", "text": "two\nlines"}
-    width = "bad: a row without 2 fields like the first row; quote its fields"
-    assert records[1][1] == records[2][1] == width
-    assert "not UTF-8" in records[3][1] and "double the quotes" in records[4][1]
-    assert records[6][1] == "bad: a quote of the row in line 9 is never closed; close it"
-    for header in (b"text,text", b"t\xe9xt"):
-        path.write_bytes(header + b"\na,b\n")
-        ((number, reason),) = read(path)
-        assert number == 0 and "does not name each column once" in reason
-
-
-@pytest.mark.parametrize(
-    "suffix, compress", [("gz", gzip.compress), ("zst", zstandard.ZstdCompressor(write_checksum=True).compress)]
-)
-def test_compressed_files(tmp_path, suffix, compress):
-    path = tmp_path / f"a.jsonl.{suffix}"
-    records = [{"text": f"document {index} {index * 7919 % 2003}"} for index in range(2000)]
-    lines = [json.dumps(record).encode() + b"\n" for record in records]
     # Two concatenated members, as from `cat a.gz b.gz`.
-    whole = compress(b"".join(lines[:1000])) + compress(b"".join(lines[1000:]))
+    whole = compress(LINES[:30_000]) + compress(LINES[30_000:])
     path.write_bytes(whole)
-    assert read(path) == list(enumerate(records, start=1))
-
-    for size in (len(whole) - 1, len(whole) * 3 // 4, 10):
-        path.write_bytes(whole[:size])
-        *good, (number, reason) = read(path)
-        assert number == 0 and "ends early" in reason
-        assert all(record in records or record.startswith("bad: ") for _, record in good)
-
-    damaged = bytearray(whole)
-    damaged[len(whole) // 4] ^= 0xFF
-    path.write_bytes(damaged)
-    number, reason = read(path)[-1]
-    assert number == 0 and "damaged" in reason
+    assert len(read(path)) == 2000
+    for damaged in (whole[:-1], whole[: len(whole) * 3 // 4], b"\0" * 20 + whole):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"a.jsonl.{ending} cannot be read"):
+            documents, _ = load_documents([str(path)], streaming=streaming, max_rejected_ratio=1.0)
+            list(documents)
 
 
 def test_file_formats(tmp_path):
@@ -259,9 +160,83 @@ def test_file_formats(tmp_path):
         "a.parquet": ".parquet",
         "a.parquet.gz": None,
         "a.csv": ".csv",
-        "a.tsv.gz": ".tsv",
         "a.xlsx": None,
         "a.gz": None,
         "a": None,
     }
     assert {name: file_format(tmp_path / name) for name in names} == names
+
+
+def test_nulls_at_every_depth_of_a_table(tmp_path):
+    message = {"role": "user", "content": "a question"}
+    answer = {"role": "assistant", "content": "an answer"}
+    conversations = {
+        1: ([message, answer], None),
+        2: (None, "no conversation"),
+        3: ([], "'messages' is no list of messages but empty"),
+        4: ([None, None], "'messages' holds null in place of a message"),
+        5: ([message, {"role": "assistant", "content": None}], "a message of the assistant has no content"),
+        6: ([{"role": None, "content": "a"}, answer], "a message has the role null"),
+        7: ([{"role": "user", "content": None}, answer], "a message of the user has no content"),
+    }
+    schema = pa.schema({"messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))})
+    table = pa.table({"messages": [messages for messages, _ in conversations.values()]}, schema=schema)
+    pq.write_table(table, tmp_path / "chats.parquet")
+    rejected = tmp_path / "rejected.jsonl"
+    how = {"validation_fraction": 0, "max_rejected_ratio": 1.0, "rejected_path": rejected}
+    documents, _ = load_documents([str(tmp_path / "chats.parquet")], schema="conversation", **how)
+    found = {line["line"]: line["reason"] for line in map(json.loads, rejected.read_text().splitlines())}
+    assert len(documents) == 1 and set(found) == set(range(2, 8))
+    assert all(found[line].startswith(conversations[line][1]) for line in found)
+
+
+def test_two_thousand_files(tmp_path):
+    lines = LINES.splitlines(keepends=True)
+    for number in range(2_000):
+        (tmp_path / f"{number:05}.jsonl").write_bytes(lines[number])
+    if hasattr(os, "mkfifo"):
+        # Nobody writes to it, so to open it would take forever.
+        os.mkfifo(tmp_path / "pipe.jsonl")
+    train, validation = load_documents([str(tmp_path)], num_proc=1)
+    assert len(train) + len(validation) == 2_000
+
+
+HUGE = """
+import datasets, resource, sys
+datasets.config.HF_DATASETS_CACHE = sys.argv[2]
+from hf_pretrain.data.loading import load_documents
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+train, _ = load_documents([sys.argv[1]], validation_fraction=0)
+print([len(text) for text in train["text"]], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts memory in KiB")
+def test_a_line_of_50_mb(tmp_path):
+    size = 50_000_000
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "before"}\n{"text": "')
+        for _ in range(size // 1_000_000):
+            file.write(b"many words " * 90_909 + b"!")
+        file.write(b'"}\n{"text": "after"}\n')
+    words = [sys.executable, "-c", HUGE, str(tmp_path / "a.jsonl"), str(tmp_path / "cache")]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    lengths, _, gib = result.stdout.strip().rpartition(" ")
+    assert lengths == f"[6, {size}, 5]"
+    assert float(gib) < 1
+
+
+def test_the_summary_of_bad_lines_counts_all_reasons():
+    rejected = RejectedLines(0.0, None)
+    for reason in range(7):
+        rejected.num_lines += 8 - reason
+        for line in range(7 - reason):
+            rejected.add(f"{reason}.jsonl", line + 1, f"reason {reason}")
+    with pytest.raises(ValueError, match=r"28 of 35 lines \(80.00%\) are bad") as error:
+        rejected.check_ratio()
+    # An error message becomes one line.
+    text = " ".join(str(error.value).split())
+    assert "raise the limit: 7 x reason 0 (first: 0.jsonl:1); 6 x reason 1 (first: 1.jsonl:1); " in text
+    assert text.endswith("3 x reason 4 (first: 4.jsonl:1); 3 for other reasons")

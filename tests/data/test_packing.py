@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
-from hf_pretrain.data import packing, parts
+from hf_pretrain.data import caching, packing
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from hf_pretrain.tokenizer.encoding import encode_documents
@@ -69,7 +69,8 @@ def test_bfd_keeps_every_token_once(tokenizer, texts, max_length):
     assert not set(whole) - {tuple(piece) for piece in pieces}
     num_tokens = sum(map(len, documents))
     assert report == PackingReport(
-        len(texts), num_tokens, len(rows), num_tokens / (len(rows) * max_length), num_tokens_lost=0
+        *(len(texts), num_tokens, len(rows), num_tokens / (len(rows) * max_length)),
+        **{"num_tokens_lost": 0, "max_length": max_length},
     )
     assert report.fill_ratio > 0.95
 
@@ -147,7 +148,7 @@ def test_rows_are_the_same_for_streams_and_processes(tokenizer, texts, tmp_path,
     assert list(streamed) == list(one)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
     again = on_disk(texts, tmp_path / "again")
-    monkeypatch.setattr(parts, "PART_SIZE", 200)
+    monkeypatch.setattr(caching, "GROUP_SIZE", 100)
     two, two_report = prepare_rows(again, tokenizer, max_length=32, packing_strategy=kind, num_proc=2)
     assert list(two) == list(one) and two_report == one_report
     assert two.features == one.features == packing.ROW_FEATURES
@@ -171,9 +172,9 @@ def test_a_second_run_uses_the_cache(tokenizer, texts, tmp_path, monkeypatch):
     assert prepare_rows(documents, other, max_length=32)[0][0]["input_ids"][-1] == 0
 
 
-def test_parts_with_cached_results_start_no_processes(tokenizer, texts, tmp_path, monkeypatch):
+def test_cached_results_start_no_processes(tokenizer, texts, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "texts.jsonl", texts)
-    monkeypatch.setattr(parts, "GROUP_SIZE", 100)
+    monkeypatch.setattr(caching, "GROUP_SIZE", 100)
 
     def prepare(max_length: int):
         train, _ = load_documents([path], validation_fraction=0.1, num_proc=2)
@@ -183,11 +184,12 @@ def test_parts_with_cached_results_start_no_processes(tokenizer, texts, tmp_path
         raise RuntimeError("processes were started")
 
     first, report = prepare(32)
-    monkeypatch.setattr(parts, "ProcessPoolExecutor", refuse)
+    monkeypatch.setattr("datasets.arrow_dataset.mp.Pool", refuse)
     second, second_report = prepare(32)
     assert list(second) == list(first) and second_report == report
+    other = train_tokenizer(["abcdefghij"], vocab_size=300)
     with pytest.raises(RuntimeError, match="processes were started"):
-        prepare(33)
+        prepare_rows(load_documents([path])[0], other, max_length=32, num_proc=2)
 
 
 def test_no_documents_give_no_rows(tokenizer):
@@ -215,11 +217,3 @@ def test_embedded_corpora_fill_rows_of_512(tmp_path):
     assert report.fill_ratio >= 0.99
     assert report.num_tokens_lost == 0
     assert report.num_tokens == sum(len(ids) for ids in encode_documents(list(documents["text"]), tokenizer))
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "size"), [(0, 0), (9_000, 9_000), (40_957, 10_000), (90_000, 20_000), (10**6, 10**5)]
-)
-def test_parts_consist_of_whole_groups_and_use_all_cores(num_rows, size):
-    sizes = [len(part) for part in parts.cut_into_parts(Dataset.from_dict({"number": range(num_rows)}))]
-    assert sum(sizes) == num_rows and sizes[0] == size and set(sizes[:-1]) <= {size}

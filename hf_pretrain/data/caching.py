@@ -1,0 +1,48 @@
+"""Keys of the cache of prepared data, and the number of processes that prepare them."""
+
+import hashlib
+import math
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+
+# Number of documents to pack together: enough to fill rows, few enough to hold in memory.
+GROUP_SIZE = 10_000
+MAX_PROCESSES = 8
+
+
+def digest(*values: object) -> str:
+    """Return a digest of values. Their `repr` must show everything that distinguishes them."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
+
+
+def describe_code(package: Path) -> str:
+    """Return a digest of the code that prepares data and of the library versions that it runs with."""
+    # A changed comment also changes the digest: to prepare data again costs minutes, to miss a change of the code
+    # gives wrong rows.
+    files = [*sorted((package / "data").glob("*.py")), *sorted((package / "tokenizer").glob("*.py"))]
+    versions = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
+    return digest([file.read_bytes() for file in files], versions)
+
+
+# Computed at import, so that an edit of these files during a run does not change its cache keys.
+CODE = describe_code(Path(__file__).parent.parent)
+
+
+def cache_key(*values: object) -> str:
+    """
+    Return a cache key for values, as [`digest`] takes them. The key also changes with the code of this package.
+
+    NOTE: `datasets` would hash pickled functions, and that hash does not show changes in the functions that they call.
+    """
+    return digest(CODE, *values)
+
+
+def count_processes(num_rows: int, num_proc: int | None) -> int | None:
+    """Return the number of processes for `num_proc` of `map`: one per group, and by default one per core, up to 8."""
+    num_processes = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), math.ceil(num_rows / GROUP_SIZE))
+    return num_processes if num_processes > 1 else None
+
+
+__all__ = ["GROUP_SIZE", "MAX_PROCESSES", "cache_key", "count_processes", "digest"]
