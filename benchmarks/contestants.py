@@ -27,7 +27,7 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.optimizer_choice import keep_optimizer
+from hf_pretrain.training.optimizers import complete_learning_rate
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -178,7 +178,7 @@ def ours(setting: RaceSetting, run: Run) -> None:
     flags |= {"output_dir": setting.output_dir, "eval_strategy": "no", "save_strategy": "no", "report_to": "none"}
     argv = [f"--{name}={value}" for name, value in (flags | setting.flags).items()] + ["--disable_tqdm=true"]
     model_args, data_args, args = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
-    keep_optimizer(args, [model_args], checkpoint=None)
+    complete_learning_rate(args, model_args.hidden_size)
     names = ("optim_preset", "learning_rate", "per_device_train_batch_size", "lr_scheduler_type", "warmup_steps")
     run.settings = {name: str(getattr(args, name)) for name in names}
     set_seed(args.seed)

@@ -26,7 +26,7 @@ from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArgument
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrainingArguments, SFTTrainingArguments
-from hf_pretrain.training.optimizer_choice import keep_optimizer
+from hf_pretrain.training.optimizers import complete_learning_rate
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -87,7 +87,7 @@ def test_every_yaml_parses(stage, preset, tmp_path):
     model, *_, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
     if stage == "pretrain":
         assert model.model_preset == preset
-        keep_optimizer(training, [model], checkpoint=None)
+        complete_learning_rate(training, model.hidden_size)
         # Muon's rate falls with the width: 192, 512, 640, then 768. minimind-large has MiniMind's own.
         rates = {"tiny": 8e-3, "minimind2-small": 3e-3, "minimind2-moe": 2.4e-3, "minimind-large": 2e-4}
         assert training.learning_rate == pytest.approx(rates.get(preset, 2e-3), rel=1e-3)

@@ -6,7 +6,7 @@ the run would train on those rows twice.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import datasets
@@ -104,11 +104,13 @@ class PaddedStream(IterableDataset):
     """
     Stream that appends padding rows after its last row, up to a multiple of `multiple`.
 
+    In training, it then starts again, without an end. The number of steps alone thus gives the position of a run.
+
     Args:
         dataset: an iterable of rows.
         multiple (`int`): number of rows in a global batch.
-        is_training (`bool`, defaults to `True`): refuse a stream that fills less than half of a step, unless several
-            workers of the loader read it.
+        is_training (`bool`, defaults to `True`): start again after each pass. Refuse a stream that fills less than
+            half of a step, unless several workers of the loader read it.
 
     Raises:
         `ValueError`: while iterating, if training would see more padding rows than rows, and one process reads the
@@ -121,6 +123,16 @@ class PaddedStream(IterableDataset):
         self.is_training = is_training
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        for epoch in itertools.count() if self.is_training else range(1):
+            if self.is_training and isinstance(self.dataset, datasets.IterableDataset):
+                # Shuffle anew in each pass.
+                self.dataset.set_epoch(epoch)
+            num_rows = yield from self._read_pass()
+            if num_rows == 0:
+                return
+
+    def _read_pass(self) -> Generator[dict[str, Any], None, int]:
+        """Yield the rows of one pass and its padding rows, and return the number of rows."""
         num_rows, row = 0, {}
         for row in self.dataset:
             yield {**row, ROW_NUMBER_COLUMN: num_rows}
@@ -137,10 +149,7 @@ class PaddedStream(IterableDataset):
         # An empty stream gets no padding rows, because -0 % multiple is 0.
         for _ in range(-num_rows % self.multiple):
             yield {**row, PADDING_ROW_COLUMN: True}
-
-    def set_epoch(self, epoch: int):
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        return num_rows
 
 
 class PaddingRowCollator:

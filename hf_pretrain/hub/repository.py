@@ -35,8 +35,8 @@ from .model_card import CARD_NAME, CURVE_NAME
 
 logger = logging.get_logger(__name__)
 
-# A run pushes only these files and the shards that an index names. A pattern such as *.json would publish training
-# text, because nonfinite-*.json holds rows of it.
+# A run pushes only these files and the shards that an index names. A pattern such as *.json could publish
+# training text.
 PUBLISHED = (
     *(CARD_NAME, CURVE_NAME, TRAINER_STATE_NAME, *CODE_FILES),
     *("config.json", "generation_config.json", "model.safetensors", "evaluation.json"),

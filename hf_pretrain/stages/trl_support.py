@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..model.loss import find_documents, router_loss
-from ..training.router_load import RouterLoad
+from ..training.meter import RouterLoad
 from ..training.run_trainer import RunTrainer
 
 

@@ -21,7 +21,7 @@ from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices, check_word
 from ..runtime.ranks import first_process_first
-from .deepspeed_support import turns_on_deepspeed
+from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .launch import (
     check_device,
     check_launch,
@@ -31,7 +31,6 @@ from .launch import (
     start_deepspeed_cpu_ranks,
     take_launchers_precision,
 )
-from .optimizer_choice import choose_optimizer
 from .optimizers import OPTIM_PRESETS
 
 
@@ -74,13 +73,6 @@ class LMTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Resume from the newest checkpoint pushed to this Hub id."}
     )
     allow_inexact_resume: bool = field(default=False, metadata={"help": "Resume although settings or data differ."})
-    on_nonfinite: str = field(
-        default="stop",
-        metadata={
-            "help": "At a non-finite loss or gradient: stop the run, or skip the step.",
-            "choices": ("stop", "skip"),
-        },
-    )
     trust_checkpoint: bool = field(
         default=False, metadata={"help": "Unpickle shards that the run did not write. They can run code."}
     )
@@ -89,8 +81,7 @@ class LMTrainingArguments(TrainingArguments):
     optim_preset: str | None = field(
         default=None,
         metadata={
-            "help": "adamw (or the optimizer of --optim), or muon for the matrices of the layers. By default muon in "
-            "pretraining, unless --optim is given or an adapter is trained.",
+            "help": "Optimizer: muon (default in pretraining) or adamw. adamw stands for any optimizer of --optim.",
             "choices": OPTIM_PRESETS,
         },
     )
@@ -215,14 +206,15 @@ class LMTrainingArguments(TrainingArguments):
             self.trackio_static_space_id = False
         # The values that `--dry_run` replaces (`plan.py`).
         self.planned: dict[str, Any] = {}
-        self.left_out: set[str] = set()
         # The other arguments of the run (`begin_run`). A resume compares them.
         self.other_arguments: tuple[Any, ...] = ()
-        choose_optimizer(self)
+        self._choose_optimizer()
         start_cpu_ranks(self)
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":
             start_deepspeed_cpu_ranks()
+        if self.deepspeed_plugin is not None:
+            prepare_deepspeed_config(self.deepspeed_plugin.deepspeed_config, self)
         check_device(self)
         _check_trackers(cast(list[str], self.report_to))
 
@@ -282,6 +274,21 @@ class LMTrainingArguments(TrainingArguments):
         num_ranks = self.world_size // self.tp_size
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
 
+    def _choose_optimizer(self):
+        """
+        Set the optimizer and its clipping where the user left them out. The learning rate follows once the model is
+        known ([`~training.optimizers.complete_learning_rate`]).
+        """
+        default = TrainingArguments.default_optim
+        if self.optim_preset == "muon" and self.optim not in (None, default):
+            raise UserError(f"--optim {self.optim} and --optim_preset muon exclude each other: leave one of them out.")
+        if self.optim_preset is None:
+            self.optim_preset = "adamw" if self.optim else self.default_optim_preset
+        self.optim = self.optim or default
+        if self.max_grad_norm is None:
+            # Muon's updates have the same size however large the gradients are, so it needs no clipping.
+            self.max_grad_norm = 0.0 if self.optim_preset == "muon" else TrainingArguments.max_grad_norm
+
     def _check_amounts(self):
         """
         Raise `ValueError` for numbers with which the run would train nothing, diverge, or fail after the preparation.
@@ -307,6 +314,12 @@ class LMTrainingArguments(TrainingArguments):
                 raise UserError(
                     f"--{name}_steps {steps:g} must be above 0. To turn it off, pass --{name}_strategy no."
                 )
+
+
+def optimizer_name(args: TrainingArguments) -> str:
+    """Return the name of the optimizer: `muon` with `--optim_preset muon`, otherwise the value of `--optim`."""
+    is_muon = isinstance(args, LMTrainingArguments) and args.optim_preset == "muon"
+    return "muon" if is_muon else OptimizerNames(args.optim).value
 
 
 def _check_trackers(names: list[str]) -> None:
@@ -340,4 +353,4 @@ class DistillationTrainingArguments(SFTTrainingArguments):
     output_dir: str | None = field(default="out/distill", metadata={"help": "Directory of the run."})
 
 
-__all__ = ["DistillationTrainingArguments", "LMTrainingArguments", "SFTTrainingArguments"]
+__all__ = ["DistillationTrainingArguments", "LMTrainingArguments", "SFTTrainingArguments", "optimizer_name"]

@@ -1,4 +1,4 @@
-"""Measure the losses, tokens and speed of a run between two logs."""
+"""Measure the losses, the tokens, the speed and the load of the experts between two logs or evaluations."""
 
 import time
 from collections.abc import Iterator
@@ -81,23 +81,12 @@ class Meter:
         self.num_steps = 0
         self.losses: torch.Tensor | None = None
         self._names: tuple[str, ...] = ()
-        self._losses_before_step: torch.Tensor | None = None
         self._new_tokens: torch.Tensor | None = None
-
-    def begin_step(self) -> None:
-        """Remember the sums, so that `skip_step` can restore them."""
-        self._losses_before_step = self.losses
 
     def count_step(self, num_tokens: torch.Tensor) -> None:
         """Count one step and its tokens, given as an integer tensor that stays on the device."""
         self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
         self.num_steps += 1
-
-    def skip_step(self) -> None:
-        """Remove the losses of the current step from the sums."""
-        # Tokens of the step still count: the device has computed them.
-        self.losses = self._losses_before_step
-        self.num_steps -= 1
 
     def add_losses(self, parts: dict[str, torch.Tensor]) -> None:
         """Add the parts of a micro-batch's loss: scalar tensors, keyed by their names in the log."""
@@ -134,4 +123,32 @@ class Meter:
         return logs
 
 
-__all__ = ["Meter", "Throughput"]
+class RouterLoad:
+    """Number of tokens per layer and expert, summed over batches."""
+
+    def __init__(self) -> None:
+        self.counts: torch.Tensor | None = None
+
+    def add(self, router_logits: tuple[torch.Tensor, ...], token_mask: torch.Tensor, *, top_k: int) -> None:
+        """
+        Count the experts that the router chooses for the tokens of a batch.
+
+        Args:
+            router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one per layer.
+            token_mask (`torch.BoolTensor` of shape `(batch_size * seq_len,)`): false for tokens that do not count,
+                such as padding.
+            top_k (`int`): number of experts per token.
+        """
+        # (num_layers, batch_size * seq_len, num_experts)
+        logits = torch.stack(router_logits).detach()
+        chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
+        counts = chosen[:, token_mask].sum(1, dtype=torch.float32)
+        self.counts = counts if self.counts is None else self.counts + counts
+
+
+def to_shares(counts: torch.Tensor) -> list[list[float]]:
+    """Return the share of each expert in the counts of its layer, from counts of shape `(num_layers, num_experts)`."""
+    return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
+
+
+__all__ = ["Meter", "RouterLoad", "Throughput", "to_shares"]

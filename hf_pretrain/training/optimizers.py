@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainingArguments
 
 from ..runtime.devices import has_bfloat16_units
-from ..runtime.errors import UserError
 
 
 OPTIM_PRESETS = ("adamw", "muon")
@@ -29,12 +28,6 @@ NUM_NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = 0.85
 # Number of elements to orthogonalize at a time. This bounds the memory for gathered copies of sharded matrices.
 MAX_ELEMENTS = 2**24
-
-
-def optimizer_name(args: TrainingArguments) -> str:
-    """Return the name of the optimizer: `muon` with `--optim_preset muon`, otherwise the value of `--optim`."""
-    is_muon = getattr(args, "optim_preset", "adamw") == "muon"
-    return "muon" if is_muon else str(getattr(args.optim, "value", args.optim))
 
 
 def default_learning_rate(optimizer: str, hidden_size: int) -> float:
@@ -50,6 +43,18 @@ def default_learning_rate(optimizer: str, hidden_size: int) -> float:
         hidden_size (`int`): width of the model.
     """
     return (8e-3 if optimizer == "muon" else 2e-3) * 192 / hidden_size
+
+
+def complete_learning_rate(args: Any, hidden_size: int) -> None:
+    """
+    Set the learning rate of pretraining if the user left it out.
+
+    Args:
+        args ([`~training.arguments.LMTrainingArguments`]): the run's training arguments.
+        hidden_size (`int`): width of the model.
+    """
+    if args.learning_rate is None:
+        args.learning_rate = default_learning_rate(args.optim_preset, hidden_size)
 
 
 def embedding_factor(hidden_size: int) -> float:
@@ -136,17 +141,6 @@ class Muon(torch.optim.Optimizer):
         # AdamW shares the group dictionaries and the state, so that schedulers and checkpoints see one optimizer.
         # AdamW's constructor adds its own settings to the groups.
         self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Raise `ValueError` if it has other groups, as in checkpoints of earlier versions."""
-        found, expected = len(state_dict["param_groups"]), len(self.param_groups)
-        if found != expected:
-            raise UserError(
-                f"The checkpoint holds {found} groups of Muon's parameters, and this version makes {expected}: it "
-                "trains the embedding apart from routers and heads. Resume with the version that wrote the "
-                "checkpoint, or pass it as --model_name_or_path to begin a new run from its weights."
-            )
-        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -277,33 +271,13 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     return states.mT if is_tall else states
 
 
-def complete_schedule_kwargs(args: TrainingArguments, num_training_steps: int) -> dict[str, Any]:
-    """
-    Return `lr_scheduler_kwargs` with the parameters that `warmup_stable_decay` and `cosine_with_min_lr` require. The
-    user's own take precedence.
-
-    Returns:
-        `dict`: for `warmup_stable_decay`, a decay over the last 20 % of the steps; for both, a final learning rate of
-        10 % of the peak.
-    """
-    name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    kwargs = dict(args.lr_scheduler_kwargs or {})
-    if name == "warmup_stable_decay":
-        kwargs.setdefault("num_decay_steps", math.ceil(0.2 * num_training_steps))
-        kwargs.setdefault("min_lr_ratio", 0.1)
-    elif name == "cosine_with_min_lr" and not kwargs.keys() & {"min_lr", "min_lr_rate"}:
-        kwargs["min_lr_rate"] = 0.1
-    return kwargs
-
-
 __all__ = [
     "OPTIM_PRESETS",
     "Muon",
     "build_muon",
-    "complete_schedule_kwargs",
+    "complete_learning_rate",
     "default_learning_rate",
     "deepspeed_muon",
     "muon_parameter_groups",
-    "optimizer_name",
     "orthogonalize",
 ]

@@ -27,7 +27,7 @@ from ..runtime.activity import announce
 from ..runtime.allocation import return_freed_blocks
 from ..runtime.ranks import num_local_processes, on_main_process
 from ..weights.adapters import base_model_of
-from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
+from .arguments import MIN_EVAL_STEPS, LMTrainingArguments, optimizer_name
 from .efficiency import (
     flops_per_token,
     held_memory_bytes,
@@ -36,7 +36,6 @@ from .efficiency import (
     reset_peak_memory,
     synchronize,
 )
-from .optimizers import optimizer_name
 
 
 NUM_STEPS = 4

@@ -23,8 +23,7 @@ from ..model.presets import PRESETS
 from ..reports.runs import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..runtime.metrics import HEADLINES
 from ..tokenizer.encoding import encode_prompt
-from .arguments import LMTrainingArguments
-from .optimizers import complete_schedule_kwargs, optimizer_name
+from .arguments import LMTrainingArguments, optimizer_name
 from .run_directory import RunDirectory
 
 
@@ -285,7 +284,7 @@ def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: s
     not_sharded = "DDP" if args.world_size > 1 else "one process"
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
     schedule = SchedulerType(args.lr_scheduler_type).value
-    schedule_kwargs = complete_schedule_kwargs(args, state.max_steps)
+    schedule_kwargs = args.lr_scheduler_kwargs or {}
     return [
         ("tokens seen", f"{state.num_input_tokens_seen:,}"),
         ("optimizer steps", f"{state.global_step:,}"),

@@ -26,8 +26,7 @@ from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
 from ..weights.adapters import is_adapted
-from .arguments import LMTrainingArguments
-from .optimizers import optimizer_name
+from .arguments import LMTrainingArguments, optimizer_name
 
 
 logger = logging.get_logger(__name__)
@@ -41,7 +40,7 @@ _HARMLESS = {
     *("generate_during_eval", "per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics"),
     *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "num_generations_eval", "precompute_ref_batch_size"),
     *("push_to_hub", "num_completions_to_print", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint"),
-    *("allow_inexact_resume", "trust_checkpoint", "on_nonfinite"),
+    *("allow_inexact_resume", "trust_checkpoint"),
     # Processes, devices and kernels. They change at most the rounding.
     *("use_cpu", "full_determinism", "num_proc", "dataset_num_proc", "dataloader_num_workers"),
     *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
@@ -181,6 +180,16 @@ def digest_weights(parameters: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def digest_fixed_weights(model: PreTrainedModel, args: TrainingArguments) -> dict[str, str]:
+    """Return digests of the weights that change the updates but are in no checkpoint, by the role of the weights."""
+    if is_adapted(model):
+        # The base model is also the reference.
+        return {"base model": digest_weights(weight for weight in model.parameters() if not weight.requires_grad)}
+    if isinstance(args, LMTrainingArguments) and args.has_reference:
+        return {"reference model": digest_weights(model.parameters())}
+    return {}
+
+
 class RunDescription:
     """
     All values that must be equal for an exact resume, and the versions.
@@ -227,13 +236,16 @@ class RunDescription:
             words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
             self.contents["vocabulary or chat template"] = _digest(str(words))
 
-    def after(self, state: TrainerState) -> dict[str, Any]:
-        """Return the description, with the progress of the run."""
+    def after(self, state: TrainerState, *, evaluation_is_due: bool = False) -> dict[str, Any]:
+        """
+        Return the description, with the progress of the run and whether the evaluation after its last step is missing.
+        """
         args = self.args
         # Tensor-parallel ranks share their rows.
         data_ranks = args.world_size // (args.tp_size if self.is_ours else 1)
         return {
             "step": state.global_step,
+            "evaluation_is_due": evaluation_is_due,
             "num_tokens": state.num_input_tokens_seen,
             "world_size": args.world_size,
             "threads": torch.get_num_threads(),
@@ -256,16 +268,19 @@ class RunDescription:
                 "between the machines. Make the files equal, and start again."
             )
 
-    def check_resume(self, checkpoint: str, state: TrainerState) -> None:
+    def check_resume(self, checkpoint: str, state: TrainerState) -> bool:
         """
         Warn about differences between this run and the run that saved `checkpoint`. Skip one without a manifest.
+
+        Returns:
+            `bool`: whether a signal cut off the evaluation after the checkpoint's step.
 
         Raises:
             `ValueError`: if this run cannot resume from the checkpoint, or not exactly without
                 `--allow_inexact_resume`.
         """
         if not Path(checkpoint, MANIFEST_NAME).exists():
-            return
+            return False
         then, now = read_manifest(checkpoint)["run"], self.after(state)
         if then.keys() != now.keys():
             raise UserError(
@@ -295,6 +310,7 @@ class RunDescription:
             )
         if inexact:
             logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
+        return bool(then["evaluation_is_due"])
 
 
 def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -350,4 +366,11 @@ def _digest(text: str) -> str:
     return xxhash.xxh3_128(text.encode()).hexdigest()
 
 
-__all__ = ["RunDescription", "describe_config", "describe_data", "describe_settings", "digest_weights"]
+__all__ = [
+    "RunDescription",
+    "describe_config",
+    "describe_data",
+    "describe_settings",
+    "digest_fixed_weights",
+    "digest_weights",
+]

@@ -3,6 +3,7 @@
 the hooks of Trainer (docs/architecture.md). Each part works without a Trainer.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from signal import Signals
 from typing import Any, NoReturn
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
@@ -26,21 +27,25 @@ from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of, is_adapted
-from .arguments import LMTrainingArguments
-from .data_position import DataPosition
-from .deepspeed_support import check_deepspeed_config, let_muon_train, repair_universal_checkpoint
+from .arguments import LMTrainingArguments, optimizer_name
+from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
 from .efficiency import peak_memory_bytes
 from .launch import complete_fsdp_args, launcher
-from .meter import Throughput
-from .nonfinite import EXIT_NOT_FINITE, NonfiniteGuard, find_suspects
-from .optimizer_choice import use_adamw_for_adapter
-from .optimizers import build_muon, complete_schedule_kwargs, optimizer_name
+from .meter import RouterLoad, Throughput, to_shares
+from .optimizers import build_muon, complete_learning_rate
 from .reporting import write_run_card, write_run_page
-from .router_load import RouterLoad, to_shares
 from .row_source import RowSource, inner_loader, is_stream, read_batches
-from .run_description import RunDescription, digest_weights
+from .run_description import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
-from .stopping import EvaluationStopped, StopEvaluationCallback, end_all_ranks, resume_hint
+from .stopping import (
+    EXIT_NOT_FINITE,
+    BeginCallback,
+    RunStopped,
+    StopCallback,
+    describe_some,
+    end_all_ranks,
+    resume_hint,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -52,59 +57,55 @@ class RunTrainer(Trainer):
     with Muon (`--optim_preset muon`, the default of pretraining), and logs `tokens_per_second` and `peak_memory_gib`.
 
     Args:
+        model ([`~transformers.PreTrainedModel`]), args ([`~transformers.TrainingArguments`]), kwargs: the arguments of
+            [`~transformers.Trainer`].
         run_facts ([`~hub.model_card.RunFacts`], *optional*): facts about the data for the model card.
-        args, kwargs: the arguments of [`~transformers.Trainer`].
     """
 
-    def __init__(self, *args: Any, run_facts: RunFacts | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        args: TrainingArguments | None = None,
+        run_facts: RunFacts | None = None,
+        **kwargs: Any,
+    ):
+        args = args or TrainingArguments()
         self.run_facts = run_facts or RunFacts()
+        # Plain `TrainingArguments` have none of our flags.
+        self.lm_args = args if isinstance(args, LMTrainingArguments) else None
         self.signals = SignalListener()
-        # True if a signal cut off the evaluation of the current step; true if the run resumed from such a step.
-        self._evaluation_is_due = self._resumed_before_evaluation = False
-        self._weight_decays: list[float | None] = []
         self._throughput = Throughput()
-        model, training_args = kwargs.get("model", args[0] if args else None), kwargs.get("args")
-        # Digests of weights that change the updates but are in no checkpoint, by role. Compute them now: later, these
-        # weights are wrapped or sharded.
-        self._fixed_weights: dict[str, str] = {}
-        if is_adapted(model):
-            # The base model is also the reference.
-            frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-            self._fixed_weights["base model"] = digest_weights(frozen)
-        # Plain `TrainingArguments` lack the attribute.
-        elif getattr(training_args, "has_reference", False) and isinstance(model, torch.nn.Module):
-            self._fixed_weights["reference model"] = digest_weights(model.parameters())
-        is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
+        self._weight_decays: list[float] = []
+        self._checkpoint: str | None = None
+        self._evaluation_is_due = False
+        # Digest these weights now: later, they are wrapped or sharded.
+        self._fixed_weights = digest_fixed_weights(model, args)
+        # NOTE: Trainer sets `config.use_cache` to this value, for the training pass, but the config is saved with the
+        # model: all programs that load it would recompute the whole text for each token that they generate.
+        args.use_cache = model.config.use_cache
         # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `checkpoints.sharded` saves
         # it, so the constructor must not see the request.
-        is_resumable = is_sharded and training_args is not None and not training_args.save_only_model
-        if is_resumable:
-            training_args.save_only_model = True
-        # Without a model, there is a function that builds one.
-        config = getattr(model, "config", None)
-        use_cache = True if config is None else getattr(config, "use_cache", None)
-        super().__init__(*args, **kwargs)
-        if use_cache is not None:
-            # NOTE: Trainer overwrites it with `args.use_cache`, for the training pass, but it is saved with the model:
-            # all programs that load the model would recompute the whole text for each token that they generate.
-            self.model.config.use_cache = use_cache
-        if is_resumable:
-            training_args.save_only_model = False
+        save_only_model = args.save_only_model
+        args.save_only_model = save_only_model or model.is_distributed_loading_by_transformers
+        super().__init__(model, args=args, **kwargs)
+        args.save_only_model = save_only_model
         # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self.add_callback(StopEvaluationCallback(self.ranks, self.signals))
-        if isinstance(self.args, LMTrainingArguments) and is_adapted(self.model):
-            # A recipe has done this before it wrote its record. In a notebook, the model comes first here.
-            use_adamw_for_adapter(self.args)
-        if self.is_deepspeed_enabled:
-            config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
-            check_deepspeed_config(config, self.args)
-            if optimizer_name(self.args) == "muon":
-                let_muon_train(config)
-        if getattr(self.args, "compiles_layers", False):
+        self.stop = StopCallback(self.ranks, self.signals)
+        self.add_callback(self.stop)
+        self.add_callback(BeginCallback(self._begin_training))
+        if optimizer_name(args) == "muon" and is_adapted(self.model):
+            raise UserError("--optim_preset muon is not possible for an adapter. Pass --optim_preset adamw.")
+        base_model = base_model_of(self.model)
+        complete_learning_rate(args, base_model.config.hidden_size)
+        if base_model.config.tie_word_embeddings:
+            # Files hold a tied head once, as the embedding, and Trainer would warn on resume that it is missing.
+            self.model._keys_to_ignore_on_save = list(base_model._tied_weights_keys or ())
+        if self.lm_args is not None and self.lm_args.compiles_layers:
             # Trainer would compile the whole model, again for each length of a batch and for each mode.
-            for layer in base_model_of(self.model).model.layers:
-                layer.compile(**self.args.compile_options)
+            for layer in base_model.model.layers:
+                layer.compile(**self.lm_args.compile_options)
 
     # Parts and devices
 
@@ -116,8 +117,6 @@ class RunTrainer(Trainer):
             keep_freed_blocks()
         # Make the parts here: the rest of Trainer's constructor already needs some of them.
         self.ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
-        # Plain `TrainingArguments` lack the flag.
-        self.guard = NonfiniteGuard(args.output_dir, skips=getattr(args, "on_nonfinite", "stop") == "skip")
         self.writer = CheckpointWriter(
             args, lambda: checkpoint_bytes(self.model, args, uses_deepspeed=self.is_deepspeed_enabled)
         )
@@ -148,43 +147,44 @@ class RunTrainer(Trainer):
         if self.optimizer is None and optimizer_name(self.args) == "muon":
             self.optimizer = build_muon(model or self.model, self.args, uses_deepspeed=self.is_deepspeed_enabled)
         optimizer = super().create_optimizer(model)
-        # Remember the weight decay of each group: DeepSpeed's universal checkpoints lose it, and
-        # `repair_universal_checkpoint` restores it. An optimizer from a DeepSpeed config has no groups yet.
-        self._weight_decays = [group.get("weight_decay") for group in getattr(optimizer, "param_groups", ())]
+        if isinstance(optimizer, torch.optim.Optimizer):
+            # DeepSpeed's universal checkpoints lose them, and `repair_universal_checkpoint` restores them.
+            self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         given = self.args.lr_scheduler_kwargs
-        # NOTE: Trainer reads them from the arguments. Restore them, because a later resume compares them.
-        self.args.lr_scheduler_kwargs = complete_schedule_kwargs(self.args, num_training_steps)
-        try:
-            return super().create_scheduler(num_training_steps, optimizer)
-        finally:
-            self.args.lr_scheduler_kwargs = given
+        # NOTE: transformers has no defaults. Restore the arguments, because a later resume compares them.
+        if self.args.lr_scheduler_type == "warmup_stable_decay":
+            own = {"num_decay_steps": math.ceil(0.2 * num_training_steps), "min_lr_ratio": 0.1}
+            self.args.lr_scheduler_kwargs = own | (given or {})
+        elif self.args.lr_scheduler_type == "cosine_with_min_lr":
+            self.args.lr_scheduler_kwargs = given or {"min_lr_rate": 0.1}
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self.args.lr_scheduler_kwargs = given
+        return scheduler
 
     def _other_arguments(self) -> list[Any]:
         """Return the arguments of the run besides `args`. Subclasses that get more override this method."""
-        # Plain `TrainingArguments` lack the attribute.
-        return list(getattr(self.args, "other_arguments", ()))
+        return [] if self.lm_args is None else list(self.lm_args.other_arguments)
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         """Return the rows that a data loader reads. Subclasses override this method instead of `_get_dataloader`."""
         return RowSource(dataset, batch_size, sampler_fn)
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **kwargs):
-        # NOTE: Trainer reads the collator from its attribute and takes no argument for it.
+        # NOTE: `get_train_dataloader` builds samplers and workers, too, and TRL's trainers call this method.
         source = self._row_source(dataset, description, batch_size, sampler_fn, is_training)
+        # NOTE: Trainer reads the collator from its attribute and takes no argument for it.
         collator: Any = self.data_collator
         drops_last = self.args.dataloader_drop_last
         self.data_collator = source.collator or collator
         # The flag is about training. An evaluation covers the whole set.
         self.args.dataloader_drop_last = drops_last and is_training
-        try:
-            loader = super()._get_dataloader(
-                source.dataset, description, source.batch_size, source.sampler_fn, is_training, **kwargs
-            )
-        finally:
-            self.data_collator, self.args.dataloader_drop_last = collator, drops_last
+        loader = super()._get_dataloader(
+            source.dataset, description, source.batch_size, source.sampler_fn, is_training, **kwargs
+        )
+        self.data_collator, self.args.dataloader_drop_last = collator, drops_last
         # A launcher sends SIGTERM to the whole process group. The run still needs its workers to finish the step.
         let_workers_survive_one_sigterm(inner_loader(loader))
         return loader
@@ -209,103 +209,70 @@ class RunTrainer(Trainer):
         watch_launcher(launcher())
         with self.signals.listening():
             with self.ranks.naming_missing():
-                if self.model_init is not None:
-                    # NOTE: a search deletes the model of each trial, and Trainer builds the next one later.
-                    self.model = self.call_model_init(trial)
-                self.description = RunDescription(
-                    self.args,
-                    self._layout,
-                    self.train_dataset,
-                    self.accelerator.unwrap_model(self.model),
-                    tokenizer=self.processing_class,
-                    others=self._other_arguments(),
-                    # Under ZeRO-3, each rank has digested its own shards.
-                    fixed_weights=self.ranks.gather(self._fixed_weights)[0],
-                )
-                self.description.check_same_data(self.ranks)
-                if resume_from_checkpoint is True:
-                    output_dir = self.args.output_dir
-                    resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(output_dir))
-                if resume_from_checkpoint:
-                    self.description.check_resume(str(resume_from_checkpoint), self.state)
-                on_main_process(self.args, self.writer.check_space)
+                self._describe_run(resume_from_checkpoint)
             with RunDirectory(self.args).locked():
                 try:
                     # The page takes seconds, so write it after this block: the other ranks wait for the roll call.
                     with self.ranks.naming_missing():
-                        output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
-                    if self.state.global_step == 0:
-                        # Trainer only warns.
-                        raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
-                    self.pusher.finish()
-                    return output
-                except EvaluationStopped as stopped:
-                    # `_maybe_log_save_evaluate` handles all evaluations except the one before the first step.
-                    self._stop(stopped.number, "Nothing was trained since the run was started.")
+                        output = super().train(self._checkpoint, trial, *args, **kwargs)
+                except RunStopped as stopped:
+                    self._stop(stopped.number)
                 except (Exception, SystemExit) as error:
                     if not self.signals.is_ending:
                         # Nothing else has recorded why the run ends. The writer of checkpoints raises `SystemExit`.
                         what = "a checkpoint could not be saved" if isinstance(error, SystemExit) else repr(error)
                         self._record_stop(what)
                     raise
+                self.pusher.finish()
+                return output
 
-    # Resuming and stopping
+    def _describe_run(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
+        self.description = RunDescription(
+            self.args,
+            self._layout,
+            self.train_dataset,
+            self.accelerator.unwrap_model(self.model),
+            tokenizer=self.processing_class,
+            others=self._other_arguments(),
+            # Under ZeRO-3, each rank has digested its own shards.
+            fixed_weights=self.ranks.gather(self._fixed_weights)[0],
+        )
+        self.description.check_same_data(self.ranks)
+        if resume_from_checkpoint is True:
+            output_dir = self.args.output_dir
+            resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(output_dir))
+        self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._evaluation_is_due = False
+        if self._checkpoint is not None:
+            self._evaluation_is_due = self.description.check_resume(self._checkpoint, self.state)
+        on_main_process(self.args, self.writer.check_space)
 
-    def _init_training_state(self, max_steps, num_steps_per_epoch, num_epochs, checkpoint, trial):
-        progress = super()._init_training_state(max_steps, num_steps_per_epoch, num_epochs, checkpoint, trial)
-        self._evaluation_is_due = self._resumed_before_evaluation = False
+    def _begin_training(self) -> None:
+        """Prepare the parts for the first step, and make up for an evaluation that a signal cut off."""
         self._throughput = Throughput(self.state.num_input_tokens_seen)
-        if checkpoint is None:
-            return progress
-        position = DataPosition.load(checkpoint) or DataPosition()
-        self.guard.num_skipped = position.num_skipped_steps
-        # The run that wrote the checkpoint has evaluated before its first step. Evaluate again only if it was cut off.
-        self.args.eval_on_start = self._resumed_before_evaluation = position.evaluation_is_due
-        if self.state.global_step >= max_steps:
-            # NOTE: Trainer would train a finished run for one more step. If it starts after the last pass, it ends at
-            # once.
-            return num_epochs, 0
-        return self._resume_position(position, progress, num_steps_per_epoch)
+        if self._checkpoint is not None:
+            # The run that wrote the checkpoint has evaluated before its first step.
+            self.args.eval_on_start = False
+        if self._evaluation_is_due:
+            # NOTE: `eval_on_start` would neither choose the best model nor step schedules that follow the metrics.
+            metrics = self._evaluate(None, None)
+            if self._determine_best_metric(metrics, None):
+                self.state.best_model_checkpoint = self._checkpoint
 
-    def _resume_position(self, position: DataPosition, progress, num_steps_per_epoch) -> tuple[int, int]:
-        """
-        Return the pass over the data to resume in, and the number of its micro-batches that each rank has taken.
-        Trainer derives `progress` from the number of steps. Subclasses that save more override this method.
-        """
-        return progress
+    # Stopping
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        # NOTE: Trainer ignores the result of an evaluation before the first step. On resume, it may be the evaluation
-        # that a signal cut off. Its result counts for the best model and for schedules that read the metrics.
-        is_due = skip_scheduler and self._resumed_before_evaluation
-        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler and not is_due)
-        if is_due and self._determine_best_metric(metrics, trial):
-            checkpoint = checkpoint_path(self.args.output_dir, self.state.global_step)
-            if on_main_process(self.args, checkpoint.is_dir):
-                self.state.best_model_checkpoint = str(checkpoint)
-        return metrics
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # A collective in every step: a signal may reach only one rank, and all must stop after the same step.
-        number = self.ranks.largest(self.signals.number)
-        if not number:
-            try:
-                super()._maybe_log_save_evaluate(*args, **kwargs)
-                return
-            except EvaluationStopped as stopped:
-                number = stopped.number
-                # Trainer logs before it evaluates, so the log is written. The evaluation runs on resume.
-                self.control.should_log, self.control.should_evaluate = False, True
-        self._evaluation_is_due = self.control.should_evaluate
-        self.control.should_save, self.control.should_evaluate = True, False
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        # `_stop` raises, so Trainer never reaches its own call. Callbacks close their files and trackers here.
+    def _stop(self, number: int) -> NoReturn:
+        """Save the run if a signal cut off its evaluation, and end all ranks."""
+        if self.stop.cut_off_evaluation and self.stop.num_steps:
+            self.stop.evaluation_is_due = True
+            self._save_checkpoint(self.model, trial=None)
+        # Callbacks close their files and trackers here.
         self.callback_handler.on_train_end(self.args, self.state, self.control)
-        self._stop(number, resume_hint(self.args))
-
-    def _stop(self, number: int, hint: str) -> NoReturn:
-        name = Signals(number).name
+        name, hint = Signals(number).name, "Nothing was trained since the run was started."
         self._record_stop(name)
+        if self.stop.num_steps:
+            hint = resume_hint(self.args)
         self._end(128 + number, f"Stopped by {name} after step {self.state.global_step}. {hint}")
 
     def _record_stop(self, why: str) -> None:
@@ -323,18 +290,24 @@ class RunTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         if not self.is_in_train:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self._read_step(epoch_iterator, num_batches, device)
+        if self.state.global_step >= self.state.max_steps:
+            # NOTE: Trainer would train a finished run for one more step.
+            self.control.should_training_stop = True
+            return [], None
+        iterator = self._read_batches(epoch_iterator, num_batches)
         self._throughput.begin()
-        return batches
+        batches, num_items = super().get_batch_samples(iterator, num_batches, device)
+        if not batches and self.state.global_step == 0:
+            # Trainer only warns.
+            raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
+        return batches, num_items
 
-    def _read_step(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
-        """Return the batches of a step. If a stream cannot be read, save a checkpoint and raise its error."""
-        # A copy, because Trainer adds to this tensor.
-        self._loss_before_step = self._tr_loss.clone()
+    def _read_batches(self, iterator: Iterator, num_batches: int) -> Iterator:
+        """Return an iterator over the batches of a step. If a stream cannot be read, save, and raise its error."""
         if self.args.world_size > 1 and not is_stream(self.train_dataset):
             # With several ranks, the check below costs one more collective per step. Only streams pay for it.
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches, error = read_batches(epoch_iterator, num_batches)
+            return iterator
+        batches, error = read_batches(iterator, num_batches)
         if self.ranks.largest(int(error is not None)):
             step = self.state.global_step
             if step and not on_main_process(self.args, checkpoint_path(self.args.output_dir, step).is_dir):
@@ -343,7 +316,7 @@ class RunTrainer(Trainer):
                 message = f"The data could not be read after step {step}. {resume_hint(self.args)}"
                 print(message, file=sys.stderr, flush=True)
             raise error or RuntimeError("Another rank could not read its data: see its output.")
-        return super().get_batch_samples(iter(batches), num_batches, device)
+        return iter(batches)
 
     def _plan_lines(self) -> list[tuple[str, str]]:
         """Return further lines of a dry run's plan, each with its label. Subclasses override it."""
@@ -355,7 +328,7 @@ class RunTrainer(Trainer):
         # NOTE: Trainer has no public hook between the gradient's norm and the update. DeepSpeed has already updated
         # the weights.
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if getattr(self.accelerator, "scaler", None) is None:
+        if self.accelerator.scaler is None:
             if grad_norm is not None and not torch.as_tensor(grad_norm).isfinite().all():
                 self._meet_nonfinite(f"The gradient's norm is {float(grad_norm)}")
         # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
@@ -370,35 +343,25 @@ class RunTrainer(Trainer):
         """Return whether the losses of this rank's step are finite. Subclasses that see them override this method."""
         return True
 
-    def _describe_step(self) -> list[dict[str, Any]]:
-        """Return this rank's rows of the step, each with `is_finite` for its micro-batch. Subclasses override it."""
+    def _suspects(self) -> list[str]:
+        """Return this rank's rows that may have caused a non-finite step. Subclasses override this method."""
         return []
 
-    def _meet_nonfinite(self, what: str) -> None:
-        """Stop the run, or skip this step's update. All ranks call it."""
-        step = self.state.global_step + 1
-        rows = find_suspects([row for part in self.ranks.gather(self._describe_step()) for row in part])
-        on_main_process(self.args, lambda: self.guard.write_report(step, what, rows))
-        is_skipped, message = self.guard.decide(step, what, rows)
-        if not is_skipped:
-            self._record_stop(message)
-            self._end(EXIT_NOT_FINITE, message)
-        if self.is_world_process_zero():
-            logger.warning(message)
-        self._skip_step()
-
-    def _skip_step(self) -> None:
-        """Exclude the current step from the weights and from the logged means."""
-        self.model_wrapped.zero_grad(set_to_none=True)
-        self._tr_loss.copy_(self._loss_before_step)
-        # Trainer divides the sum of the losses by the number of steps since this one.
-        self._globalstep_last_logged += 1
+    def _meet_nonfinite(self, what: str) -> NoReturn:
+        """End the run before the update. All ranks call this method."""
+        suspects = [row for part in self.ranks.gather(self._suspects()) for row in part]
+        rows = f" It took the rows {describe_some(suspects)}." if suspects else ""
+        message = (
+            f"{what} in step {self.state.global_step + 1}.{rows} The run stopped before the update, and the "
+            f"checkpoints in {self.args.output_dir} are intact. Look at the rows, or resume with a lower "
+            "--learning_rate and --allow_inexact_resume."
+        )
+        self._record_stop(message)
+        self._end(EXIT_NOT_FINITE, message)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             logs |= self._measure()
-        if self.guard.num_skipped:
-            logs["skipped_steps"] = self.guard.num_skipped
         super().log(logs, *args, **kwargs)
 
     def _measure(self) -> dict[str, float]:
@@ -421,10 +384,6 @@ class RunTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.writer.directory or super()._get_output_dir(trial))
 
-    def _data_position(self) -> DataPosition:
-        """Return the position to save with a checkpoint."""
-        return DataPosition(evaluation_is_due=self._evaluation_is_due, num_skipped_steps=self.guard.num_skipped)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._throughput.paused():
             self._write_checkpoint(model, trial)
@@ -432,7 +391,7 @@ class RunTrainer(Trainer):
     def _write_checkpoint(self, model: Any, trial: Any) -> None:
         """Write, push and rotate."""
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
-        run = self.description.after(self.state)
+        run = self.description.after(self.state, evaluation_is_due=self.stop.evaluation_is_due)
         with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:
             super()._save_checkpoint(model, trial)
             # Trainer recorded the path in `.saving/` as the best checkpoint.
@@ -445,11 +404,8 @@ class RunTrainer(Trainer):
             rotate_checkpoints(target, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
     def _add_files(self, directory: Path) -> None:
-        """Write the files of a checkpoint that Trainer does not write, or not correctly."""
-        # Trainer wrote the state before the path of the best checkpoint was corrected.
+        """Write the state again: Trainer wrote it before the path of the best checkpoint was corrected."""
         self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
-        if not self.args.save_only_model:
-            self._data_position().save(directory)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
@@ -458,23 +414,26 @@ class RunTrainer(Trainer):
         """
         if self.writer.directory is not None:
             # Trainer calls this method within `_save_checkpoint`, which renames the files itself.
-            super().save_model(output_dir, _internal_call=True)
+            self._write_model(output_dir)
             return
         directory = Path(output_dir or self.args.output_dir)
         with self.writer.writing_model(directory) as source:
-            super().save_model(str(source), _internal_call=True)
+            self._write_model(str(source))
+
+    def _write_model(self, directory: str) -> None:
+        """Write the whole model to a directory. All ranks must call this method."""
+        model, weights = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), None
+        if self.is_deepspeed_enabled:
+            model, weights = gather_from_deepspeed(self.accelerator, self.model_wrapped, model)
+        elif self.is_fsdp_enabled:
+            weights = self.accelerator.get_state_dict(self.model)
+        # With a model that transformers shards, `write_model` is a collective that all ranks must enter.
+        if self.args.should_save or self.is_distributed_loading_by_transformers:
+            write_model(directory, model, self.processing_class, weights, is_writer=self.args.should_save)
 
     def save_state(self) -> None:
         with self.writer.reporting_full_disks(Path(self.args.output_dir, TRAINER_STATE_NAME)):
             super().save_state()
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # With a sharded model, `write_model` is a collective that all ranks must enter.
-        if not self.args.should_save and not self.is_distributed_loading_by_transformers:
-            return
-        directory = output_dir or self.args.output_dir
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        write_model(directory, model, self.processing_class, state_dict, is_writer=self.args.should_save)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:
@@ -494,13 +453,6 @@ class RunTrainer(Trainer):
             sharded.load_weights(self.state.best_model_checkpoint, self.model)
         else:
             super()._load_best_model()
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # NOTE: safetensors files hold a tied head once, as the embedding. Trainer would warn that the head is missing.
-        model = base_model_of(self.model)
-        tied = set(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.is_distributed_loading_by_transformers:
@@ -522,12 +474,12 @@ class RunTrainer(Trainer):
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Write the card of a run to `output_dir`. With plain `TrainingArguments`, Trainer writes its own."""
-        if not isinstance(self.args, LMTrainingArguments):
+        if self.lm_args is None:
             super().create_model_card(**kwargs)
         elif self.is_world_process_zero():
             model = self.accelerator.unwrap_model(self.model)
             repo_id = self.hub_model_id or Path(self.args.output_dir).name
-            write_run_card(self.args, model, self.state, self.run_facts, repo_id, self._layout)
+            write_run_card(self.lm_args, model, self.state, self.run_facts, repo_id, self._layout)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: Trainer would push an incomplete checkpoint. `_save_checkpoint` pushes the complete one."""

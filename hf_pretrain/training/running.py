@@ -17,6 +17,7 @@ from ..runtime.ranks import on_main_process
 from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import base_model_of
+from ..weights.model_arguments import ModelArguments
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
     EvaluationIntervalCallback,
@@ -26,7 +27,7 @@ from .callbacks import (
     SampleCallback,
 )
 from .launch import choose_cpu_threads
-from .optimizer_choice import keep_optimizer
+from .optimizers import complete_learning_rate
 from .plan import begin_dry_run, format_plan
 from .reporting import (
     format_report,
@@ -57,13 +58,15 @@ class RunResults:
     samples: list[tuple[str, str]] = field(default_factory=list)
 
 
-def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool = False) -> str | None:
+def begin_run(
+    training_args: LMTrainingArguments, model_args: ModelArguments, *others: Any, streaming: bool = False
+) -> str | None:
     """
     Lock `output_dir`, choose the checkpoint to resume from, keep its optimizer and its number of threads, seed all
     random numbers, print the devices, and record the run with all its arguments (`run_directory.py`).
 
     Args:
-        training_args ([`LMTrainingArguments`]): the run's training arguments.
+        training_args ([`LMTrainingArguments`]), model_args ([`ModelArguments`]): the run's arguments.
         others (dataclasses): its other arguments, for the record.
         streaming (`bool`): whether the training data are streamed.
 
@@ -74,7 +77,8 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         `ValueError`: for a stream without `--max_steps`, if another run writes into `output_dir`, and in the cases of
             [`~training.resuming.checkpoint_to_resume`].
     """
-    training_args.other_arguments = others
+    training_args.other_arguments = (model_args, *others)
+    complete_learning_rate(training_args, model_args.hidden_size)
     if streaming and training_args.max_steps < 1:
         raise UserError(
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
@@ -85,7 +89,6 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         if not is_resumed(training_args):
             directory.check_unused()
         begin_dry_run(training_args)
-        keep_optimizer(training_args, others, checkpoint=None)
         choose_cpu_threads(training_args)
         set_seed(training_args.seed)
         if training_args.process_index == 0:
@@ -96,7 +99,6 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
     watch_launcher(training_args.launcher)
     directory.lock(is_resumed=is_resumed(training_args))
     checkpoint = checkpoint_to_resume(training_args)
-    keep_optimizer(training_args, others, checkpoint=checkpoint)
     choose_cpu_threads(training_args, checkpoint)
     # Reseed: launchers consume different amounts of randomness.
     set_seed(training_args.seed)
@@ -106,7 +108,7 @@ def begin_run(training_args: LMTrainingArguments, *others: Any, streaming: bool 
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
         name_tracked_run(training_args, checkpoint=checkpoint)
-        directory.record_start(training_args, others, checkpoint=checkpoint)
+        directory.record_start(training_args, training_args.other_arguments, checkpoint=checkpoint)
         rows = f"{training_args.rows_per_step:,} rows per step"
         print(f"{training_args.launch_description}; {rows}; {describe_found()}")
 

@@ -1,8 +1,8 @@
 """Stop a run before its last step, on all ranks together. docs/checkpoints.md lists what ends a run."""
 
-import atexit
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from accelerate.utils import wait_for_everyone
@@ -12,29 +12,70 @@ from ..runtime.ranks import Ranks
 from ..runtime.signals import SignalListener
 
 
-class EvaluationStopped(Exception):
-    """Exception that ends an evaluation because a signal arrived."""
+# EX_DATAERR of sysexits.h.
+EXIT_NOT_FINITE = 65
+
+
+class RunStopped(Exception):
+    """Exception that ends the training because a signal arrived."""
 
     def __init__(self, number: int):
         self.number = number
 
 
-class StopEvaluationCallback(TrainerCallback):
-    """Raise [`EvaluationStopped`] in the evaluations of a training run, once any rank has received a signal."""
+class StopCallback(TrainerCallback):
+    """
+    Stop a training run once any rank has received a signal: after the step, once its checkpoint is saved, or at once
+    during an evaluation. Then raise [`RunStopped`].
+
+    Attributes:
+        num_steps (`int`): number of steps since the training began.
+        cut_off_evaluation (`bool`): the signal arrived during an evaluation.
+        evaluation_is_due (`bool`): the stop left an evaluation out. It runs on resume.
+    """
 
     def __init__(self, ranks: Ranks, signals: SignalListener):
         self.ranks, self.signals = ranks, signals
-        self.is_training = False
+        self._is_training = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._number = self.num_steps = 0
+        self.cut_off_evaluation = self.evaluation_is_due = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.is_training = True
+        self._reset()
+        self._is_training = True
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.is_training = False
+        self._is_training = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.num_steps += 1
+        # A collective in every step: a signal may reach only one rank, and all must stop after the same step.
+        self._number = self.ranks.largest(self.signals.number)
+        if self._number:
+            self.evaluation_is_due = control.should_evaluate
+            control.should_save, control.should_evaluate = True, False
+
+    def on_save(self, args, state, control, **kwargs):
+        if self._number:
+            raise RunStopped(self._number)
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        if self.is_training and (number := self.ranks.largest(self.signals.number)):
-            raise EvaluationStopped(number)
+        if self._is_training and (number := self.ranks.largest(self.signals.number)):
+            self.cut_off_evaluation = True
+            raise RunStopped(number)
+
+
+class BeginCallback(TrainerCallback):
+    """Call a function before the first step, after the model is loaded."""
+
+    def __init__(self, begin: Callable[[], None]):
+        self.begin = begin
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begin()
 
 
 def resume_hint(args: TrainingArguments) -> str:
@@ -47,6 +88,12 @@ def resume_hint(args: TrainingArguments) -> str:
     return f"Its checkpoint is in {args.output_dir}. {hint}"
 
 
+def describe_some(parts: Sequence[str], limit: int = 8) -> str:
+    """Return the first texts of a list, and the number of the others."""
+    more = f" and {len(parts) - limit} more" if len(parts) > limit else ""
+    return ", ".join(parts[:limit]) + more
+
+
 def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:
     """
     Exit with `status` once all ranks have called this function: launchers kill the remaining ranks as soon as one
@@ -57,10 +104,18 @@ def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:
     wait_for_everyone()
     if signals.is_impatient:
         # NOTE: an ordinary exit waits for the threads of huggingface_hub that are still uploading.
-        atexit._run_exitfuncs()
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
     raise SystemExit(status)
 
 
-__all__ = ["EvaluationStopped", "StopEvaluationCallback", "end_all_ranks", "resume_hint"]
+__all__ = [
+    "EXIT_NOT_FINITE",
+    "BeginCallback",
+    "RunStopped",
+    "StopCallback",
+    "describe_some",
+    "end_all_ranks",
+    "resume_hint",
+]

@@ -23,26 +23,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
 
 from ..data.collators import DataCollatorForPackedRows
-from ..data.padding_rows import PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN, PaddingRowCollator
+from ..data.padding_rows import ROW_NUMBER_COLUMN, PaddingRowCollator
 from ..model.loss import IGNORE_INDEX, find_documents, prediction_weights
-from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..tokenizer.loading import token_byte_lengths
-from ..weights.adapters import base_model_of, is_adapted
+from ..weights.adapters import base_model_of
 from .arguments import LMTrainingArguments
-from .data_position import DataPosition, PositionTracker
-from .deepspeed_support import float32_weights
 from .efficiency import PeakRate, flops_per_token
-from .meter import Meter
-from .router_load import RouterLoad
+from .meter import Meter, RouterLoad
 from .row_source import RowSource, fit_batch_size, pad_rows
 from .run_trainer import RunTrainer
 
 
-logger = logging.get_logger(__name__)
+# Tokens of each suspect row in the message about a step that is not finite.
+_SHOWN_TOKENS = 16
 
 
 class MaskedLossTrainer(RunTrainer):
@@ -67,9 +63,12 @@ class MaskedLossTrainer(RunTrainer):
         `ValueError`: for arguments that the masked loss does not support.
     """
 
+    # The sums of a whole step divide the loss.
+    loss_is_scaled_for_ga = True
+
     def __init__(
         self,
-        model: PreTrainedModel | None = None,
+        model: PreTrainedModel,
         args: TrainingArguments | None = None,
         data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
         train_dataset: Any = None,
@@ -80,16 +79,18 @@ class MaskedLossTrainer(RunTrainer):
         if eval_dataset is None and isinstance(args, LMTrainingArguments):
             # Our arguments evaluate by default, and Trainer refuses to evaluate without data.
             args.evaluate_never()
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
-        super().__init__(model=model, args=args, data_collator=data_collator, **data, **kwargs)
         if data_collator is None:
             # transformers' default collators do not pad `input_ids` without a tokenizer, and make no labels.
-            # Configs of other packages may lack the field.
-            pad_token_id = getattr(base_model_of(self.model).config, "pad_token_id", None)
-            self.data_collator: Any = DataCollatorForPackedRows(0 if pad_token_id is None else pad_token_id)
+            data_collator = DataCollatorForPackedRows(base_model_of(model).config.pad_token_id or 0)
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        super().__init__(model, args=args, data_collator=data_collator, **data, **kwargs)
         self._check_arguments()
-        self._tracker = PositionTracker()
-        self.add_callback(self._tracker)
+        # The collators read columns that `forward` does not name.
+        self.args.remove_unused_columns = False
+        # The meter counts tokens once per step, on the device, and `log` adds them.
+        self.args.include_num_input_tokens_seen = "no"
+        # Trainer would count items that `get_batch_samples` counts, and pass them to the model.
+        self.model_accepts_loss_kwargs = False
         self._is_evaluating = self._wants_loss_alone = False
         # One tensor (3,) per evaluated batch: the sum of w * CE, the sum of w, and the number of bytes.
         self._eval_sums: list[torch.Tensor] = []
@@ -151,81 +152,31 @@ class MaskedLossTrainer(RunTrainer):
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             multiple = batch_size * num_ranks * accumulation
             dataset, sampler_fn = pad_rows(dataset, sampler_fn, multiple, seed=seed, is_training=is_training)
-        vocab_size = getattr(self.accelerator.unwrap_model(self.model).config, "vocab_size", None)
+        vocab_size = self.accelerator.unwrap_model(self.model).config.vocab_size
         # The model takes no row numbers. `get_batch_samples` removes them in a run, and a caller's own loop does not.
         is_numbered = is_training and self.is_in_train
         collator = PaddingRowCollator(self.data_collator, is_numbered=is_numbered, vocab_size=vocab_size)
         return RowSource(dataset, batch_size, sampler_fn, collator)
 
-    def _set_signature_columns_if_needed(self):
-        # Trainer drops the columns that `forward` does not name. The collator consumes these.
-        super()._set_signature_columns_if_needed()
-        self._signature_columns = list(
-            {*self._signature_columns, "seq_lengths", PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN}
-        )
-
-    # The position in the data
-
-    def _data_position(self) -> DataPosition:
-        # Rows instead of batches, because a resume may use another world size at the same global batch size.
-        num_rows = self._tracker.num_batches * self.args.per_device_train_batch_size * self.data_parallel_size
-        return DataPosition(self._tracker.epoch, num_rows, self._evaluation_is_due, self.guard.num_skipped)
-
-    def _resume_position(self, position: DataPosition, progress, num_steps_per_epoch) -> tuple[int, int]:
-        epoch, num_batches = progress
-        accumulation = self.args.gradient_accumulation_steps
-        if position.epoch is not None and not self.args.ignore_data_skip:
-            rows_per_step = self.args.per_device_train_batch_size * self.data_parallel_size * accumulation
-            epoch, num_batches = position.epoch, position.num_rows // rows_per_step * accumulation
-        # NOTE: at the end of a pass, name the next pass: only then does Trainer restore the random numbers.
-        return (epoch, num_batches) if num_batches // accumulation < num_steps_per_epoch else (epoch + 1, 0)
-
     # Loss
 
     def get_batch_samples(self, *args, **kwargs):
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._tracker.num_batches += len(batches)
-        if self._meter is not None:
-            self._meter.begin_step()
+        """Return the batches of a step, and the sum of their weights over all ranks."""
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        return batches, self._begin_step(batches) if batches else None
+
+    def _begin_step(self, batches: list[dict[str, Any]]) -> torch.Tensor:
+        """
+        Return the sum of the weights over all micro-batches of a step and all ranks, and keep the number of documents,
+        the number of tokens and the rows.
+        """
         # Reports about non-finite steps need the row numbers, and the model has no such input.
         self._step_rows = [
             (batch.pop(ROW_NUMBER_COLUMN), batch["input_ids"]) for batch in batches if ROW_NUMBER_COLUMN in batch
         ]
         self._step_is_finite = []
-        return batches, num_items
-
-    def _skip_step(self):
-        super()._skip_step()
-        self._meter.skip_step()
-
-    def _describe_step(self) -> list[dict[str, Any]]:
-        rows = []
-        for (numbers, input_ids), is_finite in zip(self._step_rows, self._step_is_finite, strict=True):
-            for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True):
-                # Padding rows have the number -1.
-                if number >= 0:
-                    text = self.processing_class.decode(ids) if self.processing_class is not None else None
-                    rows.append({"row_number": number, "is_finite": bool(is_finite), "input_ids": ids, "text": text})
-        return rows
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """
-        Return the sum of the weights over all micro-batches of a step and all ranks, and keep the number of documents
-        and tokens. In evaluation, return the sum over this rank's batch only.
-        """
-        if not batch_samples or "labels" not in batch_samples[0]:
-            return None
-        if batch_samples[0]["labels"].dim() != 2:
-            raise UserError(
-                f"The labels have the shape {tuple(batch_samples[0]['labels'].shape)}. MaskedLossTrainer predicts "
-                "tokens, and needs one label per token. Use transformers' Trainer for a sequence classifier."
-            )
-        columns = zip(*map(self._count, batch_samples), strict=True)
-        weights, counts = (torch.stack(column).sum(0).to(device) for column in columns)
-        if self._is_evaluating:
-            # Evaluation sums over batches and ranks at its end, in `_add_up`.
-            self._eval_weight = weights
-            return weights
+        columns = zip(*map(self._count, batches), strict=True)
+        weights, counts = (torch.stack(column).sum(0).to(self.args.device) for column in columns)
         if self.accelerator.num_processes > 1:
             weights, counts = self.accelerator.reduce((weights, counts), "sum")
             # Tensor-parallel ranks see the same rows, so the sum counts each row once per such rank.
@@ -237,6 +188,19 @@ class MaskedLossTrainer(RunTrainer):
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
 
+    def _suspects(self) -> list[str]:
+        rows = [
+            (number, bool(is_finite), ids)
+            for (numbers, input_ids), is_finite in zip(self._step_rows, self._step_is_finite, strict=True)
+            for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True)
+            # Padding rows have the number -1.
+            if number >= 0
+        ]
+        # If only the gradient is not finite, all rows are suspects.
+        suspects = [row for row in rows if not row[1]] or rows
+        decode = self.processing_class.decode if self.processing_class is not None else str
+        return [f"{number} ({decode(ids[:_SHOWN_TOKENS])!r} ...)" for number, _, ids in suspects]
+
     @staticmethod
     def _count(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -247,6 +211,11 @@ class MaskedLossTrainer(RunTrainer):
         step. Tokens are summed over a whole run and are therefore integers.
         """
         labels, loss_mask = batch["labels"], batch.get("loss_mask")
+        if labels.dim() != 2:
+            raise UserError(
+                f"The labels have the shape {tuple(labels.shape)}. MaskedLossTrainer predicts tokens, and needs one "
+                "label per token. Use transformers' Trainer for a sequence classifier."
+            )
         documents = find_documents(
             labels.shape,
             device=labels.device,
@@ -269,24 +238,13 @@ class MaskedLossTrainer(RunTrainer):
         return prepared
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if num_items_in_batch is None:
-            # The caller takes a step of its own, from this batch alone.
-            self._step_rows, self._step_is_finite = [], []
-            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        if self.compute_loss_func is not None or num_items_in_batch is None:
+        if self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
-            # A divisor of 1 gives the sum over the batch. `evaluation_loop` adds the sums of all batches and divides.
-            # Ask for router logits only if the caller reads nothing but the loss: other outputs must not contain them.
-            asked = {"output_router_logits": True} if self._has_experts and self._wants_loss_alone else {}
-            outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits, **asked)
-            self._check_outputs(outputs)
-            self._add_to_evaluation(outputs, inputs)
-            # Trainer averages this loss over batches; `evaluation_loop` replaces the average. Without a predicted
-            # token, the loss is 0 instead of 0 / 0.
-            loss = outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny)
-            return (loss, outputs) if return_outputs else loss
-
+            return self._evaluate_batch(model, inputs)
+        if num_items_in_batch is None:
+            # The caller takes a step of its own, from this batch alone.
+            num_items_in_batch = self._begin_step([inputs])
         outputs = model(
             **inputs,
             num_items_in_batch=num_items_in_batch,
@@ -300,6 +258,19 @@ class MaskedLossTrainer(RunTrainer):
         # DDP, FSDP and DeepSpeed average the gradients over the ranks. The loss is a share of a sum, so undo the mean.
         loss = self._mark_if_not_finite(loss * self.data_parallel_size)
         return (loss, outputs) if return_outputs else loss
+
+    def _evaluate_batch(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        """Return the loss of a batch of a validation set, and the outputs of the model."""
+        self._eval_weight = self._count(inputs)[0]
+        # A divisor of 1 gives the sum over the batch. `evaluation_loop` adds the sums of all batches and divides.
+        # Ask for router logits only if the caller reads nothing but the loss: other outputs must not contain them.
+        asked = {"output_router_logits": True} if self._has_experts and self._wants_loss_alone else {}
+        outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits, **asked)
+        self._check_outputs(outputs)
+        self._add_to_evaluation(outputs, inputs)
+        # Trainer averages this loss over batches; `evaluation_loop` replaces the average. Without a predicted token,
+        # the loss is 0 instead of 0 / 0.
+        return outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny), outputs
 
     @property
     def _has_experts(self) -> bool:
@@ -358,28 +329,23 @@ class MaskedLossTrainer(RunTrainer):
 
     # Logs
 
-    def _init_training_state(self, *args):
-        progress = super()._init_training_state(*args)
-        self._tracker.start(*progress)
+    def _begin_training(self):
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         self._meter = Meter(
             flops_per_token(base_model_of(self.model)) + self._extra_flops_per_token(),
             PeakRate(self.args.device, dtype),
             world_size=self.args.world_size,
         )
-        return progress
+        super()._begin_training()
 
     def _extra_flops_per_token(self) -> float:
         """Return the FLOPs per token of other models than the trained one, such as a teacher."""
         return 0.0
 
-    def _track_num_input_tokens(self, inputs):
-        """Do nothing: the meter counts tokens once per step on the device, and logs and checkpoints read them back."""
-
     def log(self, logs: dict[str, float], start_time: float | None = None):
         self._read_tokens()
-        # Do not pass `start_time`: Trainer would log its own throughput, which includes evaluation and saving.
-        super().log(logs)
+        logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        super().log(logs, start_time)
 
     def _read_tokens(self) -> None:
         if self._meter is not None:
@@ -405,29 +371,6 @@ class MaskedLossTrainer(RunTrainer):
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             return super().evaluate(*args, **kwargs)
-
-    # Saving
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None):
-        """Save float32 weights. If DeepSpeed trains in half precision, take them from its optimizer."""
-        half_precision_model = self.model
-        base_model = base_model_of(self.model)
-        is_half_precision = isinstance(base_model, MiniMindForCausalLM) and base_model.dtype != torch.float32
-        weights = None
-        if self.is_deepspeed_enabled and is_half_precision:
-            weights = float32_weights(self.model, trainable_only=is_adapted(self.model))
-        if weights is not None and is_adapted(self.model):
-            state_dict = weights
-        elif weights is not None and self.args.should_save:
-            # Save a float32 copy: casting the trained model itself would change it.
-            self.model = type(half_precision_model)(half_precision_model.config)
-            self.model.load_state_dict(weights)
-            state_dict = None
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            # Training continues with the half-precision model.
-            self.model = half_precision_model
 
     # Evaluation
 

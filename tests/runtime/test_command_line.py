@@ -66,7 +66,6 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ),
         ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type cosin is unknown; the nearest one is cos"),
         ("pretrain", ["--eval_strategy", "step"], "--eval_strategy step is unknown; the nearest one is steps."),
-        ("pretrain", ["--on_nonfinite", "stp", *RUN], "--on_nonfinite stp is unknown; the nearest one is stop."),
         ("pretrain", ["--optim_preset", "moun"], "--optim_preset moun is unknown; the nearest one is muon."),
         ("pretrain", ["--model_preset", "tny"], "--model_preset tny is unknown; the nearest one is tiny."),
         ("pretrain", ["--packing", "wraped", *RUN], "--packing_strategy wraped is unknown; the nearest one is wra"),

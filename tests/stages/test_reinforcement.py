@@ -432,7 +432,6 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
         "learning_rate",
         "optim_preset",
         "max_grad_norm",
-        "left_out",
         "remove_unused_columns",
         "run_name",
         "logging_dir",

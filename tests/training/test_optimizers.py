@@ -186,17 +186,6 @@ def test_a_loaded_state_continues_bit_for_bit(tmp_path):
         assert torch.equal(parameter, expected)
 
 
-def test_a_state_with_other_groups_is_refused():
-    """Earlier versions trained the embedding together with the routers."""
-    optimizer = build(toy_model(**EXPERTS))
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-    vectors, routers, embedding, matrices = state["param_groups"]
-    joined = routers | {"params": routers["params"] + embedding["params"]}
-    with pytest.raises(ValueError, match="holds 3 groups of Muon's parameters, and this version makes 4"):
-        optimizer.load_state_dict(state | {"param_groups": [vectors, joined, matrices]})
-
-
 def test_deepspeeds_muon_has_the_rate_that_schedules_with_a_minimum_read():
     args = TrainingArguments(output_dir="unused", use_cpu=True, learning_rate=0.02)
     optimizer = build_muon(toy_model(), args, uses_deepspeed=True)

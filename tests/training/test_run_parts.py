@@ -1,7 +1,6 @@
 """The parts that `RunTrainer` connects, each tested without a Trainer."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -25,14 +24,11 @@ from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.runtime.writing import ASIDE
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.data_position import DATA_POSITION_NAME, DataPosition, PositionTracker
-from hf_pretrain.training.deepspeed_support import check_deepspeed_config
 from hf_pretrain.training.launch import complete_fsdp_args
 from hf_pretrain.training.meter import Meter, Throughput
-from hf_pretrain.training.nonfinite import MAX_SKIPPED_STEPS, NonfiniteGuard, find_suspects
 from hf_pretrain.training.row_source import fit_batch_size, pad_rows, read_batches
 from hf_pretrain.training.run_description import RunDescription
-from hf_pretrain.training.stopping import EvaluationStopped, StopEvaluationCallback
+from hf_pretrain.training.stopping import RunStopped, StopCallback
 from tests.hub_server import TOKEN, HubServer
 from tests.invariants.launching import start
 from tests.toys import toy_model
@@ -176,20 +172,6 @@ def test_rank_0_does_not_blame_itself_when_the_store_is_gone(rank, message, monk
 # Steps
 
 
-def test_the_guard_counts_the_steps_that_it_skips(tmp_path):
-    rows = [{"row_number": 3, "is_finite": False, "text": "日本"}]
-    assert find_suspects([{"row_number": 2, "is_finite": True}, *rows]) == rows
-    case = (5, "The loss is not finite", rows)
-    guard = NonfiniteGuard(tmp_path / "run", skips=True)
-    skips = [guard.decide(*case)[0] for _ in range(MAX_SKIPPED_STEPS + 1)]
-    assert skips == [True] * MAX_SKIPPED_STEPS + [False] and guard.num_skipped == MAX_SKIPPED_STEPS
-    is_skipped, message = NonfiniteGuard(tmp_path, skips=False).decide(*case)
-    assert not is_skipped and "nonfinite-5.json has the 1 row(s)" in message
-    guard.write_report(*case)
-    content = json.loads((tmp_path / "run/nonfinite-5.json").read_text(encoding="utf-8"))
-    assert content == {"step": 5, "what": "The loss is not finite", "rows": rows}
-
-
 def test_the_throughput_excludes_pauses_and_waits_for_tokens(monkeypatch):
     now = [50.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -219,38 +201,14 @@ def test_the_meter_returns_means():
             return 1000.0
 
     meter = Meter(6.0, Peak(), world_size=2)
-    for loss in (2.0, 4.0, 100.0):
-        meter.begin_step()
+    for loss in (2.0, 4.0):
         meter.count_step(torch.tensor(30))
         meter.add_losses({"ce_loss": torch.tensor(loss), "aux_loss": torch.tensor(1.0)})
-    meter.skip_step()
-    # The third step counts for the tokens, but not for the loss.
-    assert meter.read_tokens() == 90 and meter.read_tokens() == 0
+    assert meter.read_tokens() == 60 and meter.read_tokens() == 0
     logs = meter.measure(meter.losses, 45.0)
     assert (logs["ce_loss"], logs["aux_loss"]) == (3.0, 1.0)
     assert (logs["model_flops_per_second"], logs["mfu"]) == (270.0, 0.135)
     assert meter.losses is None and meter.num_steps == 0
-
-
-def test_a_position_is_saved_and_loaded_also_from_the_first_version(tmp_path):
-    position = DataPosition(epoch=2, num_rows=48, evaluation_is_due=True, num_skipped_steps=1)
-    position.save(tmp_path)
-    assert DataPosition.load(tmp_path) == position
-    old = {"epoch": 1, "num_rows": 8, "evaluation_is_due": False, "unlogged": {"skipped": 3, "sums": [[1.0]]}}
-    (tmp_path / DATA_POSITION_NAME).write_text(json.dumps(old))
-    assert DataPosition.load(tmp_path) == DataPosition(1, 8, False, 3)
-    assert DataPosition.load(tmp_path / "none") is None
-
-
-def test_the_tracker_counts_from_the_resumed_position():
-    tracker = PositionTracker()
-    tracker.start(3, 10)
-    places = []
-    for _ in range(2):
-        tracker.on_epoch_begin(None, TrainerState(), TrainerControl())
-        tracker.num_batches += 2
-        places.append((tracker.epoch, tracker.num_batches))
-    assert places == [(3, 12), (4, 2)]
 
 
 # Set-up
@@ -266,38 +224,25 @@ def test_accelerates_fsdp_gets_a_policy_that_casts_nothing(monkeypatch):
         complete_fsdp_args(None)
 
 
-def test_deepspeed_cannot_skip_steps(tmp_path):
-    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True, bf16=False)
-    check_deepspeed_config({}, args)
-    args.on_nonfinite = "skip"
-    with pytest.raises(ValueError, match="--on_nonfinite skip is not possible under DeepSpeed"):
-        check_deepspeed_config({}, args)
-
-
-@pytest.mark.parametrize(
-    ("config", "limit", "warns"), [({}, 2.0, True), ({}, 0.0, False), ({"gradient_clipping": 2.0}, 2.0, False)]
-)
-def test_a_limit_that_deepspeed_ignores_gives_a_warning(tmp_path, caplog, config, limit, warns):
-    args = LMTrainingArguments(
-        str(tmp_path / "run"), use_cpu=True, bf16=False, max_grad_norm=limit, optim_preset="adamw"
-    )
-    check_deepspeed_config(config, args)
-    assert ("--max_grad_norm 2 has no effect" in caplog.text) == warns
-
-
 # Stopping
 
 
-def test_an_evaluation_stops_only_within_a_training_run():
+def test_a_signal_stops_the_evaluations_and_steps_of_a_training_run():
     signals = SignalListener()
-    callback = StopEvaluationCallback(Ranks(1, 0, timeout_seconds=1.0), signals)
-    event = (None, TrainerState(), TrainerControl())
+    callback, control = StopCallback(Ranks(1, 0, timeout_seconds=1.0), signals), TrainerControl(should_evaluate=True)
+    event = (None, TrainerState(), control)
     signals.number = signal.SIGTERM
     callback.on_prediction_step(*event)
     callback.on_train_begin(*event)
-    with pytest.raises(EvaluationStopped) as stopped:
+    callback.on_save(*event)
+    with pytest.raises(RunStopped) as stopped:
         callback.on_prediction_step(*event)
-    assert stopped.value.number == signal.SIGTERM
+    assert stopped.value.number == signal.SIGTERM and callback.cut_off_evaluation
+    callback.on_step_end(*event)
+    # The step is saved, and its evaluation runs on resume.
+    assert control.should_save and not control.should_evaluate and callback.evaluation_is_due
+    with pytest.raises(RunStopped):
+        callback.on_save(*event)
     callback.on_train_end(*event)
     callback.on_prediction_step(*event)
 

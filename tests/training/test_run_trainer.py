@@ -112,8 +112,8 @@ def test_an_evaluation_that_a_signal_cut_off_chooses_the_best_model(make, tmp_pa
 
 def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path, restored, monkeypatch):
     class CtrlC(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
     # Only interactive sessions have this attribute.

@@ -14,8 +14,6 @@ from torch.utils.data import IterableDataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -93,7 +91,7 @@ def make_trainer(tmp_path, rows, *, model=None, batch=8, accumulation=1, eval_ba
         **kwargs.pop("arguments", {}),
     }
     return MaskedLossTrainer(
-        model=model if model is not None or "model_init" in kwargs else make_model(),
+        model=model or make_model(),
         args=LMTrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=batch,
@@ -325,16 +323,6 @@ def test_an_evaluation_loader_gives_every_row_once(tmp_path, drop_last):
         assert ids == [document["input_ids"][:3] for document in documents]
 
 
-def test_each_trial_of_a_search_gets_its_model(tmp_path):
-    trainer = make_trainer(tmp_path, make_documents(), model_init=lambda trial: make_model(4))
-    losses = []
-    for _ in range(2):
-        losses.append(train(trainer)[-1]["loss"])
-        # As transformers does after each trial.
-        trainer.model = trainer.model_wrapped = None
-    assert losses[0] == losses[1]
-
-
 def test_compute_metrics_sees_every_row_once(tmp_path):
     seen = {}
 
@@ -406,30 +394,6 @@ def test_sequence_classifiers_are_refused(tmp_path):
     for act in (trainer.train, trainer.evaluate):
         with pytest.raises(ValueError, match=r"labels have the shape \(\d,\).*Use transformers' Trainer"):
             act()
-
-
-class Bigram(PreTrainedModel):
-    """A model of another package. Its config has no `pad_token_id`."""
-
-    config_class = PreTrainedConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.table = torch.nn.Embedding(64, 64)
-        self.post_init()
-
-    def forward(self, input_ids, labels=None, **kwargs):
-        return {"logits": self.table(input_ids)}
-
-
-def test_a_config_may_lack_the_padding_id(tmp_path):
-    def loss(outputs, labels, num_items_in_batch):
-        return F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
-    rows = as_lists(make_documents())
-    trainer = MaskedLossTrainer(Bigram(PreTrainedConfig()), arguments, train_dataset=rows, compute_loss_func=loss)
-    assert trainer.train().training_loss > 0
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
@@ -623,9 +587,7 @@ def test_tokens_and_validation_losses_are_summed_beyond_float32_precision(tmp_pa
     trainer = make_trainer(tmp_path, make_documents())
     trainer._meter = Meter(1.0, PeakRate(torch.device("cpu"), torch.float32))
     trainer._meter.count_step(torch.tensor(2**24))
-    trainer._get_num_items_in_batch(
-        [trainer.data_collator([make_documents()[n] for n in (0, 1, 5)])], torch.device("cpu")
-    )
+    trainer._begin_step([trainer.data_collator([make_documents()[n] for n in (0, 1, 5)])])
     assert trainer._meter.read_tokens() == 2**24 + 31
     large, small = torch.tensor([2.0**24, 1.0]), torch.tensor([1.0, 2.0**-30])
     assert trainer._add_up([large, small]) == [2.0**24 + 1, 1 + 2.0**-30]
