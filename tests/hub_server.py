@@ -426,4 +426,8 @@ class HubServer:
         headers = {"X-Repo-Commit": sha, "ETag": f'"{entry["oid"]}"'}
         if "lfs" in entry:
             headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(len(content))}
+        if bounds := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", "")):
+            start, end = int(bounds[1]), min(int(bounds[2] or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+            return Response(content[start : end + 1], 206, headers)
         return Response(content, 200, headers)
