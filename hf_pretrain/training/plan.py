@@ -206,7 +206,7 @@ def _describe_memory(measured: StepMeasurement) -> str:
     text = f"peak of {peak / 2**30:.2f} GiB per process in the measured steps, of {usable / 2**30:.1f} GiB"
     if trainer.args.device.type == "cpu":
         # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
-        text += " (a longer run may hold twice as much, because the allocator keeps freed memory)"
+        text += " (a longer run on a CPU may hold twice as much)"
     # The completions of reinforcement learning get longer.
     if trainer.run_facts.data_kind != "tasks":
         text += f"; --per_device_train_batch_size {measured.largest_batch():,} fits at {measured.row_length} tokens"
