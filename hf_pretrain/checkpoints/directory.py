@@ -37,18 +37,13 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
     Raises:
         `ValueError`: for a checkpoint without a manifest unless `unverified`.
     """
-    output_dir = Path(output_dir)
-    found = sort_checkpoints(str(output_dir)) if output_dir.is_dir() else []
     # Newest first; sort_checkpoints sorts by the number in the name.
-    for path in map(Path, reversed(found)):
-        damage = find_damage(path)
-        if not damage or (unverified and not (path / MANIFEST_NAME).exists()):
-            if damage:
-                logger.warning(f"{path} was not verified: {damage[0]}.")
+    for path in map(Path, reversed(sort_checkpoints(str(output_dir)) if Path(output_dir).is_dir() else [])):
+        # Without a manifest, do not fall back to an older checkpoint: this one may be intact, and only the user can
+        # know.
+        damage = find_damage(path) if _has_manifest(path, unverified=unverified) else []
+        if not damage:
             return str(path)
-        if not (path / MANIFEST_NAME).exists():
-            # Do not fall back to an older checkpoint: this one may be intact, and only the user can know.
-            raise UserError(_no_manifest(path))
         aside = set_aside(path)
         logger.warning(f"{path} is damaged and was renamed to {aside.name}: {summarize(damage)}.")
     return None
@@ -62,39 +57,30 @@ def abandon_later_checkpoints(path: Path) -> None:
         logger.warning(f"Resuming from {path}: {other} was renamed to {set_aside(other, 'abandoned').name}.")
 
 
-def verify_checkpoint(path: Path, *, unverified: bool) -> str:
+def verify_checkpoint(path: Path, *, unverified: bool) -> None:
     """
-    Return `path` if it is an intact checkpoint.
-
-    Args:
-        unverified (`bool`): accept a checkpoint without a manifest, with a warning.
-
-    Raises:
-        `ValueError`: for a damaged or incomplete checkpoint, or one without a manifest unless `unverified`.
+    Raise `ValueError` for a checkpoint that is damaged or incomplete, or has no manifest unless `unverified`.
     """
     if not (path / TRAINER_STATE_NAME).is_file():
         raise UserError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
-    if not (path / MANIFEST_NAME).exists():
-        if not unverified:
-            raise UserError(_no_manifest(path))
-        logger.warning(f"{path} has no {MANIFEST_NAME}: its files were not verified.")
-        return str(path)
-    damage = find_damage(path)
-    if damage:
+    if _has_manifest(path, unverified=unverified) and (damage := find_damage(path)):
         raise UserError(
             f"--resume_from_checkpoint {path} is damaged: {summarize(damage)}. `--resume_from_checkpoint auto` takes "
             "the newest intact one in --output_dir."
         )
-    return str(path)
 
 
-def _no_manifest(path: Path) -> str:
-    """Return the message for a checkpoint without a manifest."""
-    return (
-        f"{path} has no {MANIFEST_NAME}, so nothing says whether it is intact: another program or an earlier "
-        "version wrote it. Resume with --allow_inexact_resume, or start from its weights alone with "
-        "--model_name_or_path."
-    )
+def _has_manifest(path: Path, *, unverified: bool) -> bool:
+    """Return whether a checkpoint has a manifest. Raise `ValueError` if it has none, or only warn if `unverified`."""
+    if (path / MANIFEST_NAME).exists():
+        return True
+    if not unverified:
+        raise UserError(
+            f"{path} has no {MANIFEST_NAME}, so nothing says whether it is intact: another program wrote it. Resume "
+            "with --allow_inexact_resume, or start from its weights alone with --model_name_or_path."
+        )
+    logger.warning(f"{path} has no {MANIFEST_NAME}: its files were not verified.")
+    return False
 
 
 def rotate_checkpoints(newest: Path, *, limit: int | None, best: str | Path | None = None) -> None:
@@ -154,12 +140,8 @@ def find_runs(directory: str = "out") -> list[str]:
     for config in Path(directory).glob("*/config.json"):
         # Use the weights' time, not the directory's: later commands add logs and evaluations to old runs.
         weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
-        try:
-            # Other models may lie in out/, such as exports to llama.
-            is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
-        except (ValueError, AttributeError, OSError) as error:
-            logger.warning(f"{config} cannot be read and is skipped: {error}.")
-            continue
+        # Other models may lie in out/, such as exports to llama.
+        is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
         # Without a tokenizer, the run in the directory is not finished.
         if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
             runs.append((weights, str(config.parent)))

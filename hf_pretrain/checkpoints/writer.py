@@ -9,12 +9,11 @@ import errno
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from accelerate.utils import wait_for_everyone
 from safetensors import SafetensorError
@@ -24,7 +23,6 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import CONFIG_NAME
 
-from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.ranks import on_main_process
 from ..runtime.writing import ASIDE, refused_write
 from ..tokenizer.loading import save_tokenizer
@@ -91,14 +89,15 @@ class CheckpointWriter:
             add_files (`Callable`): adds files to the directory when all ranks have written theirs.
 
         Raises:
-            `SystemExit`: if the disk refuses to write, or if the files read back differ. They are then renamed to
+            `OSError`: if the disk refuses to write, or if the files read back differ. They are then renamed to
                 `damaged-checkpoint-N`.
         """
 
         def publish(source: Path) -> None:
+            add_files(source)
             _publish_checkpoint(source, target, run)
 
-        return self._writing(target.parent / ASIDE / target.name, target, publish, add_files)
+        return self._writing(target.parent / ASIDE / target.name, target, publish)
 
     def writing_model(self, target: Path) -> AbstractContextManager[Path]:
         """
@@ -108,78 +107,52 @@ class CheckpointWriter:
         return self._writing(target / ASIDE / "model", target / CONFIG_NAME, partial(_publish_model, target=target))
 
     @contextmanager
-    def _writing(
-        self,
-        source: Path,
-        target: Path,
-        publish: Callable[[Path], None],
-        add_files: Callable[[Path], None] = lambda source: None,
-    ) -> Iterator[Path]:
+    def _writing(self, source: Path, target: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
         def make_room() -> None:
             # A killed run may have left files there.
             remove_leftovers(target.parent)
             source.mkdir(parents=True)
 
-        reporting = self.reporting_full_disks(target)
-        on_main_process(self.args, reporting(make_room))
-        self.directory = source.parent
-        try:
-            with self.reporting_full_disks(target):
+        with self.explaining_full_disks(target):
+            on_main_process(self.args, make_room)
+            self.directory = source.parent
+            try:
                 yield source
-        finally:
-            self.directory = None
-        # Every rank must have written its shards before one of them renames the directory.
-        if self.args.world_size > 1:
-            wait_for_everyone()
-        on_main_process(self.args, reporting(partial(add_files, source)))
-        on_main_process(self.args, reporting(partial(publish, source)))
+            finally:
+                self.directory = None
+            # Every rank must have written its shards before one of them renames the directory.
+            if self.args.world_size > 1:
+                wait_for_everyone()
+            on_main_process(self.args, lambda: publish(source))
 
     def check_space(self) -> None:
-        """End the process with `EXIT_NOT_SAVED` if the checkpoints that the run will save do not fit on the disk."""
+        """Raise `OSError` if a checkpoint does not fit on the disk."""
         if self.args.save_strategy == "no":
             return
         output_dir = Path(self.args.output_dir)
-        kept = len(sort_checkpoints(str(output_dir))) if output_dir.is_dir() else 0
-        # The run removes an old checkpoint only after the new one is complete, so it needs room for one more than the
-        # limit.
-        more = max(1, (self.args.save_total_limit or 0) + 1 - kept)
-        if self.args.max_steps > 0 and self.args.save_strategy == "steps" and self.args.save_steps >= 1:
-            more = min(more, max(1, self.args.max_steps // int(self.args.save_steps)))
-        with self.reporting_full_disks(output_dir / "the first checkpoint"):
-            # `disk_usage` needs an existing directory.
-            output_dir.mkdir(parents=True, exist_ok=True)
-            needed, free = more * self.checkpoint_bytes(), shutil.disk_usage(output_dir).free
-            if free < needed:
-                raise OSError(errno.ENOSPC, f"{more} checkpoint(s) take about {_mib(needed)}, {_mib(free)} are free")
+        # `disk_usage` needs an existing directory.
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with self.explaining_full_disks(output_dir / "the first checkpoint"):
+            if shutil.disk_usage(output_dir).free < self.checkpoint_bytes():
+                raise OSError(errno.ENOSPC, "the disk is too small")
 
     @contextmanager
-    def reporting_full_disks(self, target: Path) -> Iterator[None]:
-        """End the process with `EXIT_NOT_SAVED` if the disk refuses to write `target`. Earlier checkpoints stay."""
+    def explaining_full_disks(self, target: Path) -> Iterator[None]:
+        """Raise an `OSError` that says what to do if the disk refuses to write `target`. Earlier checkpoints stay."""
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
             if not refused_write(error):
                 raise
-            free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
+            free = shutil.disk_usage(target.parent).free
             if self.args.should_save:
                 shutil.rmtree(target.parent / ASIDE, ignore_errors=True)
-            self._end_unsaved(target, error, free)
-
-    def _end_unsaved(self, target: Path, error: Exception, free: int) -> NoReturn:
-        """Print which file was not saved and what to do, and end the process."""
-        kept = sort_checkpoints(str(target.parent)) if target.parent.is_dir() else []
-        advice = (
-            f"{kept[-1]} is intact: make room and resume with `--resume_from_checkpoint auto`."
-            if kept
-            else "All earlier files are intact. Make room, or choose another --output_dir."
-        )
-        print(
-            f"{target} could not be saved: {error}. A checkpoint takes about {_mib(self.checkpoint_bytes())}, "
-            f"{_mib(free)} were free. {advice}",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise SystemExit(EXIT_NOT_SAVED)
+            kept = sort_checkpoints(str(target.parent))
+            raise OSError(
+                f"{target} could not be saved: {error}. A checkpoint takes about "
+                f"{self.checkpoint_bytes() / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB were free. "
+                + (f"{kept[-1]} is intact: make room and resume with `--resume_from_checkpoint auto`" if kept else "")
+            ) from error
 
 
 def _publish_checkpoint(source: Path, target: Path, run: dict[str, Any]) -> None:
@@ -223,10 +196,6 @@ def _publish_model(source: Path, target: Path) -> None:
         os.replace(source / name, target / name)
     flush(target)
     shutil.rmtree(source.parent)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 __all__ = ["CheckpointWriter", "checkpoint_bytes", "write_model"]

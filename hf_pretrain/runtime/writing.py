@@ -63,7 +63,7 @@ def refused_write(error: BaseException) -> bool:
     if not isinstance(error, OSError):
         return False
     return error.errno in _DISK_ERRORS or bool(
-        re.search(r"Not enough disk space|requested and \d+ written|could not be written", str(error))
+        re.search(r"Not enough disk space|requested and \d+ written|could not be (written|saved)", str(error))
     )
 
 
@@ -111,15 +111,15 @@ def written_whole(
     """
     Yield an empty directory to write into, and move its files into `directory` when the block ends.
 
-    The files replace others of the same names. config.json arrives last, so a directory with a config is complete. If
-    anything fails, `directory` is as it was before.
+    The files replace others of the same names. If the block fails, `directory` is as it was before. config.json leaves
+    first and arrives last, so a directory with a config is complete even if the process is killed.
 
     Args:
         directory (`str` or `Path`): is created if necessary.
         lock (`str`, *optional*): the name of a lock file in `directory`, which is held within the block. Without it,
             another process may write the same files meanwhile; one of them then wins.
-        replaces (`Callable`, *optional*): is called under the lock, and returns the files in `directory` that the new
-            ones replace. They are moved aside before the first new file arrives.
+        replaces (`Callable`, *optional*): is called under the lock, and returns the files in `directory` to delete
+            before the new ones arrive.
 
     Raises:
         `ValueError`: if another process holds the lock.
@@ -139,14 +139,12 @@ def written_whole(
                 shutil.rmtree(path, ignore_errors=True)
         replaced = [*replaces()]
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
-        new, old = scratch / "new", scratch / "old"
-        new.mkdir()
-        old.mkdir()
-        yield new
-        arrivals = sorted(new.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name))
-        # config.json leaves first and arrives last.
-        departures = sorted(replaced, key=lambda path: path.name != CONFIG_NAME)
-        _move([(path, old / path.name) for path in departures] + [(path, directory / path.name) for path in arrivals])
+        yield scratch
+        for path in sorted(replaced, key=lambda path: path.name != CONFIG_NAME):
+            path.unlink()
+        for path in sorted(scratch.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
+            os.replace(path, directory / path.name)
     except (OSError, SafetensorError, RuntimeError) as error:
         if not refused_write(error):
             raise
@@ -160,20 +158,6 @@ def written_whole(
             # After an error, the directory is empty.
             with suppress(OSError):
                 directory.rmdir()
-
-
-def _move(moves: list[tuple[Path, Path]]) -> None:
-    """Rename files one after the other. If one fails, undo the earlier ones."""
-    done: list[tuple[Path, Path]] = []
-    try:
-        for source, target in moves:
-            # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
-            os.replace(source, target)
-            done.append((source, target))
-    except BaseException:
-        for source, target in reversed(done):
-            os.replace(target, source)
-        raise
 
 
 __all__ = [

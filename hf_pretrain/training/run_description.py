@@ -35,20 +35,14 @@ logger = logging.get_logger(__name__)
 # say where and when the run writes, evaluates and reports, and how it resumes.
 _HARMLESS = {
     *("output_dir", "run_name", "project", "config", "disable_tqdm", "report_to", "profile", "profile_interval"),
-    *("include_num_input_tokens_seen", "skip_memory_metrics", "debug", "preview", "dry_run", "max_rejected_ratio"),
+    *("include_num_input_tokens_seen", "skip_memory_metrics", "preview", "dry_run", "max_rejected_ratio"),
     *("trust_remote_code", "load_best_model_at_end", "do_train", "do_eval", "do_predict", "local_rank"),
-    *("generate_during_eval", "per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics"),
-    *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "num_generations_eval", "precompute_ref_batch_size"),
-    *("push_to_hub", "num_completions_to_print", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint"),
-    *("allow_inexact_resume", "trust_checkpoint"),
+    *("generate_during_eval", "per_device_eval_batch_size", "include_for_metrics", "num_generations_eval"),
+    *("push_to_hub", "num_completions_to_print", "allow_inexact_resume", "trust_checkpoint"),
     # Processes, devices and kernels. They change at most the rounding.
     *("use_cpu", "full_determinism", "num_proc", "dataset_num_proc", "dataloader_num_workers"),
     *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *("dataloader_multiprocessing_context", "auto_find_batch_size", "torch_empty_cache_steps"),
-    *("use_liger_kernel", "liger_kernel_config", "use_cache", "attn_implementation", "cache_implementation"),
-    *("ds3_gather_for_generation", "transformers_continuous_batching_config", "vllm_mode", "vllm_model_impl"),
-    *("vllm_enable_sleep_mode", "vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
-    "vllm_tensor_parallel_size",
+    *("torch_empty_cache_steps", "use_liger_kernel", "use_cache", "attn_implementation", "precompute_ref_batch_size"),
     # Compared as the layout of the optimizer state, as the optimizer, or as the global batch. With one process,
     # transformers turns `average_tokens_across_devices` off. `generation_batch_size` says how often GRPO generates.
     *("fsdp", "fsdp_config", "fsdp_size", "tp_size", "ep_size", "dp_replicate_size", "optim", "optim_preset"),
@@ -110,11 +104,7 @@ def describe_settings(
         harmless |= {"num_train_epochs", *(["max_steps"] if is_endless else [])}
     deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
-    return {
-        name: _plain(value) if name in _CONTENT_FLAGS else _without_directories(_plain(value))
-        for name, value in values.items()
-        if name not in harmless - kept
-    }
+    return {name: _plain(value) for name, value in values.items() if name not in harmless - kept}
 
 
 def _plain(value: Any) -> Any:
@@ -128,13 +118,6 @@ def _plain(value: Any) -> Any:
         return part.value if isinstance(part, Enum) else str(part) if is_text else type(part).__qualname__
 
     return json.loads(json.dumps(value, default=convert))
-
-
-def _without_directories(value: Any) -> Any:
-    """Return a value with paths of existing files shortened to their names. A user may move their directories."""
-    if isinstance(value, list):
-        return [_without_directories(part) for part in value]
-    return Path(value).name if isinstance(value, str) and "/" in value and Path(value).exists() else value
 
 
 def describe_data(dataset: Any) -> dict[str, Any]:

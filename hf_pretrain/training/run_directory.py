@@ -29,7 +29,6 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..reports.runs import RECORD_NAME, REPORT_NAME, read_launches
-from ..runtime.command_line import EXIT_NOT_SAVED
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.writing import LOCK_NAME, is_unfinished, release_lock, take_lock, written_whole
@@ -71,11 +70,18 @@ class RunDirectory:
 
         Raises:
             `ValueError`: if another run holds the lock, or if a machine does not share the directory.
-            `SystemExit`: with the status `EXIT_NOT_SAVED`, if the directory cannot be written to.
+            `OSError`: if the directory cannot be written to.
         """
-        changed = on_main_process(self.args, lambda: self._lock(_PATIENCE_SECONDS if is_resumed else 0.0))
+        path = self.path / LOCK_NAME
+
+        def take() -> int:
+            self.path.mkdir(parents=True, exist_ok=True)
+            take_lock(path, patience_seconds=_PATIENCE_SECONDS if is_resumed else 0.0)
+            return path.stat().st_mtime_ns
+
+        changed = on_main_process(self.args, take)
         # Each machine would save a part of every checkpoint into a directory of its own.
-        path, deadline = self.path / LOCK_NAME, time.monotonic() + _VISIBLE_SECONDS
+        deadline = time.monotonic() + _VISIBLE_SECONDS
         while self.args.local_process_index == 0 and not (path.exists() and path.stat().st_mtime_ns == changed):
             if time.monotonic() > deadline:
                 raise UserError(
@@ -83,17 +89,6 @@ class RunDirectory:
                     "first machine. Use a directory that all machines share."
                 )
             time.sleep(0.2)
-
-    def _lock(self, patience_seconds: float) -> int:
-        """Lock the directory, and return when the lock file was changed."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            take_lock(self.path / LOCK_NAME, patience_seconds=patience_seconds)
-            return (self.path / LOCK_NAME).stat().st_mtime_ns
-        except OSError as error:
-            message = f"error: --output_dir {self.path} cannot be written to: {error}. Choose another directory."
-            print(message, file=sys.stderr)
-            raise SystemExit(EXIT_NOT_SAVED) from error
 
     def release(self) -> None:
         """Release the lock."""

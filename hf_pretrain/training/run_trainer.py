@@ -217,11 +217,8 @@ class RunTrainer(Trainer):
                         output = super().train(self._checkpoint, trial, *args, **kwargs)
                 except RunStopped as stopped:
                     self._stop(stopped.number)
-                except (Exception, SystemExit) as error:
-                    if not self.signals.is_ending:
-                        # Nothing else has recorded why the run ends. The writer of checkpoints raises `SystemExit`.
-                        what = "a checkpoint could not be saved" if isinstance(error, SystemExit) else repr(error)
-                        self._record_stop(what)
+                except Exception as error:
+                    self._record_stop(repr(error))
                     raise
                 self.pusher.finish()
                 return output
@@ -432,7 +429,7 @@ class RunTrainer(Trainer):
             write_model(directory, model, self.processing_class, weights, is_writer=self.args.should_save)
 
     def save_state(self) -> None:
-        with self.writer.reporting_full_disks(Path(self.args.output_dir, TRAINER_STATE_NAME)):
+        with self.writer.explaining_full_disks(Path(self.args.output_dir, TRAINER_STATE_NAME)):
             super().save_state()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

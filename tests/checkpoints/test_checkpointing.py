@@ -12,7 +12,6 @@ from hf_pretrain.checkpoints.directory import find_newest_run, find_runs, remove
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.runtime.command_line import EXIT_NOT_SAVED
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resuming import checkpoint_to_resume
 from hf_pretrain.training.run_description import describe_data
@@ -237,9 +236,8 @@ def test_a_model_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         # Saving the config fails, as on a full disk.
         patch.setattr("hf_pretrain.model.configuration_minimind.MiniMindConfig.save_pretrained", fail)
-        with pytest.raises(SystemExit) as status:
+        with pytest.raises(OSError, match="could not be saved"):
             trainer.save_model()
-    assert status.value.code == EXIT_NOT_SAVED
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     trainer.save_model()
     assert (tmp_path / "model.safetensors").read_bytes() != before["model.safetensors"]
@@ -256,13 +254,11 @@ def test_unfinished_files_are_removed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_newest_run_is_the_one_whose_weights_are(tmp_path, caplog):
+def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
     with pytest.raises(ValueError, match="run `hf-pretrain pretrain` first"):
         find_newest_run(str(tmp_path))
     for seconds, name in enumerate(["first", "second", "another-model", "unfinished"]):
         (tmp_path / name).mkdir()
-        (tmp_path / f"broken-{name}").mkdir()
-        (tmp_path / f"broken-{name}/config.json").write_text(["", '{"model_ty', "[]", "\x00"][seconds])
         model_type = "llama" if name == "another-model" else "minimind"
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         (tmp_path / name / "tokenizer.json").touch()
@@ -270,7 +266,6 @@ def test_the_newest_run_is_the_one_whose_weights_are(tmp_path, caplog):
             (tmp_path / name / "model.safetensors").touch()
             os.utime(tmp_path / name / "model.safetensors", (seconds, seconds))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
-    assert caplog.text.count("cannot be read and is skipped") == 4
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")
     assert find_runs(str(tmp_path)) == [str(tmp_path / "first"), str(tmp_path / "second")]

@@ -47,7 +47,7 @@ def fill(path):
 def test_too_small_a_disk_is_noticed_before_the_first_step(small_disk, workspace, record):
     disk = small_disk(1)
     result = run(command(workspace, disk / "run"))
-    survived = result.returncode == 74 and "checkpoint(s) take about" in result.stdout
+    survived = result.returncode == 74 and "the first checkpoint could not be saved" in result.stdout
     record("disk: too small from the start", survived)
     assert survived and "step 1/8" not in result.stdout, result.stdout[-3000:]
 
@@ -81,17 +81,16 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     assert launcher != "python" or not (disk / "run/.saving").exists()
 
 
-def test_a_disk_that_is_full_when_the_model_is_saved(small_disk, capfd):
+def test_a_disk_that_is_full_when_the_model_is_saved(small_disk):
     """The run saves no checkpoints. No part of the model may remain, or it would pass for a model."""
     disk = small_disk(1)
     trainer = make_trainer(disk / "run", make_documents())
     trainer.train()
     fill(disk / "other")
-    with pytest.raises(SystemExit) as status:
+    with pytest.raises(OSError, match="could not be saved"):
         trainer.save_model()
-    assert status.value.code == 74 and "could not be saved" in capfd.readouterr().err
     assert not list((disk / "run").iterdir())
-    with pytest.raises(SystemExit):
+    with pytest.raises(OSError, match="could not be saved"):
         trainer.save_state()
 
 
@@ -100,11 +99,9 @@ def test_a_read_only_output(small_disk, workspace, record):
     os.mkdir(disk / "run")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     result = run(command(workspace, disk / "run"))
-    # The run ends before it reads data, with advice of its own.
-    survived = result.returncode == 74 and re.search(
-        r"--output_dir \S+ cannot be written to: .*Read-only file system.*Choose another directory", result.stdout
-    )
-    record("disk: read-only", bool(survived))
+    # The run ends before it reads data.
+    survived = result.returncode == 74 and "Read-only file system" in result.stdout
+    record("disk: read-only", survived)
     assert survived, result.stdout[-3000:]
 
 
