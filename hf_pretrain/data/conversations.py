@@ -35,13 +35,8 @@ CONVERSATION_KEYS = {
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
 }
-# Variables that this package passes to chat templates, and names that Jinja and transformers define in them. A record
-# must not replace these, nor any variable for a special token.
-_RESERVED_KWARGS = {
-    *("self", "messages", "conversations", "tools", "documents", "chat_template", "compiled_template"),
-    *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
-    *("raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"),
-}
+# Variables of chat templates that a record must not replace.
+_RESERVED_KWARGS = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt", "self", "range"}
 
 
 def read_conversation(record: Any, *, kind: str | None = None) -> str:
@@ -208,17 +203,19 @@ def _check_record(record: Any) -> dict[str, Any]:
 
 def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) -> str:
     """Return the internal form as JSON, with the record's tools, or else with `tools`, found in a message."""
+    if not is_blank(record.get("functions")):
+        raise BadRecord("'functions' is an older form of 'tools'; write tools")
     if tools := read_tools(record) or tools:
         parts["tools"] = tools
     if not is_blank(record.get("chat_template_kwargs")):
         kwargs = parsed_as(record["chat_template_kwargs"], "chat_template_kwargs", dict)
         # A variable that is null is not set.
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        taken = next((k for k in kwargs if k in _RESERVED_KWARGS or k.endswith(("_token", "_tokens"))), None)
+        taken = next((k for k in kwargs if k in _RESERVED_KWARGS), None)
         if taken is not None:
             raise BadRecord(f"'chat_template_kwargs' holds {quoted(taken)}, which a record cannot set; remove it")
         parts["chat_template_kwargs"] = kwargs
     return write_json(parts)
 
 
-__all__ = ["SCHEMAS", "first_question", "read_conversation", "read_preference"]
+__all__ = ["CONVERSATION_KEYS", "SCHEMAS", "first_question", "read_conversation", "read_preference"]

@@ -23,14 +23,11 @@ SHAREGPT_ROLES = {
     **{"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"},
 }
 
-# Fields of a message that give its loss weight, as a number or a boolean: OpenAI has `weight`, ms-swift `loss` and
-# `loss_scale`, axolotl `train` and `training`.
-_WEIGHTS = ("weight", "loss", "loss_scale", "loss_weight", "train", "training")
-# Fields that this package reads, together with those that `_translate` replaces by them.
-_READ = {"role", "content", "reasoning_content", "tool_calls", "tools", "functions", *_WEIGHTS, "masked"}
+# Fields of a message that this package reads, together with those that `_translate` replaces by them.
+_READ = {"role", "content", "reasoning_content", "tool_calls", "tools", "weight"}
 # Words in the names of other fields that would change what a message teaches.
 _MEANINGFUL = {
-    *"weight weights loss mask train trained trainable reasoning thinking thought thoughts refusal".split(),
+    *"weights loss mask masked train training trained trainable reasoning thinking thought thoughts refusal".split(),
     *"tool tools function functions call calls image images audio video videos".split(),
 }
 # `pandas` writes lists into CSV files as Python prints them.
@@ -39,18 +36,17 @@ _PRINTED_MESSAGES = re.compile(r"\s*\[\s*\{(?=[^}]*'(role|from)'\s*:)\s*'(role|f
 
 def read_tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
     """
-    Return the tools of a record or message, in `tools` or in OpenAI's older form in `functions`; `None` without any.
+    Return the tools of a record or message; `None` without any.
 
     Raises:
         `BadRecord`: unless each tool is an object.
     """
-    name = next((name for name in ("tools", "functions") if not is_blank(fields.get(name))), None)
-    if name is None:
+    if is_blank(fields.get("tools")):
         return None
-    tools = parsed_as(fields[name], name, list)
+    tools = parsed_as(fields["tools"], "tools", list)
     if not all(isinstance(tool, dict) for tool in tools):
-        raise BadRecord(f"{name!r} is no list of JSON schemas; fix or drop the line")
-    return tools if name == "tools" else [{"type": "function", "function": tool} for tool in tools]
+        raise BadRecord("'tools' is no list of JSON schemas; fix or drop the line")
+    return tools
 
 
 def read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
@@ -89,7 +85,7 @@ def messages_in(value: Any, name: str) -> Any:
 
 def _is_message(value: Any) -> bool:
     """Return whether a parsed value looks like a message."""
-    return isinstance(value, dict) and (value.get("role") in (*ROLES, "function") or value.keys() >= {"from", "value"})
+    return isinstance(value, dict) and (value.get("role") in ROLES or value.keys() >= {"from", "value"})
 
 
 def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
@@ -126,26 +122,19 @@ def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
 
 
 def _translate(message: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of ShareGPT and the older fields of OpenAI, and other names of the thought."""
+    """Translate the fields of ShareGPT, and other names of the thought."""
     message = dict(message)
     if "from" in message:
         name = message.pop("from")
         if not isinstance(name, str) or name not in SHAREGPT_ROLES:
             raise BadRecord(f"a message is from {quoted(name)}; known are {', '.join(SHAREGPT_ROLES)}")
         message["role"] = SHAREGPT_ROLES[name]
-        if name == "function_call":
-            calls = parsed_as(message.pop("value", ""), name, (dict, list))
-            message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
         # Without a value, the message has no content either.
-        elif "value" in message:
+        if "value" in message:
             message["content"] = message.pop("value")
-    if message.get("role") == "function":
-        message["role"] = "tool"
-    call = message.pop("function_call", None)
-    if not is_blank(call):
-        if message.get("tool_calls"):
-            raise BadRecord("a message has both 'function_call' and 'tool_calls'; remove one of them")
-        message["tool_calls"] = [parsed_as(call, "function_call", dict)]
+        if name == "function_call":
+            calls = parsed_as(message.pop("content", ""), name, (dict, list))
+            message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     for name in ("reasoning", "thinking"):
         thought = message.pop(name, None)
         if thought and not message.get("reasoning_content"):
@@ -202,23 +191,15 @@ def _read_weight(message: dict[str, Any]) -> float:
     Return the loss weight of a message, 1 by default.
 
     Raises:
-        `BadRecord`: for a weight that is no number from 0 or boolean, or that asks to train another role.
+        `BadRecord`: for a weight that is no number from 0 or boolean, or a weight above 1 of another role.
     """
-    weight = 1.0
-    for name in (name for name in (*_WEIGHTS, "masked") if name in message):
-        value = message[name]
-        # Weights are stored as float32.
-        if not isinstance(value, (bool, int, float)) or not 0 <= value < 1e9:
-            raise BadRecord(f"a message has a {name!r} that is no boolean or number of 0 or more; correct it")
-        value = not value if name == "masked" else value
-        # Some files give each message the weight 1.
-        is_neutral = "weight" in name and value == 1
-        if value and not is_neutral and message["role"] != "assistant":
-            role = message["role"]
-            raise BadRecord(
-                f"a message of the {role} asks for training ({name!r}); only answers have weights; remove it"
-            )
-        weight *= value
+    weight = message.get("weight", 1)
+    # Weights are stored as float32.
+    if not isinstance(weight, (bool, int, float)) or not 0 <= weight < 1e9:
+        raise BadRecord("a message has a 'weight' that is no boolean or number of 0 or more; correct it")
+    # Some files give each message the weight 1.
+    if weight not in (0, 1) and message["role"] != "assistant":
+        raise BadRecord(f"a message of the {message['role']} has a 'weight'; only answers have weights; remove it")
     return weight
 
 

@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
 # Files that tell a directory of a run, a model or a tokenizer.
-_OUTPUTS = ("train.log", "tokenizer_config.json", "model.safetensors")
+_OUTPUTS = (("run.json", "report.html"), ("tokenizer_config.json",), ("model.safetensors",))
 
 
 def find_sources(name: str) -> list[str] | None:
@@ -85,7 +85,7 @@ def _list_files(path: Path) -> list[Path]:
             continue
         seen.add(file.resolve())
         parents = file.parents[: len(file.parts) - len(root.parts) - 1]
-        is_output = any((parent / output).is_file() for parent in parents for output in _OUTPUTS)
+        is_output = any(all((parent / name).is_file() for name in output) for parent in parents for output in _OUTPUTS)
         if is_output or file_format(file) is None:
             left_out.add(file)
         else:

@@ -218,7 +218,7 @@ SCHEMAS = {
         **{"output": "4", "history": "", "system": "", "tools": "", "chat_template_kwargs": ""},
     },
     "fields without an effect": {
-        "messages": [{**USER, "id": 7, "weight": 0, "images": []}, {**ANSWER, "timestamp": "now", "loss": True}]
+        "messages": [{**USER, "id": 7, "weight": 0, "images": []}, {**ANSWER, "timestamp": "now", "weight": True}]
     },
     "names, identifiers and counts": {
         "messages": [{**USER, "weight": 1, "tool_name": "a", "call_id": "b"}, {**ANSWER, "reasoning_tokens": 3}]
@@ -300,27 +300,11 @@ def test_tool_calls_of_sharegpt_and_openai():
     assert json.loads(read_conversation(nested))["messages"][1]["tool_calls"] == [CALL]
 
 
-def test_the_older_tool_fields_of_openai_equal_the_newer_ones():
+def test_other_names_of_arguments_and_thoughts():
     arguments = {"a": 2, "b": None}
-    older = [
-        USER,
-        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": json.dumps(arguments)}},
-        {"role": "function", "name": "add", "content": "4"},
-        ANSWER,
-    ]
-    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": arguments}}
-    newer = [
-        USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "4"},
-        ANSWER,
-    ]
-    translated = read_conversation({"messages": older, "functions": [ADD["function"]]})
-    assert translated == read_conversation({"messages": newer, "tools": [ADD]})
-    # A null in JSON is a value.
-    assert json.loads(translated)["messages"][1]["tool_calls"] == [{"name": "add", "arguments": arguments}]
     named = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": arguments}], "thinking": "so"}
     message = json.loads(read_conversation({"messages": [USER, named]}))["messages"][1]
+    # A null in JSON is a value.
     assert message["tool_calls"][0]["arguments"] == arguments and message["reasoning_content"] == "so"
 
 
@@ -362,18 +346,9 @@ def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
     assert [record.text for record in read_records([name])] == expected
 
 
-WEIGHTED = {
-    "OpenAI": {"weight": 0},
-    "ms-swift": {"loss": False},
-    "axolotl": {"train": False},
-    "masked": {"masked": True},
-    "half": {"weight": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_the_loss_weight_of_an_answer(tokenizer, name):
-    field = WEIGHTED[name]
+@pytest.mark.parametrize("value", [0, False, 0.5])
+def test_the_loss_weight_of_an_answer(tokenizer, value):
+    field = {"weight": value}
     first = {"role": "assistant", "content": "five"}
     kinds = [
         {"messages": [USER, {**first, **field}, USER, ANSWER]},
@@ -389,7 +364,7 @@ def test_the_loss_weight_of_an_answer(tokenizer, name):
     texts = [read_conversation(record) for record in kinds]
     assert texts[0] == texts[1]
     plain = read_conversation({"messages": [USER, first, USER, ANSWER]})
-    weight = 0.5 if name == "half" else 0
+    weight = float(value)
     for tokens in (tokenizer, *(load_tokenizer(TOKENIZERS / version) for version in ("v1", "v3"))):
         mark_template(tokens)
         for all_tokens in (False, True):
@@ -433,17 +408,15 @@ def test_fields_that_are_left_out_are_logged_once(caplog):
         ({"prompt": "2+2?", "completion": ""}, "an answer of the assistant is empty"),
         ({"instruction": "2+2?", "output": "4", "history": [["a", ""]]}, "an answer of the assistant is empty"),
         ({"messages": [USER, {**ANSWER, "weight": -1}]}, "'weight' that is no boolean or number of 0 or more"),
-        ({"messages": [USER, {**ANSWER, "loss": "no"}]}, "'loss' that is no boolean or number of 0 or more"),
+        ({"messages": [USER, {**ANSWER, "loss": False}]}, "has the field 'loss', which cannot be trained"),
+        ({"messages": [USER, ANSWER], "functions": [ADD]}, "'functions' is an older form of 'tools'"),
         ({"messages": [USER, {**ANSWER, "weight": float("nan")}]}, "'weight' that is no boolean or number"),
-        ({"messages": [{**USER, "train": True}, ANSWER]}, "message of the user asks for training \\('train'\\)"),
+        ({"messages": [{**USER, "weight": 2}, ANSWER]}, "message of the user has a 'weight'"),
         ({"messages": [USER, {**ANSWER, "loss_mask": [1, 0]}]}, "has the field 'loss_mask', which cannot be trained"),
         ({"messages": [{**USER, "images": ["a.png"]}, ANSWER]}, "message of the user has the field 'images'"),
         ({"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]}, "message of the user has the field 'tool_calls'"),
         ({"messages": [USER, {"role": "assistant", "refusal": "No."}]}, "the assistant has the field 'refusal'"),
-        (
-            {"messages": [USER, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]},
-            "both 'function_call' and 'tool_calls'",
-        ),
+        ({"messages": [USER, {**ANSWER, "function_call": CALL}]}, "has the field 'function_call'"),
         (
             {"prompt": "2+2?", "completion": str([ANSWER])},
             "'completion' holds messages as Python prints them; write them as JSON",
@@ -474,7 +447,7 @@ def test_fields_that_are_left_out_are_logged_once(caplog):
                 {"messages": [USER, ANSWER], "chat_template_kwargs": {name: "a"}},
                 f"holds '{name}', which a record cannot set",
             )
-            for name in ("tools", "conversations", "chat_template", "bos_token", "self")
+            for name in ("tools", "chat_template")
         ),
     ],
 )
