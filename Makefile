@@ -37,11 +37,9 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
-# torchrun finds a free port by itself, and some clusters set MASTER_PORT for all programs.
-PORT := $(if $(filter-out torchrun,$(LAUNCHER)$(DS)$(ACCELERATE)),$(MASTER_PORT))
 # Flags of the command `hf-pretrain`, which launches the recipe and prints the command line that it starts.
 LAUNCH := $(if $(GPUS),--nproc $(GPUS)) $(if $(LAUNCHER),--launcher $(LAUNCHER)) $(if $(DS),--ds $(DS)) \
-  $(if $(ACCELERATE),--accelerate $(ACCELERATE)) $(if $(PORT),--master_port $(PORT)) \
+  $(if $(ACCELERATE),--accelerate $(ACCELERATE)) $(if $(MASTER_PORT),--master_port $(MASTER_PORT)) \
   $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
 
 # Extras of pyproject.toml that single stages need.

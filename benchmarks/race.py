@@ -57,7 +57,7 @@ from hf_pretrain.training.parsing import read_config
 FLAGS: dict[str, dict[str, Any]] = {"tiny": {}, "minimind2-small": {"per_device_train_batch_size": 8}}
 # Flags of `ours` without one of its parts, for `--leave_out`.
 PARTS: dict[str, dict[str, Any]] = {
-    "packing": {"packing_strategy": "none"},
+    "packing": {"packing": "none"},
     "our attention": {"attn_implementation": "sdpa"},
     "Muon": {"optim_preset": "adamw"},
     "decay": {"lr_scheduler_type": "constant_with_warmup"},

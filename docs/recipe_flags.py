@@ -1,12 +1,8 @@
 """
 Sphinx extension: lists of the flags of every recipe, from the recipe's own parser.
-
-Each recipe is started without arguments, up to the moment at which it parses its command line. So the lists hold
-exactly the flags that the recipe accepts, and nothing here has to name a dataclass.
 """
 
 import argparse
-import dataclasses
 import os
 import re
 from pathlib import Path
@@ -14,37 +10,14 @@ from pathlib import Path
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
-from transformers import TrainingArguments
 
-from hf_pretrain.runtime.recipe_parsers import recipe_parser
+from hf_pretrain.runtime.parser import own_fields, recipe_parser
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TRAINING = ("pretrain", "sft", "dpo", "distill", "grpo")
-UNSET: tuple[object, ...] = (None, "", [])
 # A heading in the order in which a project needs them.
 ORDER = (*TRAINING, "evaluate", "tokenizer", "chat", "serve", "convert", "doctor")
-
-
-def _inherited(recipe: str) -> dict[str, tuple[object, set[str]]]:
-    """Default and help texts of the flags that a recipe takes over from transformers and TRL."""
-    bases: list[type] = [TrainingArguments]
-    if recipe == "dpo":
-        from trl import DPOConfig
-
-        bases.append(DPOConfig)
-    elif recipe == "grpo":
-        from trl import GRPOConfig
-
-        bases.append(GRPOConfig)
-    inherited: dict[str, tuple[object, set[str]]] = {}
-    for base in bases:
-        for field in dataclasses.fields(base):
-            is_factory = field.default_factory is not dataclasses.MISSING
-            default = field.default_factory() if is_factory else field.default
-            _, texts = inherited.get(field.name, (None, set()))
-            inherited[field.name] = default, {*texts, field.metadata.get("help", "")}
-    return inherited
 
 
 def _show(value: object) -> str:
@@ -69,18 +42,15 @@ def _sentences(action: argparse.Action) -> str:
 
 def recipe_flags(recipe: str) -> dict[str, str]:
     """Return the names and the help of a recipe's flags, without those that transformers or TRL define as they are."""
-    inherited = _inherited(recipe) if recipe in (*TRAINING, "evaluate") else {}
+    parser = recipe_parser(RECIPES / f"{recipe}.py")
+    ours = set().union(*map(own_fields, parser.dataclass_types))
     flags = {}
-    for action in recipe_parser(RECIPES / f"{recipe}.py")._actions:
-        before, texts = inherited.get(action.dest, (action, set()))
-        # None, an empty list and an empty text all mean that nothing is set.
-        is_same_default = before == action.default or (before in UNSET and action.default in UNSET)
-        if (is_same_default and (action.help or "") in texts) or isinstance(action, argparse._HelpAction):
-            continue
-        # Flags come in two spellings, --max_length and --max-length; one is enough to read.
-        names = [name for name in action.option_strings if "-" not in name[2:]]
-        if names and not names[0].startswith("--no_"):
-            flags[", ".join(f"`{name}`" for name in names)] = _sentences(action)
+    for action in parser._actions:
+        # Flags come in two spellings, --max_length and --max-length; the first one is enough to read.
+        name = action.option_strings[0] if action.option_strings else action.dest
+        is_ours = action.dest in ours if parser.dataclass_types else action.dest != "help"
+        if is_ours and action.help is not argparse.SUPPRESS and not name.startswith("--no_"):
+            flags[f"`{name}`"] = _sentences(action)
     return flags
 
 

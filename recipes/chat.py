@@ -18,19 +18,17 @@ import io
 import sys
 from functools import partial
 
+import torch
+from transformers import set_seed
+
 from hf_pretrain.checkpoints.directory import find_newest_run
-from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.stages.chatting import Chat, is_base_model
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
-
-
-# isort: split
-# The package must come first: it answers `--help` before torch is imported.
-import torch
-from transformers import set_seed
 
 
 def main(args: argparse.Namespace) -> None:
@@ -76,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
     print(chat.speed, file=sys.stderr)
 
 
-if __name__ == "__main__":
+def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--prompt", help="answer or continue this text, and exit")
@@ -100,6 +98,9 @@ if __name__ == "__main__":
     parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1, tokens repeat less often")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
-    add_debug_flag(parser)
+    return parser
+
+
+if __name__ == "__main__":
     with one_line_errors():
-        main(parser.parse_args())
+        main(make_parser().parse_args())

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.runs import REPORT_NAME, read_runs
-from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import check_output
 
 
@@ -30,12 +31,15 @@ def main(args: argparse.Namespace) -> None:
     print(f"Wrote {path}. Open it in a browser.")
 
 
-if __name__ == "__main__":
+def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument(
         "--output", help="file to write; by default report.html in the run's directory, or comparison.html"
     )
-    add_debug_flag(parser)
+    return parser
+
+
+if __name__ == "__main__":
     with one_line_errors():
-        main(parser.parse_args())
+        main(make_parser().parse_args())

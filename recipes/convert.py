@@ -22,8 +22,9 @@ from pathlib import Path
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.repository import create_repository, push_folder
 from hf_pretrain.runtime.activity import announce
-from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.names import model_name
+from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
 from hf_pretrain.weights.comparing import validation_documents
@@ -78,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=('*.gguf', '*.pth'))}")
 
 
-if __name__ == "__main__":
+def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument(
         "--from",
@@ -106,6 +107,9 @@ if __name__ == "__main__":
     parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--hub_license", help="licence, for the model card")
-    add_debug_flag(parser)
+    return parser
+
+
+if __name__ == "__main__":
     with one_line_errors():
-        main(parser.parse_args())
+        main(make_parser().parse_args())

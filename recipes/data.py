@@ -44,9 +44,10 @@ from hf_pretrain.data.cleaning import (
 from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import describe_splits, list_sources, plain_text, read_records
 from hf_pretrain.runtime.activity import announce
-from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import MissingExtraError, UserError
 from hf_pretrain.runtime.installation import install_command
+from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import written_whole
 from hf_pretrain.stages.evaluation import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
@@ -160,12 +161,10 @@ def make_parser() -> RecipeParser:
         default=default.near_duplicates,
         help="least similarity (Jaccard index) of near duplicates; 0 keeps them",
     )
-    add_debug_flag(parser)
     return parser
 
 
 if __name__ == "__main__":
-    parser = make_parser()
     with one_line_errors():
-        args = parser.parse_args()
+        args = make_parser().parse_args()
         (inspect if args.action == "inspect" else clean)(args)

@@ -28,6 +28,9 @@ from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 
 
+ARGUMENTS = (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments)
+
+
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
@@ -46,7 +49,7 @@ def main(
     teacher = load_teacher(
         distillation_args.teacher_name_or_path,
         tokenizer,
-        is_packed=data_args.packing_strategy != "none",
+        is_packed=data_args.packing != "none",
         trust_remote_code=trust,
     )
     # The output heads must have the same width, even if the teacher's is padded past its tokenizer.
@@ -76,12 +79,5 @@ def main(
 
 
 if __name__ == "__main__":
-    argument_classes = (
-        ModelArguments,
-        AdapterArguments,
-        DistillationArguments,
-        ChatArguments,
-        DistillationTrainingArguments,
-    )
     with one_line_errors():
-        main(*parse_args(*argument_classes, stage="distill"))
+        main(*parse_args(*ARGUMENTS, stage="distill"))

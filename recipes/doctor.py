@@ -8,8 +8,9 @@ device. If it finds a defect, it prints what to do, and its exit status is 1. To
 `--dry_run` to the recipe that trains.
 """
 
-from hf_pretrain.runtime.command_line import RecipeParser, one_line_errors
+from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.health import print_findings
+from hf_pretrain.runtime.parser import RecipeParser
 
 
 def make_parser() -> RecipeParser:

@@ -34,6 +34,9 @@ with one_line_errors():
     from hf_pretrain.stages.preferences import DPOTrainingArguments, MiniMindDPOTrainer
 
 
+ARGUMENTS = (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments)
+
+
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
@@ -92,4 +95,4 @@ def main(
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments, stage="dpo"))
+        main(*parse_args(*ARGUMENTS, stage="dpo"))

@@ -17,6 +17,8 @@ the `model-index` of the model card, in the model's directory.
 import importlib.metadata
 from typing import Any
 
+from transformers.trainer_callback import PrinterCallback
+
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.preparation import PackedRows, load_rows
@@ -41,9 +43,7 @@ from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 
 
-# isort: split
-# The package must come first: it answers `--help` before transformers is imported.
-from transformers.trainer_callback import PrinterCallback
+ARGUMENTS = (ModelArguments, ValidationArguments, EvaluationArguments)
 
 
 def main(model_args: ModelArguments, data_args: ValidationArguments, training_args: EvaluationArguments):
@@ -115,4 +115,4 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(ModelArguments, ValidationArguments, EvaluationArguments, stage="evaluate"))
+        main(*parse_args(*ARGUMENTS, stage="evaluate"))

@@ -33,6 +33,9 @@ with one_line_errors():
     from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, TaskArguments, task_check
 
 
+ARGUMENTS = (ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments)
+
+
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
@@ -103,4 +106,4 @@ def main(
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments, stage="grpo"))
+        main(*parse_args(*ARGUMENTS, stage="grpo"))

@@ -29,6 +29,9 @@ from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
 
 
+ARGUMENTS = (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments)
+
+
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
@@ -70,4 +73,4 @@ def main(
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments))
+        main(*parse_args(*ARGUMENTS))

@@ -23,21 +23,19 @@ from web pages of other origins, and for more tokens than the model has position
 import argparse
 import json
 
+import torch
+
 from hf_pretrain.checkpoints.directory import find_newest_run
-from hf_pretrain.runtime.command_line import RecipeParser, add_debug_flag, one_line_errors
+from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.tokenizer.encoding import check_chat_template, thinking_variables
 from hf_pretrain.tokenizer.loading import load_tokenizer
-from hf_pretrain_cli import port
 
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
     from hf_pretrain.stages.serving import check_ports, serve_model
-
-# isort: split
-# The package must come first: it answers `--help` before torch is imported.
-import torch
 
 
 def main(args: argparse.Namespace) -> None:
@@ -85,13 +83,13 @@ def main(args: argparse.Namespace) -> None:
             server.kill_server()
 
 
-if __name__ == "__main__":
+def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
-    parser.add_argument("--port", type=port, metavar="N", default=8000, help="TCP port")
+    parser.add_argument("--port", type=int, metavar="N", default=8000, help="TCP port")
     parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
-    parser.add_argument("--web_port", type=port, metavar="N", default=7860, help="TCP port of the chat page")
+    parser.add_argument("--web_port", type=int, metavar="N", default=7860, help="TCP port of the chat page")
     parser.add_argument("--compare", help="a second model, shown beside the first; it gets the next port")
     parser.add_argument("--device", default="auto", help="auto, or a device such as cpu or cuda:0")
     parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")
@@ -109,6 +107,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--log_level", choices=("debug", "info", "warning", "error"), default="warning", help="what the server logs"
     )
-    add_debug_flag(parser)
+    return parser
+
+
+if __name__ == "__main__":
     with one_line_errors():
-        main(parser.parse_args())
+        main(make_parser().parse_args())

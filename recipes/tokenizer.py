@@ -47,6 +47,9 @@ class TokenizerArguments:
     hub_private_repo: bool | None = field(default=None, metadata={"help": "Make a new repository private."})
 
 
+ARGUMENTS = (TokenizerArguments,)
+
+
 def main(args: TokenizerArguments) -> None:
     check_output(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
@@ -84,4 +87,4 @@ def main(args: TokenizerArguments) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(TokenizerArguments))
+        main(*parse_args(*ARGUMENTS))

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 import hf_pretrain_cli
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.metrics import HEADLINES
-from hf_pretrain.runtime.recipe_parsers import recipe_parser
+from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.reporting import format_report, next_commands

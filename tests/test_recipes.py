@@ -19,7 +19,7 @@ from transformers import HfArgumentParser
 
 from hf_pretrain import PRESETS, MiniMindForCausalLM
 from hf_pretrain.data.arguments import ChatArguments, DataArguments, SourceArguments
-from hf_pretrain.runtime.recipe_parsers import recipe_parser
+from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.stages.distillation import DistillationArguments
 from hf_pretrain.stages.preferences import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
@@ -212,7 +212,7 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
 
 # The flags of each stage beside those of `toy_arguments`, and the lines that only this stage prints.
 FLAGS_AND_LINES = {
-    "pretrain": ("--packing_strategy wrapped --streaming true", [r"(Training|Validation): .*"]),
+    "pretrain": ("--packing wrapped --streaming true", [r"(Training|Validation): .*"]),
     "sft": ("--dataset_name chats.jsonl", [r"(Training|Validation): .* tokens count in the loss.*"]),
     "distill": ("--teacher_name_or_path toy --dataset_kind text", ["The student has the weights of the teacher: .*"]),
     "dpo": (

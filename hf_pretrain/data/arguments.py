@@ -83,11 +83,10 @@ class DataArguments(SourceArguments):
     streaming: bool = field(default=False, metadata={"help": "Read the data while training; needs --max_steps."})
     text_column: str = field(default="text", metadata={"help": "Column or JSON field that holds the text."})
     max_length: int = field(default=512, metadata={"help": "Number of tokens per packed sequence."})
-    packing_strategy: str = field(
+    packing: str = field(
         default="bfd",
         metadata={
             "help": "How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
-            "aliases": ["--packing"],
             "choices": PACKING_STRATEGIES,
         },
     )
@@ -103,7 +102,7 @@ class DataArguments(SourceArguments):
 
         If all batches have one length, torch.compile compiles each graph only once.
         """
-        return None if self.packing_strategy == "none" else self.max_length
+        return None if self.packing == "none" else self.max_length
 
     @property
     def schema(self) -> str:
@@ -142,7 +141,7 @@ class DataArguments(SourceArguments):
             documents,
             tokenizer,
             max_length=self.max_length,
-            packing_strategy=self.packing_strategy,
+            packing_strategy=self.packing,
             num_proc=self.num_proc,
             encoder=self.encoder,
         )

@@ -1,40 +1,12 @@
-"""
-The device of a run: the kinds that torch supports, the one that is present, and whether it has bfloat16 units.
-"""
-
-from importlib.util import find_spec
+"""The device of a run, and whether it has bfloat16 units."""
 
 import torch
 
 
-# The device types of torch itself (ROCm appears as `cuda`), and the packages that add others.
-DEVICE_TYPES = ("cuda", "mps", "xpu")
-PLUG_INS = (
-    *("torch_xla", "torch_npu", "torch_neuronx", "torch_mlu", "torch_musa", "torch_sdaa", "torch_directml"),
-    "habana_frameworks",
-)
-
-
 def describe_found() -> str:
-    """Return a few words that name the kinds of devices that torch has found."""
-    return f"torch {torch.__version__} found {', '.join(_found()) or 'no accelerator'}"
-
-
-def describe_search() -> str:
-    """Return one line that names the kinds of devices that were looked for, and those that were found."""
-    kinds = ", ".join((*DEVICE_TYPES, *PLUG_INS))
-    return f"torch {torch.__version__} looked for {kinds}: found {', '.join(_found()) or 'none'}"
-
-
-def _found() -> list[str]:
+    """Return a few words that name the kind of device that torch has found."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return [*([accelerator.type] if accelerator is not None else []), *installed_plug_ins()]
-
-
-def installed_plug_ins() -> list[str]:
-    """Return the installed packages that add a device type to torch."""
-    # Do not import the packages: importing one may start its device.
-    return [name for name in PLUG_INS if find_spec(name) is not None]
+    return f"torch {torch.__version__} found {accelerator.type if accelerator is not None else 'no accelerator'}"
 
 
 def default_device_type(*, use_cpu: bool) -> str:
@@ -58,4 +30,4 @@ def has_bfloat16_units(device_type: str) -> bool:
     return any(features.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-__all__ = ["describe_found", "describe_search", "default_device_type", "has_bfloat16_units", "installed_plug_ins"]
+__all__ = ["default_device_type", "describe_found", "has_bfloat16_units"]

@@ -1,13 +1,12 @@
 """Parse the names that users give to models and datasets: local paths, and ids on the Hugging Face Hub."""
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from hf_pretrain_cli import hint
 
 from .errors import UserError
 
@@ -15,29 +14,32 @@ from .errors import UserError
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
+# Below this similarity, long flags share only parts such as `_size`.
+FLAG_SIMILARITY = 0.75
+
+
+def hint(word: str, known: Iterable[str], text: str = "; the nearest one is {}", *, cutoff: float = 0.6) -> str:
+    """Return `text` with the known word that is most similar to `word`, or "" below a similarity of `cutoff`."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return text.format(found[0]) if found else ""
+
+
 def check_word(flag: str, word: str, known: Iterable[str]) -> None:
-    """Raise `ValueError` if a flag has an unknown value. The message names a similar one."""
+    """Raise `UserError` if a flag has an unknown value. The message names a similar one."""
     known = list(known)
     if word not in known:
         raise UserError(f"{flag} {word} is unknown{hint(word, known)}. All: {', '.join(known)}.")
 
 
-class OpenChoices(tuple):
-    """Choices of a flag that accepts other words, too. A shell completes them."""
-
-    def __contains__(self, word: object) -> bool:
-        return True
-
-
 def check_choices(arguments: Any) -> None:
     """
-    Raise `ValueError` if a field of a dataclass has a value that is not one of the `choices` in its metadata. The
+    Raise `UserError` if a field of a dataclass has a value that is not one of the `choices` in its metadata. The
     parser of the command line and the shell completion read the same choices.
     """
     for field in dataclasses.fields(arguments):
-        choices, value = field.metadata.get("choices"), getattr(arguments, field.name)
-        if choices is not None and value is not None and value not in choices:
-            check_word(f"--{field.name}", value, choices)
+        value = vars(arguments).get(field.name)
+        if "choices" in field.metadata and value is not None:
+            check_word(f"--{field.name}", value, field.metadata["choices"])
 
 
 def is_path(name: str | Path) -> bool:
@@ -115,10 +117,11 @@ def may_be_checkpoint(name: str | Path) -> bool:
 
 
 __all__ = [
+    "FLAG_SIMILARITY",
     "DatasetName",
-    "OpenChoices",
     "check_choices",
     "check_word",
+    "hint",
     "is_path",
     "may_be_checkpoint",
     "model_name",

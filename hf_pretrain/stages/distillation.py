@@ -148,7 +148,7 @@ def load_teacher(
     if is_packed and not keeps_documents_apart(teacher):
         raise UserError(
             f"--teacher_name_or_path {name_or_path}: {type(teacher).__name__} attends across the documents of a "
-            "packed row. Pass --packing_strategy none."
+            "packed row. Pass --packing none."
         )
     return teacher
 

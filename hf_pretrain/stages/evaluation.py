@@ -6,7 +6,7 @@ import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
@@ -56,7 +56,6 @@ class EvaluationArguments(LMTrainingArguments):
             without ZeRO-3.
     """
 
-    help_title: ClassVar[str] = "Evaluation, and tasks of lm-eval"
     # An evaluation trains nothing, so it must not refuse a DeepSpeed config that Muon cannot follow.
     default_optim_preset = "adamw"
     # There is no run to plan, so this is no flag here.

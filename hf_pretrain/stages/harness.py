@@ -18,9 +18,8 @@ from lm_eval.tasks import TaskManager
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_pretrain_cli import hint
-
 from ..runtime.errors import UserError
+from ..runtime.names import hint
 
 
 class BosHFLM(HFLM):

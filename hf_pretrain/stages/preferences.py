@@ -7,7 +7,7 @@ left out (different pairs in each epoch). So accumulation and world size change 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from datasets import Dataset
 from transformers.utils import logging
@@ -37,7 +37,6 @@ LOSS_TYPES = (
 class DPOTrainingArguments(LMTrainingArguments, DPOConfig):
     """TRL's `DPOConfig`. Flags that other recipes also have keep this package's defaults."""
 
-    help_title: ClassVar[str] = "Direct preference optimization"
     default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import torch
@@ -27,7 +27,7 @@ from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.installation import needing_extra
-from ..runtime.names import OpenChoices, check_word
+from ..runtime.names import check_word
 from ..tokenizer.encoding import thinking_variables
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
@@ -73,7 +73,6 @@ class TaskArguments:
         default_factory=lambda: ["format"],
         metadata={
             "help": f"One or more of {', '.join(REWARDS)}, module.path:function, or a reward model's Hub id.",
-            "choices": OpenChoices(REWARDS),
         },
     )
     tools: list[str] | None = field(
@@ -89,7 +88,6 @@ class TaskArguments:
 class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     """TRL's `GRPOConfig`. Flags that all recipes share keep this package's meaning and defaults."""
 
-    help_title: ClassVar[str] = "Reinforcement learning"
     default_optim_preset = "adamw"
     output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_pretrain_cli import hint
-
 from ..runtime.errors import UserError
+from ..runtime.names import hint
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {

@@ -15,8 +15,6 @@ from huggingface_hub import hf_hub_download
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from hf_pretrain_cli import writer_of
-
 from ..runtime.errors import UserError
 from ..runtime.names import may_be_checkpoint, split_hub_name
 from .chat_template import add_marks
@@ -66,13 +64,10 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
     """
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     if not may_be_checkpoint(name_or_path):
-        command = writer_of(name_or_path)
-        advice = (
-            f"`{command}` writes it: run that first, or name another model"
-            if command
-            else "Correct the name, or run the stage that writes it first"
+        raise UserError(
+            f"There is no directory {name_or_path}. Correct the name, or first run the stage that writes it, such as "
+            "`hf-pretrain pretrain --preset tiny` for out/pretrain-tiny."
         )
-        raise UserError(f"There is no directory {name_or_path}. {advice}.")
     is_path = Path(name_or_path).is_dir()
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
         raise UserError(

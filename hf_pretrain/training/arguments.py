@@ -60,7 +60,6 @@ class LMTrainingArguments(TrainingArguments):
         `ValueError`: for values that do not fit together or do not fit the machine and the launch command.
     """
 
-    help_title: ClassVar[str] = "Training, saving and sharding"
     config: str | None = field(default=None, metadata={"help": "YAML file with values of these flags."})
     output_dir: str | None = field(default="out/pretrain", metadata={"help": "Directory of the run."})
     fsdp_size: int = field(default=1, metadata={"help": "Shard the model over this many processes (FSDP2)."})
@@ -71,6 +70,10 @@ class LMTrainingArguments(TrainingArguments):
     )
     resume_from_hub: str | None = field(
         default=None, metadata={"help": "Resume from the newest checkpoint pushed to this Hub id."}
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={"help": "Checkpoint to resume from; auto takes the newest intact one, or starts a new run."},
     )
     allow_inexact_resume: bool = field(default=False, metadata={"help": "Resume although settings or data differ."})
     trust_checkpoint: bool = field(

@@ -7,12 +7,10 @@ checkpoint to resume from is known, and `complete_fsdp_args` when Trainer sets u
 """
 
 import atexit
-import contextlib
-import io
 import os
 import sys
-import tempfile
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.utils import strtobool
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
-from ..runtime.command_line import is_quiet
 from ..runtime.cores import choose_threads
 from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
-from ..runtime.devices import default_device_type, installed_plug_ins
+from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError
-from ..runtime.installation import check_deepspeed
 from ..runtime.ranks import num_local_processes
 from ..weights.files import read_json
 from .deepspeed_support import turns_on_deepspeed
@@ -36,57 +32,22 @@ from .deepspeed_support import turns_on_deepspeed
 if TYPE_CHECKING:
     from .arguments import LMTrainingArguments
 
-# Settings of `accelerate launch` that a run refuses: the environment variable by which the launcher passes it, the
-# values that ask for nothing unusual, the flag of the launcher, and what to do instead. Trainer would ignore them, or
-# follow them by halves. All other variables of `accelerate.utils.launch` (1.15) are obeyed: devices, CPU affinity and
-# threads by accelerate and torch, FSDP by accelerate (`complete_fsdp_args` refuses version 1), DeepSpeed by Trainer,
-# which raises for values that contradict its own.
+# Settings of `accelerate launch` that Trainer would ignore, or follow by halves, and the values that ask for nothing
+# unusual. The launcher passes them as environment variables.
 _REFUSED_OF_ACCELERATE = {
-    "ACCELERATE_MIXED_PRECISION": (
-        ("no", "bf16", "fp16"),
-        "--mixed_precision",
-        "Leave it out: bf16 is on where the hardware has bfloat16 units.",
-    ),
-    "ACCELERATE_DYNAMO_BACKEND": (
-        ("no",),
-        "--dynamo_backend",
-        "Pass --torch_compile_backend to the recipe instead, which compiles each layer.",
-    ),
-    "ACCELERATE_USE_MEGATRON_LM": (
-        ("false",),
-        "--use_megatron_lm",
-        "Pass --fsdp_size, --tp_size or --ep_size to the recipe instead.",
-    ),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (
-        ("false",),
-        "--use_parallelism_config",
-        "Pass --fsdp_size, --dp_replicate_size or --tp_size to the recipe instead.",
-    ),
+    "ACCELERATE_MIXED_PRECISION": ("no", "bf16", "fp16"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no",),
+    "ACCELERATE_USE_MEGATRON_LM": ("false",),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("false",),
 }
-_SHARED_MEMORY = "/dev/shm"
-_MIN_SHARED_BYTES = 4 * 2**20
 
 
 def choose_device(*, use_cpu: bool) -> str:
     """
     Return the device type of a run: `cpu` with `use_cpu`, with `accelerate launch --cpu`, or if torch finds no
     accelerator.
-
-    Raises:
-        `ValueError`: if a plug-in for an accelerator is installed but torch finds no accelerator. Without the error,
-            the user would train on the CPU by accident.
     """
-    use_cpu = use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")))
-    if use_cpu or torch.accelerator.is_available():
-        return default_device_type(use_cpu=use_cpu)
-    plug_ins = installed_plug_ins()
-    if plug_ins:
-        raise UserError(
-            f"{', '.join(plug_ins)} is installed for an accelerator, but torch {torch.__version__} finds none, "
-            "and the run would train on the CPU. hf_pretrain has not been tested with this plug-in. Pass "
-            "--use_cpu, or check `torch.accelerator.current_accelerator()`."
-        )
-    return "cpu"
+    return default_device_type(use_cpu=use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false"))))
 
 
 def take_launchers_precision(args: "LMTrainingArguments") -> None:
@@ -95,31 +56,36 @@ def take_launchers_precision(args: "LMTrainingArguments") -> None:
     `no` decides nothing, because the launcher passes it by default, too.
 
     Raises:
-        `ValueError`: if launcher and recipe get different precisions.
+        `UserError`: if launcher and recipe get different precisions.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("bf16", "fp16"):
         return
     if args.bf16 is None and not args.fp16:
         args.bf16, args.fp16 = asked == "bf16", asked == "fp16"
-    elif not getattr(args, asked):
-        named = "--fp16" if args.fp16 else f"--bf16 {str(args.bf16).lower()}"
+    elif not (args.bf16 if asked == "bf16" else args.fp16):
         raise UserError(
-            f"accelerate launch --mixed_precision {asked} and {named} of the recipe ask for different precisions. "
-            "Leave one of them out."
+            f"accelerate launch --mixed_precision {asked} and --bf16 or --fp16 of the recipe ask for different "
+            "precisions. Leave one of them out."
         )
 
 
 def check_launch(args: "LMTrainingArguments") -> None:
     """
-    Raise `ValueError` for mistakes in the launch command, before the ranks wait for each other in a process group.
+    Raise `UserError` for mistakes in the launch command, before the ranks wait for each other in a process group.
     """
-    for variable, (accepted, flag, advice) in _REFUSED_OF_ACCELERATE.items():
+    for variable, accepted in _REFUSED_OF_ACCELERATE.items():
         value = os.environ.get(variable, accepted[0])
         if value.lower() not in accepted:
-            raise UserError(f"accelerate launch {flag} ({variable}={value}) is not supported. {advice}")
-    if turns_on_deepspeed(args):
-        check_deepspeed()
+            raise UserError(
+                f"accelerate launch asks for {variable}={value}, which is not supported. Leave it out, and pass "
+                "--bf16, --torch_compile_backend or --fsdp_size to the recipe instead."
+            )
+    if turns_on_deepspeed(args) and find_spec("deepspeed") is None:
+        raise UserError(
+            "This run needs DeepSpeed, which is not installed. It supports Linux only; elsewhere, launch with "
+            "torchrun and pass --fsdp_size N to shard the model."
+        )
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
     local_world_size = num_local_processes()
@@ -131,10 +97,6 @@ def check_launch(args: "LMTrainingArguments") -> None:
             f"device(s). Start at most {num_devices}, or pass --use_cpu."
         )
     if args.deepspeed and isinstance(args.deepspeed, str):
-        if not Path(args.deepspeed).is_file():
-            raise UserError(
-                f"--deepspeed {args.deepspeed}: no such file. The repository's configs are in ds_configs/."
-            )
         # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
         read_json(Path(args.deepspeed))
     if args.deepspeed and "RANK" not in os.environ:
@@ -143,14 +105,10 @@ def check_launch(args: "LMTrainingArguments") -> None:
             "--deepspeed needs a launcher, even for one process. Replace `python` before "
             f"{sys.argv[0]} by `deepspeed --include localhost:0` or `torchrun --standalone`."
         )
-    # Workers of the data loader and DeepSpeed's CPU kernels pass data through shared memory.
-    is_deepspeed_on_cpu = args.use_cpu and (args.deepspeed or args.launcher == "deepspeed")
-    if args.dataloader_num_workers > 0 or is_deepspeed_on_cpu:
-        _check_shared_memory()
 
 
 def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
-    """Raise `ValueError` for parallel sizes that do not fit together, or that Trainer does not support."""
+    """Raise `UserError` for parallel sizes that do not fit together, or that Trainer does not support."""
     num_ranks = args.fsdp_size * args.tp_size * args.dp_replicate_size
     if num_ranks not in (1, world_size):
         raise UserError(
@@ -158,15 +116,9 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
             f"{args.dp_replicate_size} needs {num_ranks} processes, and {world_size} run. Launch with "
             f"torchrun --standalone --nproc_per_node {num_ranks} {' '.join(sys.argv)}"
         )
-    if args.ep_size > 1 and args.fsdp_size * args.tp_size % args.ep_size:
+    if args.fsdp_size * args.tp_size % args.ep_size:
         raise UserError(
-            f"--ep_size {args.ep_size} must divide --fsdp_size x --tp_size, whose ranks share the experts. Set "
-            f"--fsdp_size to a multiple of {args.ep_size}."
-        )
-    if args.tp_size > 1 and args.use_cpu:
-        raise UserError(
-            f"--tp_size {args.tp_size} is not possible on a CPU: accelerate trains with tensor parallelism on "
-            "GPUs only. Use --fsdp_size."
+            f"--ep_size {args.ep_size} must divide --fsdp_size x --tp_size, whose ranks share the experts."
         )
     if args.distributed_config is not None and args.deepspeed:
         raise UserError(
@@ -181,7 +133,7 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
 
 
 def check_device(args: "LMTrainingArguments") -> None:
-    """Raise `ValueError` for arguments that do not fit the device that transformers has chosen."""
+    """Raise `UserError` for arguments that do not fit the device that transformers has chosen."""
     if args.fp16 and args.device.type == "cpu":
         raise UserError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
     if args.n_gpu > 1:
@@ -221,7 +173,7 @@ def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:
     bf16, as under every other launcher.
 
     Raises:
-        `ValueError`: for FSDP version 1.
+        `UserError`: for FSDP version 1.
     """
     if given is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return None
@@ -262,26 +214,8 @@ def start_deepspeed_cpu_ranks() -> None:
     """
     import deepspeed
 
-    # It prints that it has built its kernel.
-    with contextlib.redirect_stdout(io.StringIO()) if is_quiet() else contextlib.nullcontext():
-        deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.init_distributed(dist_backend="gloo")
     atexit.register(remove_allreduce_buffers)
-
-
-def _check_shared_memory() -> None:
-    """Raise `ValueError` if processes cannot share memory. Otherwise they would crash or hang."""
-    if sys.platform != "linux":
-        return
-    try:
-        with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
-            # Allocate the space. Writing a sparse file would succeed even if the space is missing.
-            os.posix_fallocate(file.fileno(), 0, _MIN_SHARED_BYTES)
-    except OSError as error:
-        raise UserError(
-            f"{_SHARED_MEMORY} cannot be used: {error}. Workers of the data loader and DeepSpeed's CPU ranks pass "
-            "data through it. Make room there (docker run --shm-size 1g), or pass --dataloader_num_workers 0 and "
-            "launch with torchrun."
-        ) from error
 
 
 def launcher() -> str:

@@ -7,43 +7,61 @@ value `{bf16: A, float32: B}` depends on the precision of the run.
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
-
-from hf_pretrain_cli import FLAG_SIMILARITY, hint, read_config
-
-from ..runtime.command_line import RecipeParser
+from ..runtime.config_files import read_config
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
+from ..runtime.names import FLAG_SIMILARITY, hint
+from ..runtime.parser import RecipeParser
 from ..weights.model_arguments import default_preset
 
 
-logger = logging.get_logger(__name__)
+# Flags of MiniMind's training scripts, and ours.
+_MINIMIND_FLAGS = {
+    "--epochs": "--num_train_epochs",
+    "--batch_size": "--per_device_train_batch_size",
+    "--accumulation_steps": "--gradient_accumulation_steps",
+    "--grad_clip": "--max_grad_norm",
+    "--max_seq_len": "--max_length",
+    "--data_path": "--dataset_name",
+    "--out_dir": "--output_dir",
+    "--save_dir": "--output_dir",
+    "--log_interval": "--logging_steps",
+    "--save_interval": "--save_steps",
+    "--num_workers": "--dataloader_num_workers",
+}
+_MINIMIND_SIZES = ("--dim", "--n_layers", "--hidden_size", "--num_hidden_layers")
 
 
-def _known_keys(dataclass_types: tuple[type, ...]) -> list[str]:
-    return [f.name for cls in dataclass_types for f in dataclasses.fields(cls) if f.init]
+def _translate_minimind(argv: list[str]) -> list[str]:
+    """Replace the flags of MiniMind's scripts by ours, and print the result."""
+    translated, sizes = [], []
+    words = iter(argv)
+    for word in words:
+        if word in _MINIMIND_SIZES:
+            sizes.append(f"{word.removeprefix('--')}={next(words, '')}")
+        else:
+            translated.append(_MINIMIND_FLAGS.get(word, word))
+    if sizes:
+        translated += ["--config_overrides", ",".join(sizes)]
+    if translated != argv:
+        print(f"With the names of this package, MiniMind's flags are: {shlex.join(translated)}", file=sys.stderr)
+    return translated
 
 
-def _known_aliases(dataclass_types: tuple[type, ...]) -> list[str]:
-    """Return the older names of flags. The command line and YAML files still accept them."""
-    fields = [field for cls in dataclass_types for field in dataclasses.fields(cls)]
-    return [alias.removeprefix("--") for field in fields for alias in field.metadata.get("aliases", [])]
-
-
-def _yaml_to_argv(path: str, known_keys: list[str], aliases: list[str], typed: Any) -> list[str]:
+def _yaml_to_argv(path: str, known_keys: list[str], typed: Any) -> list[str]:
     """
     Return a YAML file as command-line words, so that the parser checks its values like typed ones. `typed` holds the
     arguments of the real command line.
     """
     argv = []
-    with as_user_errors():
-        content = read_config(Path(path))
+    content = read_config(path)
     for key, value in content.items():
-        if key not in known_keys and key not in aliases:
+        if key not in known_keys:
             nearest = hint(str(key), known_keys, "; the nearest known one is `{}`", cutoff=FLAG_SIMILARITY)
             raise UserError(f"{path}: unknown key `{key}`{nearest}.")
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
@@ -83,21 +101,20 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         `tuple`: an instance of each dataclass.
 
     Raises:
-        `ValueError`: for an unknown YAML key or flag (the message names the nearest known one), for a value of the
+        `UserError`: for an unknown YAML key or flag (the message names the nearest known one), for a value of the
             wrong type, and for a value that a dataclass refuses.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if stage != "grpo":
+        # TRL counts completions in a batch, and MiniMind prompts.
+        argv = _translate_minimind(argv)
     # A bare --debug makes `one_line_errors` print tracebacks. --debug with a value is a flag of TrainingArguments.
     pairs = zip(argv, [*argv, "--"][1:], strict=True)
     argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
-    parser = RecipeParser(
-        dataclass_types,
-        # The recipe's own docstring has examples.
-        description=getattr(sys.modules["__main__"], "__doc__", None),
-        epilog="--debug shows the traceback of an error, too.",
-    )
-    known_keys = _known_keys(dataclass_types)
+    # The recipe's own docstring has examples.
+    parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
 
+    known_keys = [field.name for cls in dataclass_types for field in dataclasses.fields(cls) if field.init]
     defaults: list[str] = []
     if "config" in known_keys:
         # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
@@ -105,8 +122,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         known, _ = parser.parse_known_args(argv)
         config = known.config or _default_config(known, stage)
         if config:
-            defaults = _yaml_to_argv(config, known_keys, _known_aliases(dataclass_types), known)
-            defaults += ["--config", config]
+            defaults = [*_yaml_to_argv(config, known_keys, known), "--config", config]
     namespace = parser.parse_args(defaults + argv)
     # transformers and TRL refuse values here, too.
     with as_user_errors():

@@ -61,7 +61,7 @@ _ENDLESS_SCHEDULES = {"constant", "constant_with_warmup", "inverse_sqrt", "reduc
 # out what the checkpoint holds. They are named if a content differs.
 _CONTENT_FLAGS = {
     *("dataset_name", "dataset_weights", "validation_fraction", "train_fraction", "streaming", "text_column"),
-    *("packing_strategy", "dataset_kind", "chat_template", "enable_thinking", "train_on_inputs", "span_weights"),
+    *("packing", "dataset_kind", "chat_template", "enable_thinking", "train_on_inputs", "span_weights"),
     *("tokenizer_name_or_path", "vocab_size", "model_preset", "model_name_or_path", "config_overrides"),
     *("teacher_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
     *("use_dora", "load_in_4bit"),

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import yaml
 
-from hf_pretrain_cli import FLAG_SIMILARITY, ConfigLoader, hint
-
 from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..model.presets import PRESETS
+from ..runtime.config_files import ConfigLoader
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import check_choices
+from ..runtime.names import FLAG_SIMILARITY, check_choices, hint
 
 
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.

@@ -49,7 +49,7 @@ def command(
     return [
         *(*launcher_command(launcher, processes), RECIPE, "--use_cpu", "--bf16", "false"),
         *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "train.jsonl")),
-        *("--packing_strategy", "none", "--max_length", "32", "--validation_fraction", "0", "--max_steps", str(STEPS)),
+        *("--packing", "none", "--max_length", "32", "--validation_fraction", "0", "--max_steps", str(STEPS)),
         *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
         *("--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"),
         *("--output_dir", str(output_dir), *arguments),

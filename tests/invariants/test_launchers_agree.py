@@ -60,7 +60,7 @@ def launch(workspace):
             batch = ["8", "1"] if launcher == "python" else ["2", "2"]
             words = [
                 *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
-                *("--packing_strategy", "none", "--max_length", "32", "--validation_fraction", "0.2"),
+                *("--packing", "none", "--max_length", "32", "--validation_fraction", "0.2"),
                 *("--max_steps", "6", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"),
                 *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
                 *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--disable_tqdm", "true"),

@@ -193,7 +193,7 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
     teacher = load_teacher(str(tmp_path / "llama"), tokenizer)
     assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
     monkeypatch.setattr("hf_pretrain.stages.distillation.keeps_documents_apart", lambda model: False)
-    with pytest.raises(ValueError, match="LlamaForCausalLM attends across the documents.*--packing_strategy none"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM attends across the documents.*--packing none"):
         load_teacher(str(tmp_path / "llama"), tokenizer)
     load_teacher(str(tmp_path / "llama"), tokenizer, is_packed=False)
 

@@ -5,7 +5,6 @@ import torch
 import yaml
 
 from hf_pretrain.data.arguments import DataArguments
-from hf_pretrain.runtime import installation
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import arguments as training_args
@@ -60,9 +59,13 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
     assert parse(tmp_path, *words, config=config)[2].max_steps == steps
 
 
-def test_a_value_for_one_precision_alone_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`max_steps` depends on the precision and must have the keys"):
-        parse(tmp_path, config={"max_steps": {"bf16": 900}})
+def test_flags_of_minimind_are_translated(tmp_path, capsys):
+    words = "--epochs 2 --batch_size 4 --dim 96 --n_layers 3 --data_path a.jsonl --accumulation_steps 8"
+    model, data, training = parse(tmp_path, *words.split())
+    assert (training.num_train_epochs, training.per_device_train_batch_size) == (2, 4)
+    assert training.gradient_accumulation_steps == 8 and data.dataset_name == ["a.jsonl"]
+    assert model.overrides == {"dim": 96, "n_layers": 3}
+    assert "--num_train_epochs 2 --per_device_train_batch_size 4" in capsys.readouterr().err
 
 
 def test_defaults_for_small_language_models(tmp_path):
@@ -83,24 +86,12 @@ def test_bare_bf16_flag(tmp_path):
 @pytest.mark.parametrize(
     ("words", "config", "message"),
     [
-        ([], {"learning_rat": 1}, "unknown key `learning_rat`; the nearest known one is `learning_rate`"),
-        (["--learning_rat", "1"], None, "'--learning_rat'; the nearest known one is --learning_rate"),
-        (["--model_preset", "tinny"], None, "tinny is unknown; the nearest one is tiny. All: tiny, minimind2-small"),
-        (["--config", "missing.yaml"], None, "missing.yaml: no such file"),
-        (["--deepspeed", "missing.json"], None, "missing.json: no such file"),
+        (["--deepspeed", "missing.json"], None, "missing.json is not a JSON file"),
         (["--fp16"], None, "--fp16 on a CPU would silently train in float32"),
         (["--fsdp"], None, "--fsdp_size N"),
         (["--fsdp_size", "2"], None, "needs 2 processes, and 1 run.*--nproc_per_node 2"),
-        (
-            ["--packing", "bdf"],
-            None,
-            "--packing_strategy bdf is unknown; the nearest one is bfd. All: bfd, wrapped, none",
-        ),
-        (
-            ["--optim_preset", "lion"],
-            None,
-            "--optim_preset lion is unknown. All: adamw, muon",
-        ),
+        (["--optim_preset", "lion"], None, "--optim_preset: invalid choice: 'lion'"),
+        ([], {"max_steps": {"bf16": 900}}, "`max_steps` depends on the precision and must have the keys"),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--profile", "--profile_interval", "1"], None, "--profile_interval 1 must be at least 2"),
         (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
@@ -110,7 +101,6 @@ def test_bare_bf16_flag(tmp_path):
         (["--gradient_accumulation_steps", "0"], None, "--gradient_accumulation_steps 0 must be at least 1"),
         (["--learning_rate", "nan"], None, "--learning_rate nan must be at least 0 and finite"),
         (["--weight_decay", "-0.1"], None, "--weight_decay -0.1 must be at least 0 and finite"),
-        (["--adam_beta1", "1"], None, "--adam_beta1 1.0 must be at least 0 and below 1"),
         (["--seed", "-1"], None, "--seed -1 must be at least 0 and below 4294967296"),
         ([], {"max_steps": "many"}, "invalid int value: 'many'"),
         (["--save_steps", "0"], None, "--save_steps 0 must be above 0.*--save_strategy no"),
@@ -157,11 +147,6 @@ def test_a_yaml_extends_another_one(tmp_path):
     (tmp_path / "base/second.yaml").write_text("extends: first.yaml\nlearning_rate: 2")
     training = parse(tmp_path, "--use_cpu", "--warmup_steps", "4", config={"extends": "base/second.yaml"})[2]
     assert (training.learning_rate, training.max_steps, training.warmup_steps) == (2.0, 7, 4)
-    with pytest.raises(ValueError, match="base/none.yaml: no such file"):
-        parse(tmp_path, "--use_cpu", config={"extends": "base/none.yaml"})
-    (tmp_path / "base/loop.yaml").write_text("extends: ../base/loop.yaml")
-    with pytest.raises(ValueError, match="loop.yaml extends itself"):
-        parse(tmp_path, "--use_cpu", config={"extends": "base/loop.yaml"})
 
 
 def test_fsdp_through_accelerate_on_cpu_is_refused(tmp_path, monkeypatch):
@@ -173,16 +158,16 @@ def test_fsdp_through_accelerate_on_cpu_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "words", "message"),
     [
+        ({"MIXED_PRECISION": "fp8"}, ["--bf16"], "ACCELERATE_MIXED_PRECISION=fp8, which is not supported"),
         (
-            {"MIXED_PRECISION": "fp8"},
+            {"DYNAMO_BACKEND": "INDUCTOR"},
             [],
-            "accelerate launch --mixed_precision .*=fp8.* is not supported. Leave it out",
+            "DYNAMO_BACKEND=INDUCTOR, which is not supported",
         ),
-        ({"DYNAMO_BACKEND": "INDUCTOR"}, [], "--dynamo_backend .* Pass --torch_compile_backend"),
-        ({"USE_MEGATRON_LM": "true"}, [], "--use_megatron_lm .* Pass --fsdp_size"),
-        ({"USE_PARALLELISM_CONFIG": "true"}, [], "--use_parallelism_config .* Pass --fsdp_size"),
-        ({"MIXED_PRECISION": "bf16"}, ["--bf16", "false"], "--mixed_precision bf16 and --bf16 false of the recipe"),
-        ({"MIXED_PRECISION": "fp16"}, ["--bf16"], "--mixed_precision fp16 and --bf16 true of the recipe"),
+        ({"USE_MEGATRON_LM": "true"}, [], "USE_MEGATRON_LM=true, which is not supported"),
+        ({"USE_PARALLELISM_CONFIG": "true"}, [], "USE_PARALLELISM_CONFIG=true, which is not supported"),
+        ({"MIXED_PRECISION": "bf16"}, ["--bf16", "false"], "--mixed_precision bf16 and --bf16 or --fp16"),
+        ({"MIXED_PRECISION": "fp16"}, ["--bf16"], "--mixed_precision fp16 and --bf16 or --fp16"),
         # The launcher's precision is taken, and then checked like the recipe's own.
         ({"MIXED_PRECISION": "fp16"}, [], "--fp16 on a CPU"),
     ],
@@ -209,16 +194,6 @@ def test_accelerate_launch_chooses_the_precision_and_the_cpu(tmp_path, monkeypat
     assert training.bf16 == (asked == "bf16" or has_units)
     assert training.mixed_precision == ("bf16" if training.bf16 else "no")
     assert training.use_cpu and training.device.type == "cpu" and not training.compiles_layers
-
-
-@pytest.mark.parametrize("words", [["--deepspeed", "ds_configs/zero2.json"], []])
-def test_a_run_says_that_deepspeed_is_missing(tmp_path, monkeypatch, words):
-    """It installs on Linux only."""
-    if not words:
-        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(installation, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs DeepSpeed, which is not installed.*pass --fsdp_size N"):
-        parse(tmp_path, "--use_cpu", *words)
 
 
 def test_data_parallel_is_refused(tmp_path, monkeypatch):
@@ -274,7 +249,7 @@ def test_overrides_may_be_nested(tokenizer):
         ("hidden_size=wide", "hidden_size='wide'; it must be a whole number of at least 1"),
         ("hidden_act=foo", "hidden_act='foo' is not an activation"),
         ("rope_parameters={rope_theta: big}", "rope_theta='big'; it must be a number above 0"),
-        ("dropout=2", "dropout=2; it must be a number from 0 to 1"),
+        ("dropout=2", "has to be between 0 and 1, but got 2"),
         ("qk_norm=maybe", "qk_norm=maybe: .*qk_norm"),
     ],
 )

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from transformers import TrainerCallback
 
 from hf_pretrain.checkpoints.manifest import find_damage
 from hf_pretrain.reports.runs import RECORD_NAME, REPORT_NAME
-from hf_pretrain.training import launch
-from hf_pretrain.training.arguments import LMTrainingArguments
 from tests.toys import toy_model
 from tests.training.test_trainer import make_documents, make_trainer
 
@@ -128,17 +125,3 @@ def test_a_directory_that_is_renamed_or_deleted_does_not_end_a_run(tmp_path, is_
     trainer.save_model()
     run = (tmp_path / "elsewhere" if is_above else project) / "run"
     assert (run / "config.json").is_file() and find_damage(run / "checkpoint-6") == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
-def test_unusable_shared_memory_is_refused_at_once(tmp_path, monkeypatch):
-    def arguments(**flags):
-        return LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, **flags)
-
-    arguments(dataloader_num_workers=1)
-    monkeypatch.setattr(launch, "_SHARED_MEMORY", str(tmp_path / "none"))
-    arguments()
-    monkeypatch.setenv("RANK", "0")
-    for flags in ({"dataloader_num_workers": 1}, {"deepspeed": "ds_configs/zero2.json"}):
-        with pytest.raises(ValueError, match="none cannot be used: .*--shm-size"):
-            arguments(**flags)

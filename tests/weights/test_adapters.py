@@ -221,7 +221,7 @@ def toy_run(workspace):  # noqa: F811
     def arguments(model: str, *more: str) -> list[str]:
         return [
             *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
-            *("--packing_strategy", "none", "--max_length", "32", "--validation_fraction", "0.2", "--max_steps", "6"),
+            *("--packing", "none", "--max_length", "32", "--validation_fraction", "0.2", "--max_steps", "6"),
             *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
             *("--learning_rate", "1e-2", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true"),
             *("--use_peft", "--lora_r", "4", *more),

@@ -1,0 +1,116 @@
+"""The parser of a recipe's command line, and the text of its `--help`."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
+
+from .errors import UserError
+from .names import FLAG_SIMILARITY, hint
+
+
+# Flags of transformers and TRL that are often used. `--help` leaves out the others.
+_COMMON = {
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps", "seed"),
+    *("use_cpu", "fp16", "deepspeed", "activation_checkpointing", "dataloader_num_workers", "eval_on_start"),
+    *("load_best_model_at_end", "metric_for_best_model", "run_name", "push_to_hub", "hub_model_id", "hub_strategy"),
+    "log_level",
+}
+
+
+class FlagFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Show one spelling of each flag, and its default if there is one."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        # HfArgumentParser also accepts dashes for underscores. A switch needs no value.
+        value = "|".join(map(str, action.choices)) if action.choices else "VALUE"
+        return action.option_strings[0] + ("" if action.nargs in (0, "?") else f" {value}")
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # `is`, because 0 is a default to show, although it equals False.
+        is_off = action.default is False or action.default in (None, "")
+        return action.help if is_off else super()._get_help_string(action)
+
+
+class RecipeParser(HfArgumentParser):
+    """
+    Parser of dataclasses or of single arguments. It raises [`UserError`] instead of exiting as argparse does.
+
+    Args:
+        dataclass_types (`tuple[type, ...]`, *optional*): the dataclasses whose fields are the flags.
+    """
+
+    def __init__(self, dataclass_types: tuple[type, ...] = (), **kwargs: Any):
+        options: dict[str, Any] = {"formatter_class": FlagFormatter, "allow_abbrev": False}
+        super().__init__(dataclass_types, **options | kwargs)
+        if dataclass_types:
+            self.add_argument("--help-all", action="help", help="Show all flags, and exit.")
+        else:
+            # `one_line_errors` looks for the flag on the command line.
+            self.add_argument("--debug", action="store_true", help="show the traceback of a user's mistake, too")
+
+    def format_help(self) -> str:
+        """Return the flags in one group per dataclass; without `--help-all`, only those that are often used."""
+        if not self.dataclass_types:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        # `--no_x`, another spelling of `--x false`, comes later.
+        actions = {action.dest: action for action in reversed(self._actions)}
+        for cls in self.dataclass_types:
+            formatter.start_section((inspect.getdoc(cls) or "").partition("\n\n")[0].rstrip("."))
+            names = [field.name for field in dataclasses.fields(cls) if field.init]
+            shown = names if "--help-all" in sys.argv else _COMMON | own_fields(cls)
+            formatter.add_arguments(actions[name] for name in names if name in shown)
+            formatter.end_section()
+        formatter.add_text("`--flag false` turns a switch off. --help-all shows all flags of the libraries.")
+        return formatter.format_help()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments. Raise `UserError` for an unknown one, which names a similar one, and for empty ones."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = next((word for word in unknown if word.startswith("--")), unknown[0])
+            known = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
+            text = "; the nearest known one is --{}"
+            nearest = hint(word.lstrip("-").split("=")[0], known, text, cutoff=FLAG_SIMILARITY)
+            raise UserError(f"Unknown argument {word!r}{nearest or '. `--help` lists the flags'}.")
+        for name, value in vars(namespace).items():
+            # A variable of the shell may be unset. `Path("")` would be the working directory.
+            if value == "" and self.get_default(name) != "":
+                raise UserError(f"--{name} is empty. Give it a value, or leave the flag out.")
+        return namespace
+
+    def error(self, message: str) -> NoReturn:
+        # argparse names both spellings of a flag.
+        message = re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message)
+        raise UserError(f"{message}. `--help` lists the flags.")
+
+
+def own_fields(cls: type) -> set[str]:
+    """Return the fields of a dataclass that this package defines."""
+    bases = (base for base in cls.__mro__ if not base.__module__.startswith(("transformers", "trl")))
+    return {name for base in bases for name in inspect.get_annotations(base)}
+
+
+def recipe_parser(path: str | Path) -> RecipeParser:
+    """
+    Return the parser of a recipe, without running the recipe. A recipe names its dataclasses in `ARGUMENTS`, or makes
+    a parser of single arguments in `make_parser`.
+
+    Raises:
+        `SystemExit`: if the recipe needs an extra that is not installed.
+    """
+    recipe = runpy.run_path(str(path))
+    return RecipeParser(recipe["ARGUMENTS"]) if "ARGUMENTS" in recipe else recipe["make_parser"]()
+
+
+__all__ = ["RecipeParser", "own_fields", "recipe_parser"]
