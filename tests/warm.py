@@ -28,9 +28,10 @@ from typing import Any
 
 
 ROOT = Path(__file__).parents[1]
-# Variables that no library reads while it is imported.
-HARMLESS = {"PYTEST_CURRENT_TEST", "DOUBLE_GRADIENT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE", "COLUMNS"}
+# Variables that no library reads while it is imported. A forked process reads PYTHONPATH itself.
+HARMLESS = {"PYTEST_CURRENT_TEST", "PYTHONPATH", "DOUBLE_GRADIENT", "POISON", "COLUMNS"}
+HARMLESS |= {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE"}
+HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 # Their imports are those of most runs.
 RECIPES = ("pretrain", "sft", "distill", "dpo", "grpo", "evaluate")
 # What runs import only when they need it.
@@ -157,6 +158,7 @@ def become(job: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(job["env"])
+    sys.path[1:1] = filter(None, job["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = job["argv"]
     if sys.argv[0] == "-c":
         code = compile(sys.argv.pop(1), "<string>", "exec")

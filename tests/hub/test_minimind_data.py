@@ -54,11 +54,10 @@ def test_the_stages_of_the_page_follow_each_other(tmp_path, monkeypatch):
     with HubServer() as server:
         server.repos["jingyaogong/minimind_dataset"] = Repo(private=False)
         server.repos["jingyaogong/minimind_dataset"].commit("all", files())
-        environment = server.client_environment() | {"HF_HOME": str(tmp_path / "home")}
         for words in stages:
             words = [*words, *shlex.split(f"{TOY[words[0]]} {SHARED}")]
             _, command = hf_pretrain_cli.make_command(words[0], words[1:])
-            result = start(command, cwd=tmp_path, **environment)
+            result = start(command, cwd=tmp_path, **server.client_environment())
             assert result.returncode == 0, result.stdout[-3000:]
     for stage in ("pretrain", "sft", "dpo"):
         (launch,) = json.loads((tmp_path / f"out/{stage}-minimind3/run.json").read_text())
