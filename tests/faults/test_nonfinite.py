@@ -44,7 +44,7 @@ def test_the_run_stops_before_the_update(name, workspace, tmp_path, record):
     record(f"not finite: {name}", survived)
     assert survived, result.stdout[-3000:]
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert "the run was stopped: The " in page and "--resume_from_checkpoint auto</pre>" in page
+    assert re.search(r"stopped: after step \d+: The ", page) and "--resume_from_checkpoint auto</pre>" in page
     numbers = re.findall(r"(\d+) \('", message)
     assert len(numbers) == num_rows, message
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
