@@ -299,7 +299,8 @@ def make(workspace: Path, name: str, *words: str) -> subprocess.CompletedProcess
     # make uses an installed environment as it is.
     (Path(sys.prefix) / ".installed").touch()
     arguments = " ".join([*toy_arguments(workspace, name), "--per_device_train_batch_size 2 --report_to none"])
-    return start(["make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, f"ARGS={arguments}"])
+    words = ("make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, f"ARGS={arguments}")
+    return start(list(words), TORCHDYNAMO_DISABLE="")
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ def test_clipping_and_adamw_agree(launch, way):
     assert_same_steps(launch("moe", way, ADAMW), launch("moe", "python", ADAMW))
 
 
-@pytest.mark.parametrize("way", LAUNCHES)
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "zero1", "zero2_offload", "zero3_offload"])
 def test_muon_is_the_default_and_agrees(launch, way):
     """Agree within the rounding of Muon's bfloat16 iteration. AdamW's weights are much farther away."""
     reference, run = launch("moe", "python", MUON), launch("moe", way, MUON)
