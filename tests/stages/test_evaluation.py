@@ -122,23 +122,6 @@ def test_only_a_group_with_figures_stands_for_its_tasks(model, tokenizer, tasks,
     assert {name: result["group"] for name, result in results.items() if result["metrics"]} == groups
 
 
-def test_log_likelihoods_equal_the_models(model, tokenizer):
-    from lm_eval.api.instance import Instance
-
-    from hf_pretrain.stages.harness import BosHFLM
-
-    pairs = [(example["question"], f" {choice}") for example in EXAMPLES for choice in example["choices"]]
-    pairs.append(("", "It is four."))
-    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    harness = BosHFLM(model, tokenizer, batch_size=4)
-    for (context, continuation), (score, _) in zip(pairs, harness.loglikelihood(requests), strict=True):
-        (ids,) = encode_documents([context + continuation], tokenizer)
-        (context_ids,) = encode_documents([context], tokenizer)
-        expected = log_probabilities(model, ids[:-1])[len(context_ids) - 2 :].sum().item()
-        assert score == pytest.approx(expected, abs=1e-4)
-    assert tokenizer("x").input_ids[0] != tokenizer.bos_token_id
-
-
 def test_perplexity_counts_bos_once_and_never_as_text(model, tokenizer, task_results):
     ids = encode_documents([example["text"] for example in EXAMPLES], tokenizer)
     nats = -sum(log_probabilities(model, document[:-1]).sum().item() for document in ids)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -136,12 +135,6 @@ def test_the_router_coefficient_can_be_given(build_trainer, coef):
     assert losses[coef] - losses[None] == pytest.approx((coef - 0.5) * aux_losses[0], rel=1e-4)
 
 
-def test_layers_are_compiled_with_the_flag(build_trainer):
-    for compiles in (False, True):
-        trainer = build_trainer(torch_compile=compiles)
-        assert all((layer._compiled_call_impl is not None) == compiles for layer in trainer.model.model.layers)
-
-
 def rows_of(pairs: Dataset) -> list[list[int]]:
     return [pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
 
@@ -254,15 +247,6 @@ def command(build_model, tokenizer, tmp_path) -> list[str]:
         *("--validation_fraction", "0", "--logging_steps", "1", "--per_device_train_batch_size", "2"),
         *("--learning_rate", "1e-2"),
     ]
-
-
-@pytest.mark.distributed
-def test_a_dry_run_plans_without_writing(command, tmp_path):
-    result = start([*command, "--max_steps", "6", "--dry_run", "--output_dir", str(tmp_path / "planned")])
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert re.search(r"^Steps +6 of 2 sequences each, 3.00 passes over 4 sequences$", result.stdout, re.MULTILINE)
-    assert re.search(r"^Memory +peak of [\d.]+ GiB per process .* fits at \d+ tokens$", result.stdout, re.MULTILINE)
-    assert not (tmp_path / "planned").exists()
 
 
 @pytest.mark.distributed

@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.tasks import ANSWER_FORMATS, EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
+from hf_pretrain.data.tasks import EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reinforcement import task_check
 from hf_pretrain.stages.rewards import (
@@ -132,59 +130,30 @@ def test_a_tool_call_parses_fits_and_is_right(answer, reward):
 # Calls as a model may write them and as a parser may read them
 
 
-HOSTILE = {
-    "a name that is no text": '<tool_call>{"name": {}, "arguments": {}}</tool_call>',
-    "many brackets": f"<tool_call>{'[' * 100_000}</tool_call>",
-    "many brackets in a call": f'<tool_call>{{"name": "set_timer", "arguments": {"[" * 100_000}}}</tool_call>',
-    "a long number": f'<tool_call>{{"name": "set_timer", "arguments": {{"minutes": {"9" * 5000}}}}}</tool_call>',
-    "no object": "<tool_call>3</tool_call>",
-    "NaN": '<tool_call>{"name": NaN, "arguments": -Infinity}</tool_call>',
-}
 ALL_COLUMNS = {
     **{"answer_format": ["reasoning"], "solution": [['{"name": "set_timer", "arguments": {"minutes": 5}}']]},
     **{"tools": [json.dumps(TOOLS)], "task": ["tool-call"]},
 }
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda children: (
-        st.lists(children, max_size=3)
-        | st.dictionaries(st.sampled_from(["name", "arguments", "minutes", "x"]), children, max_size=3)
-    ),
-    max_leaves=6,
-)
-words = (
-    st.sampled_from(
-        ["<tool_call>", "</tool_call>", "<think>", "</think>", "\n", "{", "]", "-", ".", "9" * 400, "1e999"]
-    )
-    | st.text(max_size=5)
-    | json_values.map(lambda value: f"<tool_call>{json.dumps(value)}</tool_call>")
-    | st.fixed_dictionaries({"name": st.just("set_timer") | json_values, "arguments": json_values}).map(
-        lambda call: f"<tool_call>{json.dumps(call)}</tool_call>"
-    )
-)
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_text_that_is_no_call_gets_no_reward(kind):
-    assert tool_call_reward(says(HOSTILE[kind]), **ALL_COLUMNS) == [0.0]
-    assert solution_reward(says(HOSTILE[kind]), solution=[["5"]]) == [0.0]
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(words, max_size=6).map("".join))
-def test_no_answer_raises_an_error(answer):
-    for reward in (format_reward, solution_reward, tool_call_reward):
-        (value,) = reward(says(answer), **ALL_COLUMNS)
-        assert value is None or 0.0 <= value <= 1.0
-    assert arithmetic_reward(says(answer), solution=[["12"]])[0] in (0.0, 0.2, 1.0)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("answer", ["<tool_call>" * 40_000, "<think>" + " a" * 60_000])
-def test_no_answer_takes_quadratic_time(answer):
-    """Linear time takes a tenth of a second, quadratic time takes minutes."""
-    for reward in (format_reward, solution_reward, tool_call_reward):
-        reward(says(answer), **ALL_COLUMNS)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(f"<tool_call>{call}</tool_call>" for call in ('{"name": {}, "arguments": {}}', "[" * 100_000, "3")),
+        f'<tool_call>{{"name": "set_timer", "arguments": {"[" * 100_000}}}</tool_call>',
+        f'<tool_call>{{"name": "set_timer", "arguments": {{"minutes": {"9" * 5000}}}}}</tool_call>',
+        '<tool_call>{"name": NaN, "arguments": -Infinity}</tool_call>',
+        # Linear time takes a tenth of a second, quadratic time takes minutes.
+        *("<tool_call>" * 40_000, "<think>" + " a" * 60_000),
+    ],
+    ids=lambda answer: answer[:40],
+)
+def test_any_text_gets_a_reward_in_little_time(answer):
+    assert tool_call_reward(says(answer), **ALL_COLUMNS) == [0.0]
+    assert solution_reward(says(answer), solution=[["5"]]) == [0.0]
+    assert format_reward(says(answer), **ALL_COLUMNS)[0] < 0.2
+    assert arithmetic_reward(says(answer), solution=[["12"]])[0] in (0.0, 0.2)
 
 
 def tools_with(parameters) -> str:
@@ -308,15 +277,6 @@ def test_the_solution_of_every_embedded_task_gets_the_full_reward(name):
     assert set(reward(says(*answers), **columns)) == {1.0}
     wrong = set(reward(says(*["@"] * len(tasks)), **columns))
     assert max(wrong) < 0.2
-
-
-def test_tools_are_described_as_in_the_chat_template():
-    tokenizer = train_tokenizer(["text"], vocab_size=300)
-    question = {"role": "user", "content": "Hi"}
-    system = {"role": "system", "content": "Be brief."}
-    ours = [{"role": "system", "content": tools_message(TOOLS, "Be brief.")}, question]
-    render = tokenizer.apply_chat_template
-    assert render(ours, tokenize=False) == render([system, question], tools=TOOLS, tokenize=False)
 
 
 # A template in Qwen's words, like that of MiniMind-3.
@@ -471,9 +431,3 @@ def test_columns_that_fit_into_no_table_are_named(tmp_path):
 def test_an_unknown_task_is_named():
     with pytest.raises(ValueError, match="is unknown; the nearest one is .*All: embedded:answer-format"):
         load_tasks(["embedded:chess"])
-
-
-def test_every_format_matches_something_that_its_instruction_allows():
-    examples = {"sentence": "Yes it is.", "number": "3", "reasoning": "<think>a</think>b"}
-    assert examples.keys() == ANSWER_FORMATS.keys()
-    assert [format_reward(says(text), answer_format=[name]) for name, text in examples.items()] == [[1.0]] * 3

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
 from lm_eval.tasks import TaskManager
 
@@ -55,45 +54,6 @@ def hub(tmp_path):
             server.repos[repo_id] = Repo(private=False)
             server.repos[repo_id].commit("all", files)
         yield server
-
-
-def score(model, tokenizer, context: str, choice: str) -> float:
-    """Return the log-probability of a choice after bos and the context."""
-    ids = [tokenizer.bos_token_id, *tokenizer(context + choice, add_special_tokens=False).input_ids]
-    start = 1 + len(tokenizer(context, add_special_tokens=False).input_ids)
-    with torch.no_grad():
-        log_probabilities = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-    return sum(log_probabilities[place - 1, ids[place]].item() for place in range(start, len(ids)))
-
-
-@pytest.mark.slow
-def test_tasks_from_the_hub_are_scored(hub, talker, tmp_path):
-    arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path / "results"), "--bf16", "false"]
-    arguments += ["--apply_chat_template", "false"]
-    environment = hub.client_environment() | {"HF_HOME": str(tmp_path / "home")}
-    result = evaluate("python", *arguments, "--tasks", "arc_easy,piqa", "--validation_fraction", "0", **environment)
-    assert result.returncode == 0, result.stdout[-3000:]
-    results = json.loads((tmp_path / "results/evaluation.json").read_text())
-
-    model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
-    questions = {
-        "arc_easy": [
-            (record["question"], record["choices"]["text"], record["choices"]["label"].index(record["answerKey"]))
-            for record in ARC
-        ],
-        "piqa": [(record["goal"], [record["sol1"], record["sol2"]], record["label"]) for record in PIQA],
-    }
-    for task, rows in questions.items():
-        right, right_by_length = [], []
-        for question, choices, label in rows:
-            scores = [score(model, tokenizer, f"Question: {question}\nAnswer:", f" {choice}") for choice in choices]
-            right.append(max(range(2), key=scores.__getitem__) == label)
-            lengths = [value / len(choice) for value, choice in zip(scores, choices, strict=True)]
-            right_by_length.append(max(range(2), key=lengths.__getitem__) == label)
-        metrics = results["tasks"][task]["metrics"]
-        assert metrics["acc"]["value"] == pytest.approx(sum(right) / len(rows)), task
-        assert metrics["acc_norm"]["value"] == pytest.approx(sum(right_by_length) / len(rows)), task
-    assert results["tasks"]["arc_easy"]["dataset"] == "allenai/ai2_arc" and results["apply_chat_template"] is False
 
 
 @pytest.mark.slow
