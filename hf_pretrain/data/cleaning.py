@@ -250,7 +250,8 @@ def _write_line(record: Record) -> str:
     """Return the content of a record as JSON. Raise `BadRecord` if the record is bad or no file can hold it."""
     if record.reason:
         raise BadRecord(record.reason)
-    check_values(record.content, "record")
+    for name, value in record.content.items():
+        check_values([name, value], name)
     return write_json(record.content)
 
 

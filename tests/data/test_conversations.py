@@ -25,7 +25,6 @@ from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.data.records import read_records
-from hf_pretrain.tokenizer import chat_template as rendering
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -171,26 +170,6 @@ def test_templates_of_minimind_get_marks_and_render_the_same(name):
     assert trained == {"v1": "4</s>4</s>", "v3": "4<|im_end|><think>\nso\n</think>\n\n4<|im_end|>"}[name]
 
 
-@pytest.mark.parametrize("name", ["v1", "v3", "ours"])
-def test_trl_trains_on_the_answers_alone(tokenizer, build_model, tmp_path, name):
-    trl = pytest.importorskip("trl")
-    if name != "ours":
-        tokenizer = load_tokenizer(TOKENIZERS / name)
-    arguments = trl.SFTConfig(
-        str(tmp_path), assistant_only_loss=True, max_length=64, use_cpu=True, bf16=False, report_to="none", max_steps=1
-    )
-    trainer = trl.SFTTrainer(
-        build_model(vocab_size=max(tokenizer.get_vocab().values()) + 1),
-        arguments,
-        train_dataset=Dataset.from_list([{"messages": [USER, ANSWER, USER, ANSWER]}]),
-        processing_class=tokenizer,
-    )
-    labels = next(iter(trainer.get_train_dataloader()))["labels"]
-    end = tokenizer.eos_token
-    assert tokenizer.decode(labels[labels != -100]) == f"4{end}4{end}"
-    trainer.train()
-
-
 def test_a_template_without_marks_is_refused(tokenizer, tmp_path):
     plain = load_tokenizer(TOKENIZERS / "v3")
     plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -266,20 +245,6 @@ def test_a_template_that_drops_content_is_refused(tokenizer):
             encode_conversation(plain, [USER, message, ANSWER])
     with pytest.raises(ValueError, match="no tokens of this tokenizer"):
         mark_template(plain, "minimind")
-
-
-def test_conversations_and_preferences_of_one_origin_land_in_one_set(tmp_path):
-    questions = [f"question {i}" for i in range(200)]
-    chats = [{"prompt": question, "completion": "yes"} for question in questions]
-    pairs = [{"prompt": question, "chosen": "yes", "rejected": "no"} for question in questions]
-    validation = []
-    for schema, records in (("conversation", chats), ("preference", pairs)):
-        path = tmp_path / f"{schema}.jsonl"
-        write_jsonl(path, records)
-        _, documents = load_documents([str(path)], schema=schema, validation_fraction=0.2)
-        parts = [json.loads(text) for text in documents["text"]]
-        validation.append({(part.get("prompt") or part["messages"])[0]["content"] for part in parts})
-    assert validation[0] == validation[1] and 20 < len(validation[0]) < 60
 
 
 def test_tool_calls_of_sharegpt_and_openai():
@@ -381,16 +346,6 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
     )
     with pytest.raises(ValueError, match="marks 4 texts of the assistant in a conversation with 2 messages"):
         ConversationEncoder()(texts[:1], twice, max_length=100)
-
-
-def test_fields_that_are_left_out_are_logged_once(caplog):
-    messages = [{**USER, "mood left out": "good"}, {**ANSWER, "mood left out": "bad"}]
-    with caplog.at_level("WARNING"):
-        for _ in range(2):
-            read_conversation({"messages": messages})
-    assert [r.message for r in caplog.records] == [
-        "Messages have the field 'mood left out', which is left out: the model does not see it."
-    ]
 
 
 @pytest.mark.parametrize(
@@ -531,7 +486,7 @@ def damaged_records(draw):
     return whole["record"], "preference" if "preference" in kind else "conversation"
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(damaged_records() | st.tuples(VALUES, st.sampled_from(sorted(READERS))))
 @example(({"messages": [USER, {**ANSWER, "tool_calls": [{"name": 'a "name"\n'}]}]}, "conversation"))
 @example(
@@ -569,22 +524,6 @@ def test_a_thought_without_an_end_takes_linear_time():
     record = {"messages": [USER, {"role": "assistant", "content": " \n<think>\n so \n</think>\n\n4 </think> "}]}
     answer = json.loads(read_conversation(record))["messages"][1]
     assert answer == {"role": "assistant", "content": "4 </think> ", "reasoning_content": "so"}
-
-
-LOOP = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + 3 * "{% endfor %}"
-
-
-@pytest.mark.parametrize("num_proc", [None, 2])
-def test_an_endless_template_is_stopped_and_named(tokenizer, monkeypatch, num_proc):
-    monkeypatch.setattr(rendering, "MAX_RENDER_SECONDS", 0.2)
-    endless = copy.deepcopy(tokenizer)
-    # The template fails for one conversation only, so that a trial at the start would not find it.
-    endless.chat_template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}" + endless.chat_template
-    texts = [
-        read_preference({"prompt": prompt, "chosen": "yes", "rejected": f"no {num_proc}"}) for prompt in ("a", "loop")
-    ]
-    with pytest.raises(ValueError, match="template that begins .*if messages.*takes more than 0.2 s for the .*'loop'"):
-        prepare_pairs(Dataset.from_dict({"text": texts}), endless, max_length=100, num_proc=num_proc)
 
 
 def test_an_error_of_a_template_names_the_conversation(tokenizer):
@@ -654,26 +593,6 @@ def test_bad_conversations_are_rejected_and_files_are_read(tmp_path):
     (tmp_path / "plain.txt").write_text("a")
     with pytest.raises(ValueError, match="plain text, and records are wanted"):
         load_documents([str(tmp_path / "plain.txt")], schema="conversation")
-
-
-@pytest.mark.slow
-def test_embedded_conversations():
-    first = {
-        "chitchat": "Hello How are you doing today?",
-        "idiom": "“阿鼻地狱”是什么意思？",
-        "chatterbot": None,
-    }
-    for part, content in first.items():
-        documents, _ = load_documents([f"embedded:{part}"], schema="conversation", validation_fraction=0)
-        messages = json.loads(documents[0]["text"])["messages"]
-        assert [message["role"] for message in messages[:2]] == ["user", "assistant"]
-        assert content is None or messages[0]["content"] == content
-        pairs, _ = load_documents([f"embedded:{part}"], schema="preference", validation_fraction=0)
-        # Nearly every conversation gives a pair, and its real answer occurs in the conversation.
-        assert len(pairs) == len(documents)
-        pair = json.loads(pairs[0]["text"])
-        assert pair["prompt"] + pair["chosen"] == messages[: len(pair["prompt"]) + 1]
-        assert pair["rejected"] != pair["chosen"]
 
 
 def test_span_weights(tokenizer):

@@ -1,12 +1,8 @@
-import csv
 import gzip
 import hashlib
 import json
 import pickle
-import re
-import shutil
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -14,14 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, IterableDataset, Value
-from transformers import TrainingArguments
 
 from hf_pretrain.data import caching, hub_datasets, loading, packing, rejected, sources
-from hf_pretrain.data.arguments import DataArguments
-from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.data.preparation import describe_repeats, load_rows
+from hf_pretrain.data.preparation import describe_repeats
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 
@@ -140,14 +133,6 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     assert len(train) + len(validation) == len(TEXTS) - 1
 
 
-def test_the_number_of_warnings_is_limited(tmp_path, warnings):
-    name = str(tmp_path / "bad.jsonl")
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + "{\n" * 100)
-    load_documents([name], max_rejected_ratio=1.0, validation_fraction=0)
-    assert len(warnings) == rejected.MAX_WARNINGS + 1
-    assert warnings[-1].endswith("More lines are skipped.")
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_sources_without_data_are_named(tmp_path, streaming):
     (tmp_path / "empty.jsonl").touch()
@@ -235,34 +220,6 @@ def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monke
     assert sources.find_sources(str(data / "out/run")) == named
 
 
-@pytest.mark.slow
-def test_lists_in_the_cells_of_a_csv_file(tmp_path):
-    """The rows that `csv` and `pandas` write are read like the records in JSONL."""
-    user, answer = {"role": "user", "content": 'Is "2,3" a pair?'}, {"role": "assistant", "content": "Yes."}
-    rows = {
-        "alpaca": [
-            {"instruction": "a", "input": "", "output": "b", "history": "", "system": ""},
-            {"instruction": "a", "input": "", "output": "b", "history": json.dumps([["c", "d"]]), "system": "e"},
-        ],
-        "messages": [{"messages": json.dumps([user, answer]), "tools": ""}],
-        "turns": [
-            {"prompt": json.dumps([user]), "completion": json.dumps([answer])},
-            {"prompt": "a", "completion": "b"},
-        ],
-    }
-    for name, records in rows.items():
-        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(records[0]))
-            writer.writeheader()
-            writer.writerows(records)
-    documents, _ = load_documents(
-        [str(tmp_path / f"{name}.csv") for name in rows], schema="conversation", validation_fraction=0
-    )
-    parts = [[message["content"] for message in json.loads(text)["messages"]] for text in documents["text"]]
-    turn = [user["content"], answer["content"]]
-    assert parts == [["a", "b"], ["e", "c", "d", "a", "b"], turn, turn, ["a", "b"]]
-
-
 def test_processes_read_the_same(tmp_path, monkeypatch):
     expected = write_all_formats(tmp_path)
     lines = [json.dumps({"text": f"line {number} " * (number % 7)}).encode() for number in range(300)]
@@ -288,17 +245,6 @@ def test_processes_read_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(caching, "GROUP_SIZE", 30)
     monkeypatch.setattr(caching, "CODE", "another cache entry")
     assert caching.count_processes(300, 2) == 2 and load(num_proc=2) == whole == load()
-
-
-@pytest.mark.parametrize("schema", ["text", "conversation"])
-def test_copies_are_counted_in_the_description(tokenizer, schema):
-    documents, validation = load_documents(["embedded:chatterbot"], schema=schema)
-    encoder = ConversationEncoder() if schema != "text" else None
-    few = documents.select(range(20))
-    assert str(prepare_rows(few, tokenizer, max_length=64, encoder=encoder)[1]).endswith(
-        "; 1,201 exact copies of embedded documents left out"
-    )
-    assert "copies" not in str(prepare_rows(validation, tokenizer, max_length=64, encoder=encoder)[1])
 
 
 def test_split_is_fixed_by_the_text_alone(tmp_path):
@@ -402,17 +348,6 @@ def test_the_passes_of_the_whole_run_count(caplog, arguments, times, warns):
     assert describe_repeats({}, 0, args) == ""
 
 
-def test_the_report_on_the_rows_has_the_passes_of_each_dataset(tmp_path, tokenizer):
-    names, args = make_mixture(tmp_path), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, num_train_epochs=2)
-    mixture = {"dataset_name": names, "dataset_weights": [1, 20], "validation_fraction": 0, "max_length": 8}
-    report = load_rows(DataArguments(**mixture), args, tokenizer).report[0]
-    assert re.search(r"; the run reads \S+small.jsonl [\d.]+ times, \S+large.jsonl [\d.]+ times$", report)
-    report = load_rows(DataArguments(**mixture, streaming=True), args, tokenizer).report[0]
-    assert report == "Training: streamed, so it is unknown how often the run reads each dataset"
-    mixture["dataset_weights"] = None
-    assert load_rows(DataArguments(**mixture, streaming=True), args, tokenizer).report[0] == "Training: streamed"
-
-
 @pytest.mark.parametrize(
     "names, arguments, words",
     [
@@ -472,16 +407,6 @@ def test_the_cache_of_other_code_is_not_used(tmp_path, tokenizer, monkeypatch):
     assert prepare() == encode_documents(["a number"], tokenizer)[0]
 
 
-def test_code_is_recognized_by_its_content(tmp_path):
-    package = Path(caching.__file__).parent.parent
-    for name in ("data", "tokenizer"):
-        shutil.copytree(package / name, tmp_path / name)
-    assert caching.describe_code(tmp_path) == caching.CODE
-    with (tmp_path / "data/packing.py").open("a") as file:
-        file.write("\n# another version\n")
-    assert caching.describe_code(tmp_path) != caching.CODE
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hub_datasets(monkeypatch, streaming):
     asked = []
@@ -502,21 +427,6 @@ def test_hub_datasets(monkeypatch, streaming):
     assert asked == [("org/name", "part", "v1.0", "train"), ("org/name", None, None, "train")]
     with pytest.raises(ValueError, match="org/name has no column 'text' but id, body; pass --text_column"):
         load_documents(["org/name"], **arguments)
-
-
-def test_an_empty_hub_stream_is_named(monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: IterableDataset.from_generator(lambda: iter([])))
-    with pytest.raises(ValueError, match="org/name holds no record"):
-        load_documents(["org/name"], streaming=True)
-
-
-def test_hub_failure_is_explained(monkeypatch):
-    def load_dataset(*args, **kwargs):
-        raise datasets.exceptions.DatasetNotFoundError("no such thing")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match="'embeded' is no file here, and could not be loaded from the Hub"):
-        load_documents(["embeded"])
 
 
 @pytest.mark.parametrize("streaming", [False, True])

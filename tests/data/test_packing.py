@@ -1,5 +1,3 @@
-import time
-
 import datasets
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from hf_pretrain.data import caching, packing
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from hf_pretrain.tokenizer.encoding import encode_documents
-from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 
 
@@ -94,15 +92,6 @@ def test_best_fit_equals_a_naive_search(seed):
     row_of = packing._best_fit_decreasing(lengths, 64)
     spaces = 64 - np.bincount(row_of, weights=lengths)
     assert sorted(spaces) == naive_best_fit_decreasing(lengths.tolist(), 64)
-
-
-def test_best_fit_of_a_million_documents_takes_seconds():
-    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 166, size=1_000_000) + 1, 512)
-    # CPU time does not depend on other processes.
-    begin = time.process_time()
-    row_of = packing._best_fit_decreasing(lengths, 512)
-    assert time.process_time() - begin < 20
-    assert lengths.sum() / (512 * (row_of.max() + 1)) > 0.999
 
 
 def test_long_documents_leave_no_piece_of_one_token():
@@ -205,15 +194,3 @@ def test_mistakes_are_named(tokenizer):
         prepare_rows(documents, tokenizer, max_length=16, packing_strategy="bdf")
     with pytest.raises(ValueError, match="max_length=4 is too short"):
         prepare_rows(documents, tokenizer, max_length=4)
-
-
-@pytest.mark.slow
-def test_embedded_corpora_fill_rows_of_512(tmp_path):
-    documents, _ = load_documents(["embedded"])
-    # A tenth of the texts gives almost the same tokenizer, in a tenth of the time.
-    some = documents.select(range(0, len(documents), 10))
-    tokenizer = load_or_train_tokenizer(None, some, vocab_size=6400, cache_dir=tmp_path)
-    rows, report = prepare_rows(documents, tokenizer, max_length=512)
-    assert report.fill_ratio >= 0.99
-    assert report.num_tokens_lost == 0
-    assert report.num_tokens == sum(len(ids) for ids in encode_documents(list(documents["text"]), tokenizer))
