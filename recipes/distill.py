@@ -14,18 +14,15 @@ The teacher is any causal language model with the same tokenizer. The student st
 from pathlib import Path
 
 from hf_pretrain.data.arguments import ChatArguments
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.preparation import load_rows
-from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.arguments import DistillationTrainingArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.running import begin_run, train_on_conversations
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.training.running import begin_run, train_on_rows
+from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments)
@@ -55,27 +52,19 @@ def main(
     # The output heads must have the same width, even if the teacher's is padded past its tokenizer.
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_rows(data_args, training_args, tokenizer)
-
-    model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
-    trainer = DistillationTrainer(
-        model=model,
+    train_on_rows(
+        DistillationTrainer,
+        rows,
+        stage=f"distillation from {Path(distillation_args.teacher_name_or_path).name}",
+        recipe="distill",
+        checkpoint=checkpoint,
+        model_args=model_args,
+        adapter_args=adapter_args,
+        data_args=data_args,
+        training_args=training_args,
         teacher=teacher,
         distillation_args=distillation_args,
-        args=training_args,
-        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
-        train_dataset=rows.train,
-        eval_dataset=rows.eval,
-        processing_class=tokenizer,
-        run_facts=RunFacts(
-            stage=f"distillation from {Path(distillation_args.teacher_name_or_path).name}",
-            recipe="distill",
-            datasets=data_args.dataset_name,
-            data=rows.report,
-            data_kind=data_args.kind_name,
-            base_model=model_args.model_name_or_path,
-        ),
     )
-    train_on_conversations(trainer, rows, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,15 @@ docs/launching.md lists; `--help-all` prints all flags.
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.arguments import ChatArguments
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.preparation import load_rows
-from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.arguments import SFTTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.reporting import format_preview
-from hf_pretrain.training.running import begin_run, train_on_conversations
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.training.running import begin_run, train_on_rows
+from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments)
@@ -49,26 +46,17 @@ def main(
     if data_args.preview:
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return
-
-    model = load_model(model_args, tokenizer, distributed=training_args.distributed_config)
-    trainer = MaskedLossTrainer(
-        # Without --use_peft, `add_adapter` returns the model unchanged.
-        model=add_adapter(model, adapter_args),
-        args=training_args,
-        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
-        train_dataset=rows.train,
-        eval_dataset=rows.eval,
-        processing_class=tokenizer,
-        run_facts=RunFacts(
-            stage="fine-tuning on conversations",
-            recipe="sft",
-            datasets=data_args.dataset_name,
-            data=rows.report,
-            data_kind=data_args.kind_name,
-            base_model=model_args.model_name_or_path,
-        ),
+    train_on_rows(
+        MaskedLossTrainer,
+        rows,
+        stage="fine-tuning on conversations",
+        recipe="sft",
+        checkpoint=checkpoint,
+        model_args=model_args,
+        adapter_args=adapter_args,
+        data_args=data_args,
+        training_args=training_args,
     )
-    train_on_conversations(trainer, rows, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from ..checkpoints.directory import remove_leftovers
+from ..data.arguments import ChatArguments, DataArguments
+from ..data.collators import DataCollatorForPackedRows
 from ..data.preparation import PackedRows
+from ..hub.model_card import RunFacts
 from ..hub.repository import remove_staging
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
@@ -16,8 +19,9 @@ from ..runtime.metrics import find_evaluations
 from ..runtime.ranks import on_main_process
 from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
-from ..weights.adapters import base_model_of
+from ..weights.adapters import AdapterArguments, add_adapter, base_model_of
 from ..weights.model_arguments import ModelArguments
+from ..weights.models import load_model
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
     EvaluationIntervalCallback,
@@ -34,6 +38,7 @@ from .reporting import (
     next_commands,
     sample_answers,
     sample_continuations,
+    unigram_loss,
     write_curve,
     write_run_page,
 )
@@ -42,6 +47,7 @@ from .run_description import describe_data
 from .run_directory import RunDirectory
 from .run_trainer import RunTrainer
 from .tracking import name_tracked_run
+from .trainer import MaskedLossTrainer
 
 
 @dataclass
@@ -238,14 +244,60 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
     RunDirectory(training_args).release()
 
 
-def train_on_conversations(trainer: RunTrainer, rows: PackedRows, *, checkpoint: str | None) -> None:
-    """Train, evaluate, answer questions (or continue texts) of the validation set, and report."""
-    conversations, tokenizer, sample = rows.conversations, trainer.processing_class, None
-    if conversations is not None:
-        sample = partial(sample_answers, tokenizer=tokenizer, conversations=conversations)
+def train_on_rows(
+    trainer_class: type[MaskedLossTrainer],
+    rows: PackedRows,
+    *,
+    stage: str,
+    recipe: str,
+    checkpoint: str | None,
+    model_args: ModelArguments,
+    adapter_args: AdapterArguments,
+    data_args: DataArguments,
+    training_args: LMTrainingArguments,
+    **kwargs: Any,
+) -> None:
+    """
+    Load the model, train it on packed sequences, evaluate, and report. All ranks must call this function.
+
+    Args:
+        trainer_class (`type[MaskedLossTrainer]`): the trainer of the stage; `kwargs` are its own arguments.
+        rows ([`~data.preparation.PackedRows`]): the data and the tokenizer.
+        stage (`str`), recipe (`str`): as in [`~hub.model_card.RunFacts`].
+        checkpoint (`str`, *optional*): the result of [`begin_run`].
+        model_args, adapter_args, data_args, training_args: the arguments of the recipe.
+    """
+    tokenizer = rows.tokenizer
+    model = load_model(model_args, tokenizer, distributed=training_args.distributed_config)
+    trainer = trainer_class(
+        # Without --use_peft, `add_adapter` returns the model unchanged.
+        model=add_adapter(model, adapter_args),
+        args=training_args,
+        # Give all sequences one length: torch.compile would compile again for each new length.
+        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
+        train_dataset=rows.train,
+        eval_dataset=rows.eval,
+        processing_class=tokenizer,
+        run_facts=RunFacts(
+            stage=stage,
+            recipe=recipe,
+            datasets=data_args.dataset_name,
+            data=rows.report,
+            data_kind=data_args.kind_name if isinstance(data_args, ChatArguments) else "text",
+            base_model=model_args.model_name_or_path,
+        ),
+        **kwargs,
+    )
+    sample = None
+    if rows.conversations is not None:
+        sample = partial(sample_answers, tokenizer=tokenizer, conversations=rows.conversations)
     elif rows.eval is not None:
         sample = partial(sample_continuations, tokenizer=tokenizer, eval_rows=rows.eval)
-    end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample))
+    results = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample)
+    # A stream has no counts over the whole training set.
+    if recipe == "pretrain" and rows.eval is not None and not data_args.streaming:
+        trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
+    end_run(trainer, results)
 
 
 __all__ = [
@@ -253,5 +305,5 @@ __all__ = [
     "begin_run",
     "end_run",
     "train_and_evaluate",
-    "train_on_conversations",
+    "train_on_rows",
 ]

@@ -21,6 +21,7 @@ from hf_pretrain.training import run_directory
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.run_directory import RunDirectory
 from hf_pretrain.training.running import begin_run
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, process_options
 from tests.training.test_trainer import make_documents, make_trainer
 
@@ -109,7 +110,7 @@ def test_a_locked_directory_is_refused_before_anything_is_written(tmp_path, in_a
     """This holds for recipes and for trainers without a recipe."""
     child = in_a_child(directory(tmp_path).lock)
     with pytest.raises(ValueError, match="is in use by another process"):
-        begin_run(LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+        begin_run(LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False), ModelArguments())
     trainer = make_trainer(tmp_path, make_documents(), arguments={"max_steps": 1})
     with pytest.raises(ValueError, match="is in use by another process"):
         trainer.train()
