@@ -17,6 +17,7 @@ import argparse
 import ast
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -227,9 +228,8 @@ def _free_port() -> int:
 def start(command: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by a command, or run its launcher in this process."""
     if Path(command[0]).name in ("torchrun", "accelerate"):
-        # The launchers read their own variables, and those of torch, when they are imported. At a lower level,
-        # torchrun logs signals and exit statuses below the message of the rank.
-        os.environ.update({"LOGLEVEL": "CRITICAL"} | environment)
+        # The launchers read their own variables, and those of torch, when they are imported.
+        os.environ.update(environment)
         raise SystemExit(_run_launcher(command))
     os.execve(command[0], command, environment)
 
@@ -244,6 +244,9 @@ def _run_launcher(command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # They log signals and exit statuses, below the message of the rank, too.
+    for part in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{part}").disabled = True
     try:
         if Path(command[0]).name == "torchrun":
             torchrun.main(command[1:])

@@ -31,7 +31,7 @@ from .devices import has_bfloat16_units
 
 
 OK, NOTE, BAD = "ok", "note", "bad"
-_MIN_DISK_GB, _MIN_SHARED_GB, _MIN_MEMORY_GB = 5, 0.064, 2
+_MIN_MEMORY_GB = 2
 _RANK_SECONDS = 60
 
 
@@ -71,13 +71,8 @@ def check_devices() -> Iterator[Finding]:
     """Check the GPUs, the CPU and the free memory."""
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
-            yield _check_space(
-                f"GPU {number}",
-                torch.cuda.mem_get_info(number)[0],
-                _MIN_MEMORY_GB,
-                torch.cuda.get_device_name(number),
-                "Another program uses this GPU: find it with nvidia-smi.",
-            )
+            free, name = torch.cuda.mem_get_info(number)[0], torch.cuda.get_device_name(number)
+            yield _check_space(f"GPU {number}", free, _MIN_MEMORY_GB, name, "Find the program with nvidia-smi.")
     elif shutil.which("nvidia-smi") is not None:
         advice = "A driver is installed. Install a CUDA build of torch."
         yield Finding(BAD, "GPU", f"torch {torch.__version__} finds none", advice)
@@ -90,17 +85,14 @@ def check_devices() -> Iterator[Finding]:
 
 def check_disk() -> Iterator[Finding]:
     """Check the free space for runs and for the Hub's caches, and the shared memory, which workers need."""
-    places = {"disk": ".", "caches": HF_HOME, "shared memory": "/dev/shm"}
-    advice = {
-        "disk": "Choose another directory with --output_dir.",
-        "caches": "Choose another directory with HF_HOME.",
-        "shared memory": "If this is a container, start it with --shm-size 1g.",
-    }
-    for name, place in places.items():
+    for name, place, least_gb, advice in (
+        ("disk", ".", 5, "Choose another directory with --output_dir."),
+        ("caches", HF_HOME, 5, "Choose another directory with HF_HOME."),
+        ("shared memory", "/dev/shm", 0.064, "If this is a container, start it with --shm-size 1g."),
+    ):
         # The directory of the caches may not exist yet.
         path = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.is_dir())
-        least = _MIN_SHARED_GB if name == "shared memory" else _MIN_DISK_GB
-        yield _check_space(name, shutil.disk_usage(path).free, least, str(path), advice[name])
+        yield _check_space(name, shutil.disk_usage(path).free, least_gb, str(path), advice)
 
 
 def _check_space(name: str, free_bytes: int, least_gb: float, where: str, advice: str) -> Finding:
@@ -139,10 +131,8 @@ def check_ranks() -> Iterator[Finding]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
         command += ["-m", __spec__.name, kind]
         fails = subprocess.run(command, capture_output=True).returncode != 0
-        advice = f"To see the error, run {' '.join(command)}"
-        yield Finding(
-            BAD if fails else OK, f"ranks on {kind}", f"{num_ranks} {'fail' if fails else 'add numbers'}", advice
-        )
+        status, message = (BAD, f"{num_ranks} fail") if fails else (OK, f"{num_ranks} add numbers")
+        yield Finding(status, f"ranks on {kind}", message, f"To see the error, run {' '.join(command)}")
 
 
 def print_findings() -> bool:
