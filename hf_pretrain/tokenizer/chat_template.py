@@ -1,11 +1,7 @@
-"""Mark the text that the assistant generates in a chat template, and render conversations within a time limit."""
+"""Mark the text that the assistant generates in a chat template, and render conversations."""
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
-from .encoding import guard_control_tokens
+from .encoding import guard_control_tokens, template_errors
 from .special_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN
 
 
@@ -69,13 +65,13 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
     Raises:
         `ValueError`: if there is no template, or it has no marks and is not one of MiniMind's.
     """
+    if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
+        raise UserError(
+            f"--chat_template minimind uses {BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer. "
+            "Write a template with its own control tokens."
+        )
     if chat_template is not None:
         path = CHAT_TEMPLATE_PATH if chat_template == "minimind" else Path(chat_template)
-        if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
-            raise UserError(
-                f"--chat_template minimind uses {BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer. "
-                "Write a template with its own control tokens."
-            )
         if not path.is_file():
             raise UserError(
                 f"--chat_template {chat_template}: no such file. Pass the path of a Jinja template, or minimind."
@@ -84,23 +80,11 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
     template = add_marks(tokenizer.chat_template or "")
     if not _MARKED.search(template):
         raise UserError(
-            "The tokenizer's chat template does not mark what the assistant generates with {% generation %} and "
-            "{% endgeneration %}. Add the marks and pass the file by --chat_template, or pass --chat_template "
-            "minimind."
-            if tokenizer.chat_template
-            else "The tokenizer has no chat template. Pass --chat_template minimind, or a file of your own."
+            "The tokenizer has no chat template, or it does not mark what the assistant generates with "
+            "{% generation %} and {% endgeneration %}. Pass a file with the marks by --chat_template, or pass "
+            "--chat_template minimind."
         )
     tokenizer.chat_template = template
-
-
-# Limit of CPU time per conversation; rendering usually takes a millisecond. Wall time would depend on other processes.
-MAX_RENDER_SECONDS = 10.0
-
-
-class _TimeLimitReached(Exception):
-    """Exception for a template that used up its CPU time."""
-
-    pass
 
 
 def render_guarded(
@@ -123,33 +107,19 @@ def render_guarded(
         `[start, end)` of characters of each text that the assistant generates.
 
     Raises:
-        `ValueError`: if the template fails, takes more than `MAX_RENDER_SECONDS`, or leaves out a part of the
-            conversation.
+        `ValueError`: if the template fails, or leaves out a part of the conversation.
     """
     guarded = guard_control_tokens(tokenizer, messages)
-    try:
-        with _cpu_time_limit(MAX_RENDER_SECONDS):
-            # NOTE: `apply_chat_template` returns a mask of tokens instead of these ranges of characters.
-            (rendered,), (spans,) = render_jinja_template(
-                conversations=[guarded],
-                tools=guard_control_tokens(tokenizer, tools),
-                chat_template=tokenizer.chat_template,
-                return_assistant_tokens_mask=True,
-                **tokenizer.special_tokens_map,
-                **chat_template_kwargs,
-            )
-    except Exception as error:  # a user's template may raise any error
-        start = messages[0]["content"][:80]
-        if isinstance(error, _TimeLimitReached):
-            template = tokenizer.chat_template[:80]
-            raise UserError(
-                f"The chat template that begins {template!r} takes more than {MAX_RENDER_SECONDS:g} s for the "
-                f"conversation that begins {start!r}. Look for an endless loop, or pass another template by "
-                "--chat_template."
-            ) from None
-        raise UserError(
-            f"The chat template cannot render the conversation that begins {start!r}: {error or type(error).__name__}"
-        ) from error
+    with template_errors(messages):
+        # NOTE: `apply_chat_template` returns a mask of tokens instead of these ranges of characters.
+        (rendered,), (spans,) = render_jinja_template(
+            conversations=[guarded],
+            tools=guard_control_tokens(tokenizer, tools),
+            chat_template=tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+            **chat_template_kwargs,
+        )
     _check_is_whole(rendered, guarded, has_thoughts=bool(chat_template_kwargs.get("enable_thinking", True)))
     return rendered, spans
 
@@ -172,31 +142,6 @@ def _check_is_whole(rendered: str, messages: list[dict[str, Any]], *, has_though
                 f"The chat template leaves {absent[:80]!r} out, in a message of the {message['role']}. Pass a "
                 "template that renders tools and thoughts by --chat_template, or drop such conversations."
             )
-
-
-@contextmanager
-def _cpu_time_limit(seconds: float) -> Iterator[None]:
-    """
-    Raise [`_TimeLimitReached`] in a block that takes more than `seconds` of CPU time.
-
-    NOTE: Python delivers signals only to the main thread, where data are prepared, also in worker processes. In other
-    threads and on Windows, which has no such timer, there is no limit.
-    """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise _TimeLimitReached
-
-    # ITIMER_VIRTUAL counts the CPU time of this process and sends SIGVTALRM.
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
 
 
 __all__ = ["add_marks", "mark_template"]

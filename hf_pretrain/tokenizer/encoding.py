@@ -8,7 +8,8 @@ control tokens, so no document can end itself early or speak as the assistant.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -66,7 +67,7 @@ def encode_prompt(
     Raises:
         `ValueError`: if the chat template fails.
     """
-    try:
+    with template_errors(messages):
         rendered = tokenizer.apply_chat_template(
             guard_control_tokens(tokenizer, messages),
             tools=guard_control_tokens(tokenizer, tools),
@@ -74,13 +75,21 @@ def encode_prompt(
             tokenize=False,
             **thinking_variables(enable_thinking),
         )
-    except Exception as error:  # a user's template may raise any error
-        raise UserError(
-            f"The chat template of {tokenizer.name_or_path} cannot render the conversation: "
-            f"{error or type(error).__name__}. Change the template, or the conversation (in a chat, with /system, "
-            "/tools or /reset)."
-        ) from error
     return encode_rendered(tokenizer, rendered)[0]
+
+
+@contextmanager
+def template_errors(messages: list[dict[str, Any]]) -> Iterator[None]:
+    """Raise every error of a chat template that renders `messages` as a `UserError`."""
+    try:
+        yield
+    except Exception as error:  # a user's template may raise any error
+        start = str(messages[0].get("content"))[:80]
+        cause = error or type(error).__name__
+        raise UserError(
+            f"The chat template cannot render the conversation that begins {start!r}: {cause}. "
+            "Change the template, or the conversation (in a chat, with /system, /tools or /reset)."
+        ) from error
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -188,5 +197,6 @@ __all__ = [
     "encode_prompt",
     "encode_rendered",
     "guard_control_tokens",
+    "template_errors",
     "thinking_variables",
 ]

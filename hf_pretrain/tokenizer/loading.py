@@ -63,12 +63,13 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
         `ValueError`: if no tokenizer can be loaded from there.
     """
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
+    is_path = Path(name_or_path).is_dir()
     if not may_be_checkpoint(name_or_path):
         raise UserError(
             f"There is no directory {name_or_path}. Correct the name, or first run the stage that writes it, such as "
             "`hf-pretrain pretrain --preset tiny` for out/pretrain-tiny."
         )
-    is_path = Path(name_or_path).is_dir()
+    # Without this file, transformers would build an empty tokenizer from a config.json.
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
         raise UserError(
             f"The directory {name_or_path} holds no tokenizer.json. Name a directory that a run, "
@@ -76,14 +77,10 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
         )
     try:
         # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(name_or_path), use_fast=True, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, use_fast=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        where = "the directory" if is_path else "the Hub (and there is no such directory):"
         raise UserError(
-            f"No tokenizer could be loaded from {where} {str(name_or_path)!r}. Name a directory or Hub id that holds "
-            f"a tokenizer. ({error})"
+            f"{name_or_path!r} is neither a directory here nor a Hub id with a tokenizer that can be loaded: {error}"
         ) from error
     # minimind-3's template writes tool calls and thoughts as ours does, so our response template fits its answers.
     control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
@@ -155,7 +152,6 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
     Returns:
         `torch.LongTensor` of shape `(len(tokenizer),)`: bytes; 0 for special tokens.
     """
-    # Byte-level BPE spells each byte as one visible character, so the length of a piece is its number of bytes.
     lengths = torch.zeros(len(tokenizer), dtype=torch.long)
     # NOTE: the backend has no attribute for its kind, only its `repr`.
     is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
@@ -164,8 +160,8 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
         if index in added:
             lengths[index] = 0 if added[index].special else len(piece.encode())
         elif is_byte_level:
+            # One visible character for each byte.
             lengths[index] = len(piece)
         else:
-            is_byte = len(piece) == 6 and piece.startswith("<0x")
-            lengths[index] = 1 if is_byte else len(piece.replace("\u2581", " ").encode())
+            lengths[index] = 1 if piece.startswith("<0x") else len(piece.replace("\u2581", " ").encode())
     return lengths

@@ -4,9 +4,9 @@ import hashlib
 import inspect
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -125,17 +125,11 @@ def load_or_train_tokenizer(
     logger.info(f"Training a tokenizer with {vocab_size} entries on {len(texts)} documents")
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Write to a scratch directory and rename it, so that no other process sees half a tokenizer. If another process
-    # was faster, the rename fails, and this process uses the other tokenizer, which is equal.
-    scratch = tempfile.mkdtemp(dir=directory.parent)
-    try:
-        save_tokenizer(tokenizer, scratch)
-        os.rename(scratch, directory)
-    except OSError:
-        if not directory.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    # Rename a whole directory, so that no other process sees half a tokenizer. If another process was faster, the
+    # rename fails, and this process uses the other tokenizer, which is equal.
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch, suppress(OSError):
+        save_tokenizer(tokenizer, Path(scratch, "tokenizer"))
+        os.rename(Path(scratch, "tokenizer"), directory)
     return load_tokenizer(directory)
 
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import MiniMindForCausalLM
 from tests.model.test_modeling_minimind import to_half_split
 
 
@@ -206,7 +206,3 @@ def test_generation_past_the_table_is_refused(build_model):
     assert model.generate(prompt, max_new_tokens=4, eos_token_id=None, do_sample=False).shape[1] == LENGTH
     with pytest.raises(ValueError, match="past the rotary table"):
         model.generate(prompt, max_new_tokens=8, eos_token_id=None, do_sample=False)
-
-
-def test_default_table_is_32768_positions_long():
-    assert MiniMindConfig().max_position_embeddings == 32_768

@@ -8,8 +8,7 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from hf_pretrain.tokenizer import training
 from hf_pretrain.tokenizer.encoding import encode_documents, encode_prompt, encode_rendered, guard_control_tokens
@@ -345,10 +344,6 @@ def test_malformed_answers_are_parsed_too(tokenizer, answer, expected):
     assert parsed == {"role": "assistant"} | expected
 
 
-def test_a_tokenizer_of_other_control_tokens_has_no_response_template():
-    assert load_tokenizer(V1).response_template is None
-
-
 def test_recipe_trains_and_saves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training, "HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "home"))
@@ -380,14 +375,3 @@ def test_a_padded_batch_generates_like_its_prompts_alone(build_model, tmp_path, 
     together = model.generate(**tokenizer(prompts, padding=True, return_tensors="pt"), **settings)[:, -8:]
     alone = [model.generate(**tokenizer(prompt, return_tensors="pt"), **settings)[0, -8:] for prompt in prompts]
     assert torch.equal(together, torch.stack(alone))
-
-
-def test_a_tokenizer_without_control_tokens_encodes_plain_text():
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.train_from_iterator(["aa b"], trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    plain = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert not plain.added_tokens_decoder
-    text = guard_control_tokens(plain, "aa b")
-    ids, offsets = encode_rendered(plain, text)
-    assert text == "aa b" and ids == plain.encode("aa b") and offsets[-1][1] == 4

@@ -24,7 +24,7 @@ from hf_pretrain.weights.models import load_model
 from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, run_probe, start
-from tests.invariants.test_launchers_agree import DEEPSPEED, assert_same_steps, workspace  # noqa: F401
+from tests.invariants.test_launchers_agree import assert_same_steps, workspace  # noqa: F401
 from tests.training.test_trainer import make_documents, make_trainer, train
 
 
@@ -300,12 +300,9 @@ def launch(toy_run, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "launcher", "arguments"), [("moe", "torchrun", []), ("dense", "deepspeed", DEEPSPEED["zero3"])]
-)
-def test_losses_agree_under_every_launcher(launch, model, launcher, arguments):
-    reference = launch(model, "python", "--bf16", "false")
-    run = launch(model, launcher, "--bf16", "false", *arguments)
+def test_losses_agree_under_every_launcher(launch):
+    reference = launch("moe", "python", "--bf16", "false")
+    run = launch("moe", "torchrun", "--bf16", "false")
     assert_same_steps(run, reference)
     assert run.weights.keys() == reference.weights.keys()
     for name, weight in reference.weights.items():

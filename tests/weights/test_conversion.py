@@ -26,7 +26,6 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
-from hf_pretrain.weights.comparing import validation_documents
 from hf_pretrain.weights.layouts import to_half_split, to_interleaved
 from hf_pretrain.weights.loading import is_native_checkpoint, load_upstream
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -168,15 +167,6 @@ def test_a_bare_file_asks_for_fields_that_weights_do_not_show(tmp_path, expected
         load_upstream(tmp_path / "A_dense.pth", config={"rope_theta": 1e6})
 
 
-def test_the_config_may_be_a_file_and_wins(tmp_path):
-    shutil.copytree(GOLDEN / "B_moe", tmp_path / "B_moe")
-    (tmp_path / "mine.json").write_text(json.dumps({"aux_loss_alpha": 0.25, "norm_topk_prob": False}))
-    config = load_upstream(tmp_path / "B_moe", config=tmp_path / "mine.json").config
-    assert (config.router_aux_loss_coef, config.norm_topk_prob) == (0.25, False)
-    with pytest.raises(ValueError, match="mine.yaml is not a JSON file"):
-        load_upstream(tmp_path / "B_moe", config=tmp_path / "mine.yaml")
-
-
 @pytest.mark.parametrize(
     "name, change, fields",
     [
@@ -250,22 +240,6 @@ def test_v3_yarn_follows_its_formula():
         assert short.config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
         with pytest.raises(ValueError, match="another formula before 2025-12"):
             load_upstream(GOLDEN / "B_dense", config=long | {name: yarn for name in fields})
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_files_keep_their_values(dtype, tmp_path):
-    weights = {key: value.to(dtype) for key, value in weights_of("B_moe").items()}
-    torch.save(weights, tmp_path / "x.pth")
-    shutil.copy(GOLDEN / "B_moe/config.json", tmp_path)
-    model = load_upstream(tmp_path)
-    assert model.dtype == dtype == model.config.dtype
-    name = "mlp.shared_experts.{}down_proj.weight"
-    assert torch.equal(
-        model.model.layers[0].get_parameter(name.format("")), weights["model.layers.0." + name.format("0.")]
-    )
-    wide = load_upstream(tmp_path, dtype=torch.float32)
-    assert all(torch.equal(a.float(), b) for a, b in zip(model.parameters(), wide.parameters(), strict=True))
-    assert model.model.rotary_emb.pos_cis.dtype == torch.complex64
 
 
 class Payload:
@@ -537,14 +511,6 @@ def test_training_starts_from_upstream_weights(tmp_path, expected_logits):
     assert model.model.rotary_emb.pos_cis.is_complex()
 
 
-def test_our_own_checkpoints_load_too(build_model, input_ids, tmp_path):
-    model = build_model(num_experts=4, num_shared_experts=1)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(load_upstream(tmp_path)(input_ids).logits, model(input_ids).logits)
-    with pytest.raises(ValueError, match="leave the config out"):
-        load_upstream(tmp_path, config={"num_attention_heads": 2})
-
-
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -581,18 +547,6 @@ def test_a_damaged_checkpoint_of_ours_is_refused(change, message, build_model, t
         load_model(arguments, tokenizer)
 
 
-def test_a_cast_that_overflows_is_refused(build_model, tmp_path):
-    shutil.copy(GOLDEN / "B_dense/config.json", tmp_path)
-    torch.save(weights_of("B_dense") | {NORM: torch.full((32,), 1e5)}, tmp_path / "x.pth")
-    ours = build_model()
-    ours.get_parameter(NORM).data.fill_(1e5)
-    ours.save_pretrained(tmp_path / "ours")
-    for path in (tmp_path, tmp_path / "ours"):
-        assert load_upstream(path, dtype=torch.bfloat16).dtype == torch.bfloat16
-        with pytest.raises(ValueError, match=f"{NORM} holds values that are not finite in torch.float16"):
-            load_upstream(path, dtype=torch.float16)
-
-
 def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatch, capsys):
     shutil.copy(GOLDEN / "A_dense/weights.pth", tmp_path / "x.pth")
 
@@ -623,19 +577,3 @@ def test_a_rounded_gguf_costs_perplexity_on_validation_text(talker, tmp_path, mo
     assert 1 < float(before) != float(after)
     assert f"{before} before, {after} after" in (tmp_path / "q4_0/README.md").read_text()
     assert "perplexity" not in convert("float32")
-
-
-def test_without_the_embedded_corpora_there_is_no_perplexity(talker, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "chitchat_dataset", None)
-    assert validation_documents(["embedded"], load_tokenizer(talker)) == []
-    assert "The perplexity is not measured: " in caplog.text and "corpora" in caplog.text
-
-
-def test_nine_ids_mean_the_same_in_all_published_tokenizers():
-    v1, v3 = (load_tokenizer(FIXTURES / "tokenizers" / name) for name in ("v1", "v3"))
-    assert len(v1) == len(v3) == 6400
-    newer = v3.get_vocab()
-    same_piece = {index for piece, index in v1.get_vocab().items() if newer.get(piece) == index}
-    roles = ("pad_token_id", "bos_token_id", "eos_token_id")
-    same_role = {getattr(v1, role) for role in roles if getattr(v1, role) == getattr(v3, role)}
-    assert len(same_piece | same_role) == 9

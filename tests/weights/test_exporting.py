@@ -1,19 +1,15 @@
 """Every format, read back by its own program; models that a format cannot hold are refused by name."""
 
-import copy
 import json
-import math
 import re
 import resource
 import shutil
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import models, normalizers, pre_tokenizers, processors
-from torch.nn import functional as F
+from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
@@ -268,8 +264,6 @@ V3_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
         ({}, 32768, True),
         ({"rope_theta": 5e5}, 32768, True),
         ({"attention_factor": None}, 32768, False),  # None removes the field
-        ({"attention_factor": 1.25}, 32768, False),
-        ({"truncate": False}, 32768, False),
         ({"factor": 8.0}, 32768, False),
         ({}, 2048, True),  # building the model extends the table to 32,768 positions
     ],
@@ -323,14 +317,6 @@ def test_a_few_wrong_rows_are_noticed(num_wrong, overrides, is_noticed, build_mo
             export(model, tmp_path / "out", format)
     else:
         assert export(model, tmp_path / "out", format).relative_difference > 1e-3
-
-
-@pytest.mark.parametrize(("overrides", "dtype"), [({}, "float32"), ({"num_experts": 4}, "bfloat16")])
-def test_non_finite_logits_fail_every_export(overrides, dtype, build_model, tmp_path):
-    model = build_model(**overrides)
-    model.model.norm.weight.data.fill_(1e38)
-    with pytest.raises(RuntimeError, match="is not the same model: .* nan"):
-        export(model, tmp_path / "out", "ernie4_5_moe" if overrides else "llama", dtype=dtype)
 
 
 def test_overflow_and_overwriting_are_refused(build_model, tmp_path):
@@ -411,9 +397,6 @@ def test_only_a_model_is_replaced(build_model, tmp_path):
     [
         ("out/sft-tiny", {}, "full_sft_32.pth"),
         ("out/pretrain", {"num_experts": 4}, "pretrain_32_moe.pth"),
-        ("weights/reason_768.pth", {}, "reason_32.pth"),
-        ("owner/distill-x", {}, "full_dist_32.pth"),
-        ("jingyaogong/MiniMind2", {}, "full_sft_32.pth"),
         ("jingyaogong/minimind:pretrain_512.pth", {}, "pretrain_32.pth"),
     ],
 )
@@ -499,21 +482,6 @@ def test_gguf_refuses_what_llama_cpp_would_split_differently(part, value, with_v
     assert not (tmp_path / "out").exists()
 
 
-def test_gguf_says_whether_the_tokenizer_adds_bos(with_vocabulary, tmp_path):
-    tokenizer = train_tokenizer([TEXT], vocab_size=330)
-
-    def add(template: str):
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=template,
-            pair=template.replace("$A", "$A $B"),
-            special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)],
-        )
-
-    add("<|im_start|> $A")
-    export(with_vocabulary(), tmp_path / "out", "gguf", tokenizer=tokenizer)
-    assert gguf.GGUFReader(tmp_path / "out" / FILE_NAME).fields["tokenizer.ggml.add_bos_token"].contents() is True
-
-
 ARCHITECTURES = {
     "llama": {},
     "qwen3": {"qk_norm": True},
@@ -567,31 +535,6 @@ def test_gguf_types(architecture, dtype, with_vocabulary, tmp_path):
         assert ((tensor - expected).abs() <= bound + 1e-7).all(), name
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "ernie4_5-moe"])
-def test_the_perplexity_of_a_gguf_is_measured_before_and_after(architecture, with_vocabulary, tmp_path):
-    model = with_vocabulary(**ARCHITECTURES[architecture], max_position_embeddings=64)
-    # The first document is longer than the positions of the model.
-    documents = torch.randint(6400, (2, 80), generator=torch.Generator().manual_seed(0)).tolist()
-    documents[1] = documents[1][:40]
-
-    @torch.no_grad()
-    def expected(model) -> float:
-        rows = [torch.tensor([ids[:64]]) for ids in documents]
-        losses = [F.cross_entropy(model(row).logits[0, :-1], row[0, 1:]).item() for row in rows]
-        return math.exp((63 * losses[0] + 39 * losses[1]) / (63 + 39))
-
-    rounded = copy.deepcopy(model)
-    for name, parameter in rounded.named_parameters():
-        # Norms and routers stay as they are.
-        if parameter.dim() > 1 and not name.endswith("mlp.gate.weight"):
-            values = gguf.quantize(parameter.detach().numpy(), gguf.GGMLQuantizationType.Q4_0)
-            parameter.data = torch.from_numpy(gguf.dequantize(values, gguf.GGMLQuantizationType.Q4_0).copy())
-    report = export(model, tmp_path / "out", "gguf", dtype="q4_0", documents=documents)
-    assert report.perplexity == (pytest.approx(expected(model), rel=1e-4), pytest.approx(expected(rounded), rel=1e-4))
-    assert report.perplexity[0] != pytest.approx(report.perplexity[1], rel=1e-3)
-    assert export(model, tmp_path / "plain", "gguf", dtype="q4_0").perplexity is None
-
-
 def test_a_chat_model_gets_a_modelfile_that_renders_its_template(with_vocabulary, tmp_path):
     tokenizer = train_tokenizer(["some words to train on"], vocab_size=300)
     export(with_vocabulary(vocab_size=len(tokenizer)), tmp_path / "out", "gguf", tokenizer=tokenizer, dtype="q4_0")
@@ -624,16 +567,3 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(with_vocabulary
 def test_gguf_refuses_what_llama_cpp_would_compute_differently(overrides, message, build_model, tmp_path):
     with pytest.raises(ValueError, match=message):
         export(build_model(**overrides), tmp_path / "out", "gguf")
-
-
-def test_gguf_of_ernie_has_its_keys(build_model, tmp_path):
-    model = build_model(num_experts=4, num_shared_experts=2, moe_intermediate_size=48)
-    export(model, tmp_path / "out", "gguf")
-    fields = gguf.GGUFReader(tmp_path / "out" / FILE_NAME).fields
-    keys = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 2, "expert_feed_forward_length": 48}
-    keys |= {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 0, "interleave_moe_layer_step": 1}
-    assert {key: fields[f"ernie4_5-moe.{key}"].contents() for key in keys} == keys
-    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out" / FILE_NAME).tensors}
-    layer = model.model.layers[1]
-    assert np.array_equal(tensors["blk.1.ffn_up_exps.weight"], layer.mlp.experts.gate_up_proj[:, 48:].detach())
-    assert np.array_equal(tensors["blk.1.attn_q.weight"], layer.self_attn.q_proj.weight.detach())

@@ -30,14 +30,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 MODELS = {
-    "llama": {},
-    "llama-untied": {"tie_word_embeddings": False},
+    "llama": {"tie_word_embeddings": False},
     "qwen3": {"qk_norm": True, "head_dim": 24},
     "qwen3moe": {"qk_norm": True, "num_experts": 4, "num_experts_per_tok": 3},
-    "qwen3moe-top1": {"qk_norm": True, "num_experts": 4, "num_experts_per_tok": 1},
-    "ernie4_5-moe": {"num_experts": 4, "num_shared_experts": 1},
     "ernie4_5-moe-2": {"num_experts": 4, "num_shared_experts": 2, "moe_intermediate_size": 96},
-    "ernie4_5-moe-0": {"num_experts": 4},
 }
 
 
@@ -139,7 +135,7 @@ def test_it_tokenizes_and_renders_chats_alike(tokenizer_name, tmp_path):
     assert expected.endswith(prompt)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0", "q5_1", "q4_0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "q8_0", "q5_1"])
 @torch.no_grad()
 def test_it_runs_the_smaller_types(dtype, tmp_path):
     model = build()
@@ -154,7 +150,7 @@ def test_it_runs_the_smaller_types(dtype, tmp_path):
     assert 1e-6 < difference < {"float16": 1e-3, "bfloat16": 5e-3, "q8_0": 2e-2, "q5_1": 5e-2, "q4_0": 0.1}[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "q8_0", "q5_1", "q4_0"])
+@pytest.mark.parametrize("dtype", ["float16", "q4_0"])
 def test_the_reported_perplexity_is_llama_cpps(dtype, talker, tmp_path):
     model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
     # The server has room for 256 tokens.
