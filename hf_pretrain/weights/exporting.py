@@ -212,21 +212,12 @@ def export(
         `RuntimeError`: if the written model has the dtype of `model` but not its logits, or logits that are not
             finite.
     """
-    if format not in EXPORT_FORMATS:
-        raise UserError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
     source_dtype = str(model.dtype).removeprefix("torch.")
     dtype = dtype or source_dtype
-    known = GGUF_TYPES if format == "gguf" else DTYPES
-    if dtype not in known:
-        raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
     find_replaced = partial(replaced_files, output_dir, overwrite=overwrite)
     find_replaced()
-    generation = generation or default_generation(model.config)
-    target = {"upstream": generation, "gguf": gguf_layout(model.config)}.get(format, format)
-    if format == "gguf":
-        check_gguf(model.config, tokenizer)
-    check_fits(model.config, target)
-    _warn_about_losses(model.config, target, has_tokenizer=tokenizer is not None)
+    target = _check_target(model.config, format, dtype=dtype, generation=generation, tokenizer=tokenizer)
+    _warn_about_losses(model.config, target, has_tokenizer=tokenizer is not None, is_trainable=format != "gguf")
 
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
     converted = _cast(model, torch.float32 if format == "gguf" else DTYPES[dtype])
@@ -237,24 +228,11 @@ def export(
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
     with written_whole(output_dir, lock=LOCK_NAME, replaces=find_replaced) as aside:
-        written: PreTrainedModel
         if format == "gguf":
-            types = {"model_name": model_name, "tensor_type": GGUF_TYPES[dtype]}
-            written = read_gguf(write_gguf(converted, aside, tokenizer=tokenizer, **types), model.config)
-        elif format == "upstream":
-            # MiniMind's own scripts read only a pickled state dict, not safetensors.
-            torch.save(to_state_dict(converted, generation), aside / upstream_file_name(model.config, stage))
-            fields = json.dumps(write_upstream_fields(converted.config, generation), indent=2)
-            (aside / CONFIG_NAME).write_text(fields + "\n", encoding="utf-8")
-            written = load_upstream(aside, dtype=torch.float32)
+            options = {"model_name": model_name, "tensor_type": GGUF_TYPES[dtype]}
+            written = read_gguf(write_gguf(converted, aside, tokenizer=tokenizer, **options), model.config)
         else:
-            if format == "minimind":
-                converted.save_pretrained(aside)
-            else:
-                to_stock_model(converted, format).save_pretrained(aside)
-                _add_older_names(aside / CONFIG_NAME)
-            # Read the files back as a user would, with the Auto class.
-            written = AutoModelForCausalLM.from_pretrained(aside, dtype=torch.float32)
+            written = _write(converted, aside, target, file_name=upstream_file_name(model.config, stage))
         name = f"GGUF ({target})" if format == "gguf" else target
         # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
         report = compare(_cast(model, torch.float32), written.eval(), name, dtype, documents)
@@ -272,7 +250,47 @@ def export(
     return report
 
 
-def _warn_about_losses(config: MiniMindConfig, target: str, *, has_tokenizer: bool) -> None:
+def _check_target(
+    config: MiniMindConfig,
+    format: str,
+    *,
+    dtype: str,
+    generation: str | None,
+    tokenizer: PreTrainedTokenizerFast | None,
+) -> str:
+    """Return the layout of the weights in `format`. Raise `ValueError` if it cannot hold the model in this dtype."""
+    if format not in EXPORT_FORMATS:
+        raise UserError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
+    known = GGUF_TYPES if format == "gguf" else DTYPES
+    if dtype not in known:
+        raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
+    if format == "gguf":
+        check_gguf(config, tokenizer)
+        target = gguf_layout(config)
+    else:
+        target = (generation or default_generation(config)) if format == "upstream" else format
+    check_fits(config, target)
+    return target
+
+
+def _write(model: MiniMindForCausalLM, directory: Path, layout: str, *, file_name: str) -> PreTrainedModel:
+    """Write config and weights in a layout, or as `"minimind"`, and return the model that was read back."""
+    if layout == "minimind":
+        model.save_pretrained(directory)
+    elif LAYOUTS[layout].is_generation:
+        # MiniMind's own scripts read only a pickled state dict, not safetensors.
+        torch.save(to_state_dict(model, layout), directory / file_name)
+        fields = json.dumps(write_upstream_fields(model.config, layout), indent=2)
+        (directory / CONFIG_NAME).write_text(fields + "\n", encoding="utf-8")
+        return load_upstream(directory, dtype=torch.float32)
+    else:
+        to_stock_model(model, layout).save_pretrained(directory)
+        _add_older_names(directory / CONFIG_NAME)
+    # Read the files back as a user would, with the Auto class.
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def _warn_about_losses(config: MiniMindConfig, target: str, *, has_tokenizer: bool, is_trainable: bool) -> None:
     """Warn about what the layout `target` does not hold although the logits are the same."""
     if not has_tokenizer:
         logger.warning(
@@ -281,12 +299,12 @@ def _warn_about_losses(config: MiniMindConfig, target: str, *, has_tokenizer: bo
             "the same in v1/v2 and in v3."
         )
     is_per_document = config.num_experts and config.router_aux_loss_level == "sequence"
-    if is_per_document and target not in ("minimind", "v1", "v2"):
+    if is_trainable and is_per_document and target not in ("minimind", "v1", "v2"):
         logger.warning(
             f"{describe_layout(target)} computes its router loss over a whole batch, this model over each document. "
             "The logits are the same, but further training there balances the experts differently."
         )
-    if target in ("qwen3_moe", "ernie4_5_moe"):
+    if is_trainable and target in ("qwen3_moe", "ernie4_5_moe"):
         # NOTE: with output_router_logits=True, transformers' generate() fails on padded prompts.
         logger.warning(
             f"{target} is written with output_router_logits=False, so transformers would train it without router "
