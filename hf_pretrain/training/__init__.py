@@ -5,7 +5,7 @@ Training: how a run is configured, trained, saved, resumed and reported.
 meaning at any batch size and world size. Its base class, in `run_trainer`, adds checkpoints, signals and pushes to
 transformers' `Trainer`. Both connect plain parts: `meter`, `stopping`, `row_source`, `run_description`,
 `deepspeed_support` and `optimizers`. `running` holds the steps that all recipes share; it uses `resuming`,
-`run_directory`, `callbacks`, `tracking` and `reporting`. `plan` makes the plan
+`run_directory`, `callbacks` and `reporting`. `plan` makes the plan
 of a dry run. `efficiency` counts FLOPs and measures peak rate and memory.
 
 A notebook needs no command line, only plain arguments:

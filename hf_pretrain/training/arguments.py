@@ -181,21 +181,7 @@ class LMTrainingArguments(TrainingArguments):
         # NOTE: transformers treats larger values as better, unless the metric's name ends in "loss".
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
-        # The defaults of precision and compilation depend on the device.
-        device_type = choose_device(use_cpu=self.use_cpu)
-        self.use_cpu = device_type == "cpu"
-        take_launchers_precision(self)
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
-        # Hide these options from Trainer, which would compile the whole model, again for each length of a batch and
-        # for each mode. `RunTrainer` compiles single layers with them.
-        given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
-        self.compile_options = {name: value for name, value in given.items() if value is not None}
-        if self.torch_compile is None:
-            is_deepspeed = turns_on_deepspeed(self)
-            self.torch_compile = bool(self.compile_options) or (device_type == "cuda" and not is_deepspeed)
-        self.compiles_layers = self.torch_compile
-        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        self._choose_device()
         if self.optim is not None:
             check_word("--optim", self.optim, [name.value for name in OptimizerNames])
         check_choices(self)
@@ -220,6 +206,23 @@ class LMTrainingArguments(TrainingArguments):
             prepare_deepspeed_config(self.deepspeed_plugin.deepspeed_config, self)
         check_device(self)
         _check_trackers(cast(list[str], self.report_to))
+
+    def _choose_device(self) -> None:
+        """Choose the device, and the precision and the compilation if the user left them out: they depend on it."""
+        device_type = choose_device(use_cpu=self.use_cpu)
+        self.use_cpu = device_type == "cpu"
+        take_launchers_precision(self)
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
+        # Hide these options from Trainer, which would compile the whole model, again for each length of a batch and
+        # for each mode. `RunTrainer` compiles single layers with them.
+        given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
+        self.compile_options = {name: value for name, value in given.items() if value is not None}
+        if self.torch_compile is None:
+            is_deepspeed = turns_on_deepspeed(self)
+            self.torch_compile = bool(self.compile_options) or (device_type == "cuda" and not is_deepspeed)
+        self.compiles_layers = self.torch_compile
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -123,13 +124,16 @@ class RunDirectory:
 
     def record_start(self, args: LMTrainingArguments, others: tuple[Any, ...], *, checkpoint: str | None) -> None:
         """
-        Add the entry of a launch. As all methods that record, only the main process calls it.
+        Name the run for its trackers, and add the entry of a launch. As all methods that record, only the main
+        process calls it.
 
         Args:
             args ([`LMTrainingArguments`]): the run's training arguments.
             others (`tuple` of dataclasses): its other arguments.
             checkpoint (`str`, *optional*): the checkpoint that it resumes from.
         """
+        launches = read_launches(self.path)
+        _name_tracked_run(args, launches if checkpoint else [])
         entry = {
             "started": _now(),
             "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
@@ -143,7 +147,7 @@ class RunDirectory:
             | {name: version(name) for name in _PACKAGES if find_spec(name)},
             "commit": _commit(),
         }
-        self._write([*read_launches(self.path), entry])
+        self._write([*launches, entry])
 
     def record(self, **fields: Any) -> None:
         """Add fields to the entry of the current launch. A trainer without a recipe has none."""
@@ -166,6 +170,19 @@ class RunDirectory:
         except OSError as error:
             # The run matters more than its record.
             logger.warning(f"The run continues without its record: {error}.")
+
+
+def _name_tracked_run(args: LMTrainingArguments, earlier: list[dict[str, Any]]) -> None:
+    """
+    Set `run_name` if it is not given. A resumed launch takes the name of the launch before it, by which Trackio and
+    Weights & Biases continue the same run.
+    """
+    if args.run_name is None:
+        new_name = f"{Path(args.output_dir).absolute().name}-{uuid.uuid4().hex[:6]}"
+        args.run_name = earlier[-1]["arguments"]["run_name"] if earlier else new_name
+    # Weights & Biases continues runs by their ids. The user's own variables stay.
+    os.environ.setdefault("WANDB_RUN_ID", args.run_name)
+    os.environ.setdefault("WANDB_RESUME", "allow")
 
 
 def _now() -> str:

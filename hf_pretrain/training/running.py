@@ -46,7 +46,6 @@ from .resuming import checkpoint_to_resume, is_resumed
 from .run_description import describe_data
 from .run_directory import RunDirectory
 from .run_trainer import RunTrainer
-from .tracking import name_tracked_run
 from .trainer import MaskedLossTrainer
 
 
@@ -113,7 +112,6 @@ def begin_run(
         # An earlier run may have been killed in the middle of a save or a push.
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
-        name_tracked_run(training_args, checkpoint=checkpoint)
         directory.record_start(training_args, training_args.other_arguments, checkpoint=checkpoint)
         rows = f"{training_args.rows_per_step:,} rows per step"
         print(f"{training_args.launch_description}; {rows}; {describe_found()}")

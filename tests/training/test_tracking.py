@@ -6,7 +6,6 @@ import pytest
 
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.run_directory import RunDirectory
-from hf_pretrain.training.tracking import name_tracked_run
 
 
 @pytest.fixture
@@ -20,7 +19,6 @@ def launch(tmp_path, monkeypatch):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none", **arguments)
-        name_tracked_run(args, checkpoint=checkpoint)
         RunDirectory(args).record_start(args, (), checkpoint=checkpoint)
         return args.run_name, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]
 
@@ -40,7 +38,7 @@ def test_the_users_variables_stay(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     monkeypatch.setenv("WANDB_RESUME", "must")
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    name_tracked_run(args, checkpoint=None)
+    RunDirectory(args).record_start(args, (), checkpoint=None)
     assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == ("mine", "must")
 
 
