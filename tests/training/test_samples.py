@@ -32,6 +32,8 @@ def test_samples_do_not_change_the_training(tmp_path, capsys):
     found = []
     for number, sample in enumerate((None, lambda model: [("once", f"{torch.rand(()).item():.4f}")])):
         torch.manual_seed(0)
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "run.json").write_text("[{}]")
         trainer = make_trainer(tmp_path / str(number), make_documents(), model=make_model(), arguments=FLAGS)
         recorder = DrawRandomNumber()
         trainer.add_callback(recorder)
