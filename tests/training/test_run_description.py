@@ -1,8 +1,156 @@
+"""Every stage resumes with the same command, however its paths are spelled, and refuses another objective."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
 import datasets
 import pytest
+from transformers import TrainingArguments
 
-from hf_pretrain.training.run_description import describe_config, describe_data
-from tests.toys import toy_model
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.run_description import describe_config, describe_data, describe_settings
+from tests.invariants.launching import ROOT, start
+from tests.toys import toy_model, write_jsonl
+
+
+# Start a recipe once per list of words, in one process. Between two launches, the project may move.
+LAUNCHES = """
+import json, os, runpy, sys
+recipe, launches = json.loads(sys.argv[1])
+for words in launches:
+    if words[0] == "mv":
+        os.rename(words[1], words[2])
+        os.chdir(words[2])
+        continue
+    print("launch:", flush=True)
+    sys.argv = [recipe, *words]
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except SystemExit as ended:
+        print("status", ended.code, flush=True)
+"""
+PAIRS = [{"prompt": f"Is {n} odd?", "chosen": f"yes, {n}", "rejected": "no"} for n in range(9)]
+COMMON = [
+    *("--use_cpu", "--bf16", "false", "--report_to", "none", "--validation_fraction", "0", "--output_dir", "out"),
+    *("--per_device_train_batch_size", "2", "--max_steps", "2", "--save_steps", "1", "--max_grad_norm", "1"),
+    *("--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "1"),
+]
+ADAPTER = ["--use_peft", "--lora_r", "4", "--lora_alpha", "8"]
+# For each stage: its recipe and flags, and the refused changes with their messages.
+STAGES = {
+    "pretrain": (
+        *("pretrain", ["--dataset_name", "text.jsonl", "--learning_rate", "1e-2", "--max_length", "16"]),
+        {
+            ("--learning_rate", "2e-2"): "--learning_rate was 0.01 and is now 0.02",
+            ("--lr_scheduler_type", "cosine"): "--lr_scheduler_type was constant_with_warmup and is now cosine",
+            ("--seed", "1"): "--seed was 42 and is now 1",
+            ("--max_length", "24"): "its data differed .*; --max_length was 16 and is now 24",
+            (
+                "--config_overrides",
+                "dropout=0.5",
+            ): r"its config differed \(dropout was 0.0 and is now 0.5, --config_over",
+            # It changes one document of 3,000.
+            ("--dataset_name", "changed.jsonl"): "its data differed .*--dataset_name was ",
+        },
+    ),
+    "sft with an adapter": (
+        *("sft", ["--dataset_name", "chats.jsonl", "--max_length", "64", *ADAPTER]),
+        {
+            ("--use_peft", "false"): r"cannot resume .*its adapter differed \(--use_peft was True and is now False\)",
+            ("--lora_r", "2"): r"cannot resume .*its adapter differed \(.*--lora_r was 4 and is now 2",
+            ("--lora_alpha", "512"): r"cannot resume .*its adapter differed \(.*--lora_alpha was 8 and is now 512",
+            ("--model_name_or_path", "other"): r"its base model differed \(--model_name_or_path was toy and is",
+        },
+    ),
+    "dpo": (
+        *("dpo", ["--dataset_name", "pairs.jsonl"]),
+        {
+            ("--beta", "0.5"): "--beta was 0.1 and is now 0.5",
+            # The collator cuts the pairs, so their rows stay the same.
+            ("--max_length", "64"): "--max_length was 512 and is now 64",
+            ("--loss_type", "ipo"): r"--loss_type was \['sigmoid'\] and is now \['ipo'\]",
+            ("--model_name_or_path", "other"): r"its reference model differed \(--model_name_or_path was toy",
+        },
+    ),
+    "distill": (
+        *("distill", ["--dataset_name", "chats.jsonl", "--max_length", "64", "--teacher_name_or_path", "teacher"]),
+        {
+            ("--temperature", "3"): "--temperature was 1.5 and is now 3.0",
+            ("--kl", "reverse"): "--kl was forward and is now reverse",
+            (
+                "--teacher_name_or_path",
+                "other",
+            ): r"its teacher differed \(--teacher_name_or_path was teacher",
+        },
+    ),
+    "grpo": (
+        *("grpo", ["--dataset_name", "tasks.jsonl", "--rewards", "arithmetic", "--num_generations", "2"]),
+        {
+            ("--beta", "0.2"): "--beta was 0.1 and is now 0.2",
+            ("--rewards", "solution"): r"--rewards was \['arithmetic'\] and is now \['solution'\]",
+            ("--model_name_or_path", "other"): "its reference model differed",
+        },
+    ),
+}
+STAGES["grpo"][1].extend(["--max_completion_length", "4", "--beta", "0.1"])
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    tokenizer = train_tokenizer([row[name] for row in PAIRS for name in row] * 9, vocab_size=300)
+    path = tmp_path_factory.mktemp("project")
+    for name, scale in {"toy": 1.0, "teacher": 1.5, "other": 2.0}.items():
+        model = toy_model(vocab_size=len(tokenizer))
+        for parameter in model.parameters():
+            parameter.data.mul_(scale)
+        model.save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    texts = [f"document {number} of the river" for number in range(3000)]
+    write_jsonl(path / "text.jsonl", texts)
+    write_jsonl(path / "changed.jsonl", [*texts[:1501], "another document", *texts[1502:]])
+    write_jsonl(path / "pairs.jsonl", PAIRS)
+    write_jsonl(path / "chats.jsonl", [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
+    write_jsonl(path / "tasks.jsonl", [{"prompt": f"What is {n} + 3?", "solution": [str(n + 3)]} for n in range(9)])
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_resumes_exactly_or_names_the_changed_flag(stage, project, tmp_path):
+    recipe, flags, changes = STAGES[stage]
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(project, first)
+    words = ["--model_name_or_path", "toy", *COMMON, *flags]
+    again = [*words, "--resume_from_checkpoint", "out/checkpoint-1"]
+    # The project moves, and the paths are spelled otherwise. Evaluations, logs and processes change no update.
+    data = flags[flags.index("--dataset_name") + 1]
+    spelled = ["--model_name_or_path", "./toy/", "--dataset_name", str(second / data), "--output_dir", "./out"]
+    spelled += ["--logging_steps", "1", "--save_total_limit", "5", "--max_steps", "3", "--num_train_epochs", "7"]
+    launches = [words, *([*again, *change] for change in changes), ["mv", str(first), str(second)], [*again, *spelled]]
+    command = [sys.executable, "-c", LAUNCHES, json.dumps([str(ROOT / f"recipes/{recipe}.py"), launches])]
+    result = start(command, cwd=first)
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(changes), result.stdout[-5000:]
+    for message, line in zip(changes.values(), errors, strict=True):
+        assert re.search(message, line), line
+    history = json.loads((second / "out/trainer_state.json").read_text())
+    assert history["global_step"] == 3 and "although" not in result.stdout, result.stdout[-3000:]
+
+
+def test_new_arguments_are_compared_by_default(tmp_path):
+    """A list of names decides what is not compared, so a field of a library cannot be forgotten."""
+    names = {name for name, value in vars(TrainingArguments).items() if not name.startswith("_")}
+    settings = describe_settings(TrainingArguments(str(tmp_path), use_cpu=True))
+    for name in ("neftune_noise_alpha", "label_smoothing_factor", "optim_args", "weight_decay", "tf32"):
+        assert name in names and name in settings
+    assert "num_train_epochs" in settings and "output_dir" not in settings
+    constant = {"lr_scheduler_type": "constant", "num_train_epochs": 5}
+    assert "num_train_epochs" not in describe_settings(TrainingArguments(str(tmp_path), use_cpu=True, **constant))
+    following = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 7}
+    assert describe_settings(TrainingArguments(str(tmp_path), use_cpu=True, **following))["eval_steps"] == 7
 
 
 @pytest.mark.parametrize(
