@@ -13,7 +13,11 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 def test_every_hint_names_an_extra():
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "hf_pretrain").rglob("*.py")]
-    extras = {extra for source in sources for extra in re.findall(r"install_command\(['\"](\w+)['\"]\)", source)}
+    extras = {
+        extra
+        for source in sources
+        for extra in re.findall(r"(?:install_command|needing_extra)\(['\"](\w+)['\"]", source)
+    }
     assert "trl" in extras and extras <= EXTRAS.keys()
 
 

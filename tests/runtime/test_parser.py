@@ -23,7 +23,7 @@ def test_each_flag_stands_once_in_the_group_of_its_dataclass(monkeypatch):
     # The default stands beside a flag, if there is one.
     assert re.search(r"--save_total_limit VALUE\s+Number of checkpoints to keep. \(default:\s+2\)", text)
     assert "(default: None)" not in text and "--adafactor" not in short
-    assert re.search(r"--resume_from_checkpoint VALUE\s+Checkpoint directory to resume from; auto takes", text)
+    assert re.search(r"--resume_from_checkpoint VALUE\s+Checkpoint to resume from; auto takes", text)
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--help-all"])
     whole = flags(parser.format_help())
     assert set(short) < set(whole) and "--torch_empty_cache_steps" in whole
