@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,8 @@ def check_command(words: list[str]) -> None:
 
 def check(command: str) -> None:
     """Raise `AssertionError` or `SystemExit` if `command` names a file, flag, target or extra that does not exist."""
-    words = shlex.split(command)
+    # The shell reads what follows a redirection.
+    words = list(takewhile(lambda word: word not in ("2>&1", "|"), shlex.split(command)))
     while re.match(r"[A-Z_]+=", words[0]):
         words.pop(0)
     for match in REPOSITORY.finditer(command):
@@ -299,7 +301,7 @@ def test_the_code_prints_the_messages_of_the_troubleshooting_page():
 
 def test_a_run_prints_the_documented_lines_of_the_report(tmp_path):
     metrics = {metric.key: 1.0 for metric in HEADLINES}
-    args = LMTrainingArguments(str(tmp_path), use_cpu=True)
+    args = LMTrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.1)
     commands = next_commands(args, RunFacts())
     report = format_report(args, metrics=metrics, unigram=2.0, samples=[("a", "b")], commands=commands)
     page = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")

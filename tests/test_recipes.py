@@ -5,7 +5,6 @@ import random
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -328,20 +327,9 @@ def test_make_runs_two_processes(workspace, one_process, launcher):
     assert result.returncode == 0, result.stdout[-3000:]
     assert "2 process(es) on CPU" in result.stdout
     if launcher != "accelerate":
-        check_lines(
-            result.stdout, r"\$ .*", r"\S*python hf_pretrain_cli.py .*", r"make.*: (Entering|Leaving) directory.*"
-        )
+        started = (r"\$ .*", r"\S*python hf_pretrain_cli.py .*", r"make.*: (Entering|Leaving) directory.*")
+        check_lines(result.stdout, *started, r"DeepSpeed \S+ built successfully")
     assert losses(workspace / name) == pytest.approx(one_process, abs=2e-4)
-
-
-def test_make_reports_a_port_in_use(workspace):
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        result = make(workspace, "port", "LAUNCHER=deepspeed", f"MASTER_PORT={port}")
-    assert result.returncode != 0
-    assert f"Port {port} is in use; choose another: --master_port {port + 1}" in result.stdout
 
 
 # Launches of a model with experts, and the optimizer of each.
