@@ -3,6 +3,10 @@
 import hashlib
 import math
 import os
+import sys
+import threading
+import time
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,7 +46,32 @@ def cache_key(*values: object) -> str:
 def count_processes(num_rows: int, num_proc: int | None) -> int | None:
     """Return the number of processes for `num_proc` of `map`: one per group, and by default one per core, up to 8."""
     num_processes = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), math.ceil(num_rows / GROUP_SIZE))
-    return num_processes if num_processes > 1 else None
+    if num_processes <= 1:
+        return None
+    if sys.platform != "win32":
+        _end_workers_with_this_process()
+    return num_processes
+
+
+@cache
+def _end_workers_with_this_process() -> None:
+    """
+    Let forked processes end when this one is killed.
+
+    NOTE: the workers of `datasets`, and the process that holds their queue, would wait for work forever.
+    """
+
+    def watch(parent: int) -> None:
+        # The operating system gives an orphan another parent. No portable signal reports that, so poll.
+        while os.getppid() == parent:
+            time.sleep(1)
+        # `sys.exit` in a thread would end only that thread.
+        os._exit(1)
+
+    def begin() -> None:
+        threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+
+    os.register_at_fork(after_in_child=begin)
 
 
 __all__ = ["GROUP_SIZE", "MAX_PROCESSES", "cache_key", "count_processes", "digest"]
