@@ -63,17 +63,6 @@ def test_no_program_is_faster_than_the_limit(tmp_path, monkeypatch):
     assert max(row["share_of_limit"] for row in found["programs"].values()) == pytest.approx(1.0)
 
 
-def test_the_cost_of_muon_falls_with_the_tokens_of_a_step(tmp_path, monkeypatch):
-    def interleave(runs, **times):
-        # Each program runs, and the seconds are replaced: a pass takes 4 s, an update with AdamW 1 s, with Muon 3 s.
-        assert all(len(run(2)) == 2 for run in runs.values())
-        return {name: [(seconds, 64)] for name, seconds in (("step", 5.0), ("adamw", 1.0), ("muon", 3.0))}
-
-    monkeypatch.setattr(bench, "interleave", interleave)
-    found = bench.cost_of_muon(make_setting(tmp_path), most_tokens=640, rounds=1, steps=2)
-    assert found == {64: (4 + 3) / (4 + 1), 640: (40 + 3) / (40 + 1)}
-
-
 def test_the_profile_divides_a_step_into_its_parts(tmp_path):
     shares = profile_step.profile_step(make_setting(tmp_path, bf16=True), steps=1)
     assert sum(shares.values()) == pytest.approx(1)
@@ -94,30 +83,6 @@ def test_ratios_of_hand_made_curves():
     assert race.ratios_of_all([short]) == {"slow": [0.083], "good": [0.4]}
     report = race.report([found])
     assert "best other contestant (good) in 0.80" in report and "slowest contestant (slow) in 0.12" in report
-
-
-def test_shorter_runs_count_the_seconds_of_the_race(tmp_path, monkeypatch):
-    # 15 of 16 steps are timed, at 2 s a step. The other contestant's loss is never reached, so all shares are of use.
-    finished = {"ours": {"num_steps": 16, "curve": [(0.0, 6.0), (30.0, 4.0)]}, "other": {"curve": [(30.0, 3.0)]}}
-
-    def fake(entries):
-        return {
-            name: {"num_steps": own.num_steps, "steps": [0, own.num_steps], "curve": [(0.0, 6.0), (1.0, 5.0)]}
-            for name, (_, own) in entries.items()
-        }
-
-    monkeypatch.setattr(race, "run_together", fake)
-    found = race.run_shorter(make_race_setting(tmp_path), finished)
-    assert [result["curve"][-1] for result in found.values()] == [(16.0, 5.0), (8.0, 5.0), (4.0, 5.0), (2.0, 5.0)]
-
-
-@pytest.mark.parametrize(
-    ("num_cores", "expected"),
-    # Three cores cannot be shared evenly, so one stays idle.
-    [(1, [[0]] * 4), (3, [[0], [1], [0], [1]]), (9, [[0, 1], [2, 3], [4, 5], [6, 7]])],
-)
-def test_all_contestants_get_equally_many_cores(num_cores, expected):
-    assert race.divide_cores(list(range(num_cores)), 4) == expected
 
 
 def test_a_search_ends_where_no_half_and_no_double_is_better():

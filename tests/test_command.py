@@ -59,7 +59,6 @@ ACCELERATE = "accelerate launch --config_file recipes/accelerate_configs/{}"
         ("pretrain --launcher deepspeed", DEEPSPEED.format("0") + "pretrain.py --deepspeed ds_configs/zero2.json"),
         ("evaluate --launcher deepspeed", DEEPSPEED.format("0") + "evaluate.py --deepspeed ds_configs/zero3.json"),
         ("sft --launcher deepspeed --deepspeed=my.json", DEEPSPEED.format("0") + "sft.py --deepspeed=my.json"),
-        ("sft --launcher deepspeed --config my.yaml", DEEPSPEED.format("0") + "sft.py --config my.yaml"),
         (
             "distill --accelerate fsdp2 --nproc 2",
             ACCELERATE.format("fsdp2.yaml --num_processes 2 --main_process_port 29555 recipes/distill.py"),
@@ -123,12 +122,10 @@ def test_make_is_a_front_of_the_command(no_gpus, variables, expected):
     [
         ("pretrian", "pretrian is unknown. Use one of pretrain, sft"),
         ("pretrain --preset tny", "--preset: invalid choice: 'tny'"),
-        ("pretrain --nproc many", "--nproc: invalid int value: 'many'"),
         ("pretrain --nproc 0", "--nproc 0 is not possible"),
         ("pretrain --nproc 5", "at most one per GPU (4)"),
         ("pretrain --preset tiny --config my.yaml", "--preset and --config exclude each other"),
         ("pretrain --ds zero3 --deepspeed my.json", "--ds zero3 needs the launcher deepspeed, and no --deepspeed"),
-        ("pretrain --ds zero3 --launcher torchrun", "--ds zero3 needs the launcher deepspeed"),
         ("pretrain --ds zero3 --accelerate ddp", "--accelerate ddp has no effect with deepspeed"),
     ],
 )
@@ -183,10 +180,8 @@ def test_each_gpu_gets_a_process(four_gpus, monkeypatch):
     ("visible", "gpus"),
     [
         ("2, 0", ["2", "0"]),
-        ("-1", []),
         ("", []),
         ("1,-1,2", ["1"]),
-        ("0,7,1", ["0"]),
         ("GPU-8932f937,MIG-1", ["GPU-8932f937", "MIG-1"]),
     ],
 )

@@ -103,15 +103,6 @@ def test_every_yaml_parses(stage, preset, tmp_path):
     assert not training.gradient_checkpointing and training.save_total_limit == 2
 
 
-def test_minimind_large_trains_with_its_published_settings(tmp_path):
-    path = ROOT / "recipes/minimind-large/pretrain.yaml"
-    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--optim_preset", "adamw"]
-    _, data, training = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
-    assert training.bf16 and data.max_length == 1024
-    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (24, 32)
-    assert (training.learning_rate, training.max_grad_norm, training.num_train_epochs) == (2e-4, 1.0, 3)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_help_and_a_directory_of_its_own(stage):
     # A percent sign in one help text would break the whole output.

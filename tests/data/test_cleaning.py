@@ -1,6 +1,5 @@
 """`recipes/data.py`: `clean` drops bad records only and counts each one; the figures of `inspect` are right."""
 
-import datetime
 import json
 import random
 import runpy
@@ -24,10 +23,9 @@ from hf_pretrain.data.cleaning import (
     normalize,
     write_cleaned,
 )
-from hf_pretrain.data.corpora import COPY
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, find_language, render, survey_records
-from hf_pretrain.data.records import Record, list_sources, plain_text, read_records
+from hf_pretrain.data.records import Record, read_records
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
@@ -109,18 +107,6 @@ def test_exact_duplicates(first, second, is_exact):
     assert [finder.add(first), finder.add(second)] == ["", "exact duplicate" if is_exact else ""]
 
 
-def test_white_space_does_not_count_in_conversations(tmp_path):
-    texts = [
-        "What is the weather in Paris?",
-        " What is\nthe weather\tin\u2028Paris?\n",
-        r"What is\nthe weather in Paris?",
-    ]
-    chats = [chat(text, content="It is sunny.") for text in texts]
-    kept, dropped = clean_file(tmp_path / "a.jsonl", chats, CleaningRules(near_duplicates=None))
-    assert kept == [chats[0], chats[2]] and dropped == {"exact duplicate": 1}
-    assert survey_records(read_records([str(tmp_path / "a.jsonl")])).num_duplicates == 1
-
-
 @pytest.mark.parametrize(
     "answers",
     [
@@ -168,16 +154,10 @@ def test_every_record_is_kept_or_counted(tmp_path):
     dropped = [json.loads(line) for line in (tmp_path / "b.jsonl.dropped").read_text().splitlines()]
     assert report.num_records == len(lines) + 1 == report.num_kept + len(dropped)
     assert [entry["line"] for entry in dropped] == [8, 31, 32, 33, 34, 35]
-    counts: Counter[str] = Counter()
-    for reason, number in report.dropped.items():
-        counts[reason.split(":")[0]] += number
-    assert counts == {
-        "in the held-out data": 1,
-        "exact duplicate": 1,
-        "near duplicate": 1,
-        "shorter than 20 characters": 1,
-        "bad line": 2,
-    }
+    assert [entry["reason"].split(":")[0] for entry in dropped] == [
+        *("in the held-out data", "exact duplicate", "near duplicate", "shorter than 20 characters"),
+        *("bad line", "bad line"),
+    ]
 
 
 @pytest.mark.parametrize("bad", ["{broken", json.dumps({"messages": [{"role": "nobody"}]}), "[]"])
@@ -205,57 +185,12 @@ def test_conversations_in_parquet_files(tmp_path):
     assert [json.loads(line) for line in output.read_text().splitlines()] == chats
 
 
-def test_the_copies_in_embedded_parts_are_left_out_and_counted(tmp_path):
-    everything = list(read_records(list_sources(["embedded:idiom", "embedded:chatterbot"])))
-    copies = [record for record in everything if record.reason]
-    assert copies and {record.reason for record in copies} == {COPY.reason}
-    assert len(list(held_out_texts(copies))) == 0
-    survey = survey_records(everything)
-    assert survey.reasons == {COPY.reason: len(copies)}
-    kept = next(record for record in everything if not record.reason)
-    report = write_cleaned([kept, *copies], tmp_path / "a.jsonl", CleaningRules(), OverlapFinder([]))
-    assert report.dropped == {COPY.reason: len(copies)} and report.num_records == 1 + len(copies)
-    records = [record for record in everything if not record.reason]
-    by_part = Counter(record.source for record in records)
-    texts = {(record.source, record.text) for record in records}
-    assert by_part.keys() == {"embedded:idiom", "embedded:chatterbot"} and len(texts) == len(records)
-
-
-def test_text_may_be_json(tmp_path):
-    texts = [json.dumps({"prompt": "x", "messages": text}) for text in sentences(3)]
-    kept, _ = clean_file(tmp_path / "a.jsonl", texts)
-    assert [record["text"] for record in kept] == texts
-    tokenizer = train_tokenizer(texts, vocab_size=400)
-    survey = survey_records(read_records([str(tmp_path / "a.jsonl")]))
-    assert [tokenizer.decode(render(record, tokenizer)[1:-1]) for record in survey.sample] == texts
-    assert dict(describe(survey, tokenizer))["Languages"]
-
-
 def test_a_record_that_no_file_can_hold_is_bad(tmp_path):
     first, second = sentences(2)
     records = [{"text": first, "note": "\ud83d"}, {"text": first}, {"text": second}]
     kept, dropped = clean_file(tmp_path / "a.jsonl", records)
     assert kept == records[1:] and dropped.total() == 1
     assert next(iter(dropped)).startswith("bad line: column 'note' holds half a surrogate pair")
-    rows = [chat(text, content=text) for text in (first, second)]
-    picture = [row | {"picture": value} for row, value in zip(rows, (None, b"PNG"), strict=True)]
-    pq.write_table(pa.Table.from_pylist(picture), tmp_path / "a.parquet")
-    records = read_records([str(tmp_path / "a.parquet")])
-    report = write_cleaned(records, tmp_path / "b.jsonl", CleaningRules(), OverlapFinder([]))
-    assert report.num_kept == 1
-    assert "a value is a bytes, which JSON does not have" in next(iter(report.dropped))
-
-
-def test_dates_of_a_table_become_text(tmp_path):
-    moment = datetime.datetime(2024, 1, 2, 3, 4, 5)
-    row = {"text": sentences(1)[0], "at": moment, "day": moment.date(), "of": [{"time": moment.time()}]}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    report = write_cleaned(
-        read_records([str(tmp_path / "a.parquet")]), tmp_path / "b.jsonl", CleaningRules(), OverlapFinder([])
-    )
-    assert report.dropped.total() == 0
-    written = json.loads((tmp_path / "b.jsonl").read_text())
-    assert written == row | {"at": "2024-01-02T03:04:05", "day": "2024-01-02", "of": [{"time": "03:04:05"}]}
 
 
 def test_nothing_is_written_if_nothing_is_kept(tmp_path, capsys):
@@ -293,29 +228,9 @@ def test_a_cleaning_does_not_read_its_own_files(tmp_path):
     for written in (str(output), str(tmp_path / "b.jsonl.dropped"), report):
         with pytest.raises(ValueError, match=f"{written} is an input, but this command would replace it"):
             check_sources([source, written], output)
-    with pytest.raises(ValueError, match=r"b.jsonl.report.json is named like the report on .*b.jsonl"):
-        check_sources([source, report], tmp_path / "c.jsonl")
-    # Other data may have such a name.
-    output.unlink()
-    check_sources([source, report], tmp_path / "c.jsonl")
     # A run would read JSONL as a table.
     with pytest.raises(ValueError, match=r"c.csv: the command writes JSONL, so end the name in .jsonl"):
         check_sources([source], tmp_path / "c.csv")
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"min_letters": 5}, "--min_letters 5 must lie between 0 and 1"),
-        ({"max_repeated_lines": -1}, "--max_repeated_lines -1 must lie between 0 and 1"),
-        ({"near_duplicates": 2}, "--near_duplicates 2 must lie between 0.7 and 1"),
-        ({"near_duplicates": float("nan")}, "--near_duplicates nan"),
-        ({"min_chars": -1}, "--min_chars -1 must be at least 0"),
-    ],
-)
-def test_rules_out_of_range(rules, message):
-    with pytest.raises(ValueError, match=message):
-        CleaningRules(**rules)
 
 
 def test_a_sample_is_even_and_counts_are_whole():
@@ -342,24 +257,6 @@ def test_the_description_agrees_with_the_data(tmp_path):
     assert found["Records"].startswith("41 texts, ") and found["Near duplicates"].startswith("0.0% ")
 
 
-def test_bytes_of_a_conversation_are_those_of_its_text(tmp_path):
-    answer = {"content": "Sunny, 22 °C.", "reasoning_content": "Let me look."}
-    question = "What is the weather?"
-    pair = {
-        "prompt": [{"role": "user", "content": question}],
-        "chosen": [{"role": "assistant", **answer}],
-        "rejected": [{"role": "assistant", "content": "No. " * 50}],
-    }
-    for name, record in (("chat", chat(question, **answer)), ("pair", pair)):
-        survey = survey_records(read_records([write_jsonl(tmp_path / f"{name}.jsonl", [record])]))
-        assert survey.num_bytes == len(f"{question}\nLet me look.\nSunny, 22 °C.".encode())
-        assert ("No." in plain_text(survey.sample[0])) == (name == "pair")
-        found = describe(survey, train_tokenizer(sentences(3), vocab_size=400))
-        assert any("only the prompt and the chosen answer" in text for _, text in found) == (name == "pair")
-        kind = "preferences" if name == "pair" else "conversations"
-        assert dict(found)["Records"].startswith(f"1 {kind}, ")
-
-
 @pytest.mark.parametrize(
     ("text", "language"), [("今天天气很好，我们去公园散步吧，顺便买一点水果。", "zh"), ("hi", "?")]
 )
@@ -378,14 +275,6 @@ def test_tools_and_variables_of_a_conversation_are_rendered_as_in_training(tmp_p
     assert "get_weather" in tokenizer.decode(rendered[1]) and rendered[0] != rendered[2]
 
 
-def test_a_conversation_that_the_template_cannot_render_is_named(tmp_path):
-    tokenizer = train_tokenizer(sentences(40), vocab_size=400)
-    tokenizer.chat_template = "{% generation %}{{ undefined.name }}{% endgeneration %}"
-    (record,) = read_records([write_jsonl(tmp_path / "a.jsonl", [chat("hi", content="hello")])])
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: The chat template cannot render"):
-        render(record, tokenizer)
-
-
 def test_different_kinds_are_not_mixed(tmp_path, capsys):
     names = [write_jsonl(tmp_path / "text.jsonl", sentences(3))]
     names.append(write_jsonl(tmp_path / "chat.jsonl", [chat(text, content="Yes.") for text in sentences(3)]))
@@ -393,10 +282,6 @@ def test_different_kinds_are_not_mixed(tmp_path, capsys):
         run_command("clean", *names, "--output", str(tmp_path / "out.jsonl"))
     assert f"{names[0]} holds texts and {names[1]} holds conversations" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
-    # Nobody knows the kind of a file without a good record.
-    (tmp_path / "text.jsonl").write_text("{}\n")
-    run_command("clean", *names, "--output", str(tmp_path / "out.jsonl"))
-    assert "4 records read, 3 kept" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path, capsys):
@@ -408,23 +293,12 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_command(*words)
     assert "b.jsonl exists" in capsys.readouterr().err
-    # The files beside the output are not replaced, either.
-    for name in ("b.jsonl", "b.jsonl.dropped"):
-        (tmp_path / name).unlink()
-        with pytest.raises(SystemExit):
-            run_command(*words)
-        assert not (tmp_path / "b.jsonl").exists()
-    assert "b.jsonl.report.json exists" in capsys.readouterr().err
     run_command(*words, "--overwrite", "--held_out", write_jsonl(tmp_path / "held_out.jsonl", [sentences(2)[1], "ab"]))
     assert "Held-out texts with less than 60 characters: 1." in (printed := capsys.readouterr().out)
     assert "1  in the held-out data" in printed
     run_command("inspect", source, "--show", "2")
     printed = capsys.readouterr().out
-    assert (
-        "31 texts, " in printed
-        and printed.count("--- ") == 2
-        and "20 tokens per parameter, and at most 4 passes" in printed
-    )
+    assert "31 texts, " in printed and printed.count("--- ") == 2
 
 
 @pytest.mark.parametrize(

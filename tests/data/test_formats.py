@@ -12,9 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hf_pretrain.data.formats import BadRecord, file_format, parse_json, read_file, read_text
+from hf_pretrain.data.formats import BadRecord, parse_json, read_file, read_text
 from hf_pretrain.data.loading import load_documents
-from hf_pretrain.data.rejected import RejectedLines
 
 
 LINES = b"".join(json.dumps({"text": f"document {number} {number**7}"}).encode() + b"\n" for number in range(2000))
@@ -32,24 +31,6 @@ def read(path):
         record = parse_json(content) if isinstance(content, str) else content
         records.append((number, f"bad: {record.reason}" if isinstance(record, BadRecord) else record))
     return records
-
-
-@pytest.mark.parametrize(
-    "record, reason",
-    [
-        ([{"text": "a"}], "not an object but an array"),
-        ({"content": "a", "id": 1}, r"no column 'text' \(there is: content, id\); pass --text_column"),
-        ({"text": None}, "holds null, not text"),
-        ({"text": True}, "holds a boolean, not text"),
-        ({"text": " \n\t\u3000"}, "is empty"),
-        ({"text": "a\ud83d"}, "half a surrogate pair"),
-        ({"text": "a\0b"}, "NUL character"),
-    ],
-)
-def test_records_that_are_no_documents(record, reason):
-    with pytest.raises(BadRecord, match=reason):
-        read_text(record, text_column="text")
-    assert read_text({"id": 1, "body": "  a 🙂\n"}, text_column="body") == "  a 🙂\n"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
@@ -152,21 +133,6 @@ def test_compressed_files(tmp_path, ending, streaming):
             list(documents)
 
 
-def test_file_formats(tmp_path):
-    names = {
-        "a.jsonl": ".jsonl",
-        "a.b.JSON.gz": ".json",
-        "a.txt.zst": ".txt",
-        "a.parquet": ".parquet",
-        "a.parquet.gz": None,
-        "a.csv": ".csv",
-        "a.xlsx": None,
-        "a.gz": None,
-        "a": None,
-    }
-    assert {name: file_format(tmp_path / name) for name in names} == names
-
-
 def test_nulls_at_every_depth_of_a_table(tmp_path):
     message = {"role": "user", "content": "a question"}
     answer = {"role": "assistant", "content": "an answer"}
@@ -226,17 +192,3 @@ def test_a_line_of_50_mb(tmp_path):
     lengths, _, gib = result.stdout.strip().rpartition(" ")
     assert lengths == f"[6, {size}, 5]"
     assert float(gib) < 1
-
-
-def test_the_summary_of_bad_lines_counts_all_reasons():
-    rejected = RejectedLines(0.0, None)
-    for reason in range(7):
-        rejected.num_lines += 8 - reason
-        for line in range(7 - reason):
-            rejected.add(f"{reason}.jsonl", line + 1, f"reason {reason}")
-    with pytest.raises(ValueError, match=r"28 of 35 lines \(80.00%\) are bad") as error:
-        rejected.check_ratio()
-    # An error message becomes one line.
-    text = " ".join(str(error.value).split())
-    assert "raise the limit: 7 x reason 0 (first: 0.jsonl:1); 6 x reason 1 (first: 1.jsonl:1); " in text
-    assert text.endswith("3 x reason 4 (first: 4.jsonl:1); 3 for other reasons")

@@ -94,12 +94,6 @@ def test_best_fit_equals_a_naive_search(seed):
     assert sorted(spaces) == naive_best_fit_decreasing(lengths.tolist(), 64)
 
 
-def test_long_documents_leave_no_piece_of_one_token():
-    starts, lengths = packing._split_long(np.array([0, 8, 17, 35, 37]), np.array([8, 9, 18, 2, 25]), 8)
-    assert starts.tolist() == [0, 8, 15, 17, 25, 33, 35, 37, 45, 53, 60]
-    assert lengths.tolist() == [8, 7, 2, 8, 8, 2, 2, 8, 8, 7, 2]
-
-
 def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
     rows, report = prepare_rows(
         Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="wrapped"

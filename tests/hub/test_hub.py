@@ -19,11 +19,10 @@ from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.hub import repository as hub
-from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.model.configuration_minimind import CODE_FILES
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.resuming import pull_checkpoint
-from hf_pretrain.weights.exporting import EXPORT_FORMATS, export
+from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.files import resolve
 from hf_pretrain.weights.loading import load_upstream
 from tests.hub_server import TOKEN, HubServer, Repo
@@ -194,26 +193,18 @@ def test_a_model_sharded_by_fsdp_has_our_code(run, server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["every_save", "all_checkpoints"])
-def test_strategies(strategy, run, server):
+def test_every_checkpoint_is_pushed(run, server):
     # Each push lasts longer than the checkpoint, which the next one rotates away.
     server.preupload_seconds = 0.7
-    arguments = [
-        "--push_to_hub",
-        "--hub_model_id",
-        "user/toy",
-        "--hub_strategy",
-        strategy,
-        "--hub_always_push",
-        "true",
-    ]
-    arguments += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "3", "--save_total_limit", "1"]
+    arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "all_checkpoints"]
+    arguments += ["--hub_always_push", "true", "--save_strategy", "steps", "--save_steps", "1"]
+    arguments += ["--max_steps", "3", "--save_total_limit", "1"]
     result = run(*arguments)
     assert result.returncode == 0 and "failed" not in result.stdout.lower(), result.stdout[-4000:]
     repo = server.repos["user/toy"]
     folders = {path.split("/")[0] for path in files_of(server) if "/" in path}
     steps = [1, 2, 3]
-    assert folders == ({f"checkpoint-{step}" for step in steps} if strategy == "all_checkpoints" else set())
+    assert folders == {f"checkpoint-{step}" for step in steps}
     assert files_of(server) >= MODEL | TOKENIZER
     assert [message for _, message in repo.commits[1:]] == [*(f"Step {step}" for step in steps), "End of training"]
     final = load(repo.files["model.safetensors"])
@@ -223,8 +214,7 @@ def test_strategies(strategy, run, server):
         assert f"ended at step {step} of 3" in files["README.md"].decode()
         is_last = load(files["model.safetensors"])["model.norm.weight"].equal(final["model.norm.weight"])
         assert is_last == (step == 3)
-        if strategy == "all_checkpoints":
-            assert json.loads(repo.files[f"checkpoint-{step}/trainer_state.json"])["global_step"] == step
+        assert json.loads(repo.files[f"checkpoint-{step}/trainer_state.json"])["global_step"] == step
 
 
 @pytest.mark.slow
@@ -331,13 +321,6 @@ def test_a_checkpoint_that_cannot_be_resumed_is_named(publish):
         pull_checkpoint(publish("zero", STATE | shards, trust_checkpoint=True))
 
 
-def test_a_conversion_downloads_no_checkpoints_beside_the_model(publish):
-    model = {"config.json": "{}", "model.safetensors": "a"}
-    checkpoints = {f"checkpoint-{step}/{name}": f"{step}" for step in (1, 2) for name in (*model, "rng_state.pth")}
-    publish("all", model | checkpoints)
-    assert {path.name for path in resolve("user/all").iterdir()} == set(model)
-
-
 def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, server, input_ids):
     golden = GOLDEN / "C_dense"
     content = (golden / "weights.pth").read_bytes()
@@ -360,26 +343,12 @@ def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, s
         resolve("user/nope")
 
 
-def test_only_one_of_several_formats_is_downloaded(publish, server):
+def test_a_conversion_downloads_one_format_and_no_checkpoints(publish):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    shards = {
-        "model.safetensors.index.json": json.dumps(index),
-        "model-1.safetensors": "a",
-        "model-2.safetensors": "b",
-    }
-    others = {"pytorch_model.bin": "c", "optimizer.bin": "d"}
+    shards = {"model.safetensors.index.json": json.dumps(index)} | {name: "a" for name in index["weight_map"].values()}
+    others = {"pytorch_model.bin": "c", "optimizer.bin": "d", "checkpoint-1/model.safetensors": "e"}
     publish("formats", {"config.json": "{}"} | shards | others)
     assert {path.name for path in resolve("user/formats").iterdir()} == {"config.json", *shards}
-
-
-@pytest.mark.parametrize("format", EXPORT_FORMATS)
-def test_a_conversion_without_tokenizer_promises_none(format, build_model):
-    facts = {"repo_id": "me/mine", "source": "x.pth", "format": format, "license": None}
-    promises = ("Tokenizer.from_pretrained", "TokenizerFast.from_pretrained", "vllm serve", "llama-cli")
-    for has_tokenizer in (True, False):
-        card = format_conversion_card(build_model(), "done", has_tokenizer=has_tokenizer, **facts)
-        assert any(promise in card for promise in promises) == (has_tokenizer and format != "upstream")
-        assert ("This repository holds no tokenizer" in card) != has_tokenizer
 
 
 def test_a_push_during_the_download_mixes_no_checkpoints(publish, server, monkeypatch):

@@ -85,17 +85,6 @@ def test_one_file_of_a_repository_is_read_line_by_line(repo):
     assert json.loads(conversation)["messages"][1]["content"] == "hello"
 
 
-def test_a_revision_has_its_own_content(repo):
-    first = repo.commits[0][0]
-    assert texts(f"user/data:pretrain_hq.jsonl@{first}") == ["old"]
-    assert texts(f"hf://datasets/user/data@{first}/pretrain_hq.jsonl") == ["old"]
-
-
-def test_a_pattern_takes_all_files(repo):
-    repo.commit("third", {"a.jsonl": lines({"text": "a"}), "b.jsonl": lines({"text": "b"}), "c.md": b"c"})
-    assert sorted(texts("user/data:*.jsonl")) == ["a", "b"]
-
-
 def test_only_data_files_are_downloaded(repo, hub):
     repo.commit("third", {"a[1].jsonl": lines({"text": "a"}), "b/c.jsonl": lines({"text": "c"}), "d.zip": b"d"})
     assert texts("hf://datasets/user/data/*") == ["a", "c"]

@@ -14,7 +14,6 @@ from hf_pretrain.model.loss import (
     find_documents,
     linear_masked_cross_entropy,
     masked_cross_entropy,
-    prediction_weights,
     router_loss,
 )
 from tests.conftest import GENERATIONS
@@ -77,19 +76,6 @@ def test_cross_entropy_is_the_formula(batch, weighted, num_items):
     assert loss.item() == pytest.approx(total / (num_items or items), rel=1e-6)
 
 
-def test_micro_batches_add_up(batch):
-    logits, labels, weights = batch
-    whole = masked_cross_entropy(logits, labels, loss_mask=weights)
-    items = prediction_weights(labels, weights).sum()
-    parts = [
-        masked_cross_entropy(
-            logits[i : i + 1], labels[i : i + 1], loss_mask=weights[i : i + 1], num_items_in_batch=items
-        )
-        for i in range(3)
-    ]
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=0)
-
-
 @pytest.fixture
 def head() -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden states (3, 10, 8) and the weight of a head (13, 8)."""
@@ -142,14 +128,6 @@ def test_linear_cross_entropy_computes_no_unneeded_gradient(batch, head):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         linear_masked_cross_entropy(hidden, weight, batch[1])
     assert counter.get_total_flops() == 2 * hidden.numel() * len(weight)
-
-
-def test_prediction_weights():
-    labels = torch.tensor([[5, 6, -100, 7]])
-    assert prediction_weights(labels).tolist() == [[0, 1, 0, 1]]
-    assert prediction_weights(labels, torch.tensor([[2.0, 0.5, 3.0, 0.0]])).tolist() == [[0, 0.5, 0, 0]]
-    with pytest.raises(ValueError, match=r"\(1, 3\).*\(1, 4\)"):
-        prediction_weights(labels, torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("masked_by", ["labels", "loss_mask"])
@@ -340,12 +318,3 @@ def test_shifted_labels_are_the_targets(build_model, input_ids, generation, skip
     torch.testing.assert_close(model(input_ids, shift_labels=moved).loss, unshifted.loss, rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="loss_mask weights the tokens of labels"):
         model(input_ids, shift_labels=targets, loss_mask=torch.ones(2, 24))
-
-
-def test_label_smoothing_of_stock_trainer_shifts_the_labels(build_model, input_ids, tmp_path):
-    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
-    model = build_model()
-    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": input_ids, "labels": input_ids})
-    logits = model(input_ids).logits[:, :-1].flatten(0, 1)
-    expected = F.cross_entropy(logits, input_ids[:, 1:].flatten(), label_smoothing=0.1)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)

@@ -3,20 +3,16 @@
 import json
 import runpy
 import shutil
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
-from gguf import GGUFReader
 from huggingface_hub.constants import HF_HOME
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig
-from hf_pretrain.data.rejected import RejectedLines
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
@@ -25,13 +21,9 @@ from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.tools import load_tools
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.layouts import LAYOUTS
-from hf_pretrain.weights.model_arguments import ModelArguments
-from tests.invariants.launching import ROOT, launcher_command, process_options, start
+from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import toy_model
-from tests.weights.test_conversion import GOLDEN
 
 
 @pytest.fixture
@@ -62,15 +54,11 @@ RUN = ("--use_cpu", "--output_dir", "run")
     [
         ("pretrain", ["--learning_rat", "1"], "Unknown argument '--learning_rat'; the nearest known one is --"),
         ("chat", ["--temprature=1"], "Unknown argument '--temprature=1'; the nearest known one is --temperature."),
-        # No flag is similar: not --tp_size, nor --run_name.
-        ("chat", ["--batch_width", "8"], "Unknown argument '--batch_width'. `--help` lists the flags."),
         ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type: invalid choice: 'cosin'"),
-        ("pretrain", ["--max_steps", "many"], "--max_steps: invalid int value: 'many'"),
         ("pretrain", ["--output_dir="], "--output_dir is empty. Give it a value, or leave the flag out."),
         ("pretrain", ["--attn_implementation", "spda", *RUN], "--attn_implementation: invalid choice: 'spda'"),
         ("pretrain", ["--optim", "adamw_tourch", *RUN], "--optim adamw_tourch is unknown; the nearest one is adamw"),
         ("pretrain", ["--config_overrides", "hiden_size=8", *RUN], "'hiden_size' is not a field of MiniMindConfig"),
-        ("pretrain", ["--config_overrides", "dim=64,dim=32", *RUN], "'dim=64,dim=32' is not of the form name=value"),
         # transformers refuses this one.
         ("pretrain", ["--save_steps", "1.5", *RUN], "--save_steps must be an integer if bigger than 1: 1.5"),
         ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
@@ -80,7 +68,6 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--config", "missing.yaml"], "--config missing.yaml cannot be read: [Errno 2] No such file"),
         ("pretrain", ["--config", "twice.yaml"], "'max_steps' stands twice"),
         ("pretrain", ["--config", "unknown.yaml"], "unknown.yaml: unknown key `learning_rat`; the nearest known one"),
-        ("pretrain", ["--config", "text.yaml"], "--config text.yaml must hold `key: value` lines"),
         ("sft", ["--model_name_or_path", "nope", *RUN], NO_MODEL),
         ("sft", ["--config", str(ROOT / "recipes/tiny/sft.yaml"), *RUN], "There is no directory out/pretrain-tiny"),
         ("grpo", ["--rewards", "nope", *RUN], "nope"),
@@ -93,13 +80,11 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("convert", ["--from", "nope", "--to", "x"], "nope: no such file or directory"),
         ("data", ["inspect", "embedded:chaterbot"], "embedded:chaterbot is unknown; the nearest one is"),
         ("data", ["inspct", "a.jsonl"], "action: invalid choice: 'inspct'"),
-        ("tokenizer", ["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     (tmp_path / "ds.json").write_text("no JSON")
     (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
-    (tmp_path / "text.yaml").write_text("text")
     # PyYAML recognises UTF-16.
     (tmp_path / "unknown.yaml").write_text("learning_rat: 1", encoding="utf-16")
     if "wrong" in words:
@@ -119,48 +104,6 @@ def test_debug_shows_the_traceback(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), "--debug", "--use_cpu"])
         with pytest.raises(ValueError, match="No model in out/"):
             runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def test_debug_with_a_value_goes_to_trainer(tmp_path):
-    argv = ["--debug", "--use_cpu", "--output_dir", str(tmp_path)]
-    assert parse_args(ModelArguments, LMTrainingArguments, argv=argv)[1].debug == []
-    argv.insert(1, "underflow_overflow")
-    args = parse_args(ModelArguments, LMTrainingArguments, argv=argv)[1]
-    assert [option.value for option in args.debug] == ["underflow_overflow"]
-
-
-def test_a_mistake_in_a_worker_of_the_data_loader_is_one_line(tmp_path):
-    """A worker that waits for work must not keep the process from ending, either."""
-    template = (ROOT / "hf_pretrain/tokenizer/templates/minimind.jinja").read_text(encoding="utf-8")
-    toy_model(vocab_size=6400).save_pretrained(tmp_path / "toy")
-    (tmp_path / "t.jinja").write_text(template + "{{ raise_exception('no sums') if '3' in messages[0].content }}")
-    lines = [
-        {"messages": [{"role": "user", "content": f"{number}+2?"}, {"role": "assistant", "content": "4"}]}
-        for number in (1, 2, 3)
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    name = str(tmp_path / "a.jsonl")
-    words = [
-        *("--model_name_or_path", str(tmp_path / "toy")),
-        *(
-            "--tokenizer_name_or_path",
-            str(ROOT / "tests/fixtures/tokenizers/v3"),
-            "--dataset_name",
-            name,
-            "--streaming",
-            "--max_steps",
-            "2",
-        ),
-        *("--chat_template", str(tmp_path / "t.jinja"), "--validation_fraction", "0", "--dataloader_num_workers", "1"),
-        *("--eval_strategy", "no", "--save_strategy", "no", "--use_cpu", "--output_dir", str(tmp_path / "run")),
-        *("--train_fraction", "1", "--per_device_train_batch_size", "1"),
-    ]
-    result = start([*launcher_command("python"), str(ROOT / "recipes/sft.py"), *words], timeout=200, fresh=True)
-    assert result.returncode == 2 and "Traceback" not in result.stdout, result.stdout
-    assert "error: The chat template cannot render the conversation that begins '3+2?'" in result.stdout
-
-
-PACKAGE = ROOT / "hf_pretrain"
 
 
 def bug_in_the_recipe():
@@ -196,18 +139,6 @@ def test_a_mistake_in_a_worker_process_is_one_line_and_a_bug_is_not(capsys):
         Dataset.from_dict({"part": ["bug"] * 2}).map(refuse, num_proc=2)
 
 
-def test_a_message_of_several_lines_becomes_one(capsys):
-    rejected = RejectedLines(0.1, None)
-    rejected.num_lines = 2
-    rejected.add("a.jsonl", 2, "broken JSON")
-    with pytest.raises(ValueError, match="\n"):
-        rejected.check_ratio()
-    with pytest.raises(SystemExit), one_line_errors():
-        rejected.check_ratio()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: 1 of 2 lines") and line.endswith("1 x broken JSON (first: a.jsonl:2)")
-
-
 def test_a_full_disk_is_one_line(capsys):
     with pytest.raises(SystemExit) as end, one_line_errors():
         try:
@@ -219,38 +150,6 @@ def test_a_full_disk_is_one_line(capsys):
     message = capsys.readouterr().err
     assert end.value.code == 74 and message.startswith("error: [Errno 28] No space left on device. Free some space")
     assert f"HF_HOME={HF_HOME}" in message
-
-
-def test_convert_replaces_a_model_only_with_overwrite(monkeypatch, tmp_path, capsys):
-    words = ["convert.py", "--from", str(GOLDEN / "C_dense"), "--to", str(tmp_path / "out"), "--format"]
-
-    def convert(*more: str) -> str | int | None:
-        monkeypatch.setattr(sys, "argv", [*words, *more])
-        try:
-            runpy.run_path(str(ROOT / "recipes/convert.py"), run_name="__main__")
-        except SystemExit as end:
-            return end.code
-        return 0
-
-    assert convert("gguf") == 0
-    # Programs show the name of the source.
-    (field,) = [GGUFReader(path).fields["general.name"] for path in (tmp_path / "out").glob("*.gguf")]
-    assert field.contents() == "C_dense"
-    assert convert("qwen3") == 2 and "is not empty. Choose another directory, or remove this one." in (
-        capsys.readouterr().err
-    )
-    assert convert("qwen3", "--overwrite") == 0
-    assert (tmp_path / "out/config.json").is_file() and not list((tmp_path / "out").glob("*.gguf"))
-
-
-def test_a_redirected_conversion_to_gguf_holds_no_bar(tmp_path):
-    words = [sys.executable, str(ROOT / "recipes/convert.py"), "--from", str(GOLDEN / "C_dense")]
-    words += ["--to", str(tmp_path / "out"), "--format", "gguf", "--dtype", "q8_0"]
-    # Read bytes: text mode would turn a return into a line break.
-    options = process_options(PYTHONPATH=str(ROOT)) | {"text": False}
-    result = subprocess.run(words, **options)
-    assert result.returncode == 0 and b"GGUF (" in result.stdout, result.stdout
-    assert b"\r" not in result.stdout and b"de-quantizing" not in result.stdout, result.stdout
 
 
 # Run a recipe as if these packages were not installed.
@@ -268,9 +167,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("recipe", "package", "extra"), [("dpo", "trl", "trl"), ("grpo", "trl", "trl"), ("serve", "fastapi", "serve")]
-)
+@pytest.mark.parametrize(("recipe", "package", "extra"), [("grpo", "trl", "trl"), ("serve", "fastapi", "serve")])
 @pytest.mark.slow
 def test_a_missing_extra_is_one_line(recipe, package, extra):
     words = [sys.executable, "-c", WITHOUT, package, str(ROOT / f"recipes/{recipe}.py"), "--help"]
@@ -294,15 +191,6 @@ def test_two_ranks_print_one_line(tmp_path):
     recipe = [str(ROOT / "recipes/pretrain.py"), "--max_steps", "0", "--output_dir", str(tmp_path)]
     result = start([*launcher_command("torchrun"), *recipe], fresh=True)
     assert result.returncode != 0 and result.stdout.count("error: --max_steps 0") == 1, result.stdout
-
-
-def test_a_mistake_on_another_rank_alone_is_printed(monkeypatch, capsys):
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit), one_line_errors():
-        load_tools(["nope"])
-    assert capsys.readouterr().err.startswith("error: ") and pauses == [command_line._LAUNCHER_SECONDS]
 
 
 HOSTILE = """

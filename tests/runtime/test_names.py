@@ -5,7 +5,7 @@ from huggingface_hub import ModelCard
 from transformers import TrainerState
 
 from hf_pretrain.hub.model_card import RunFacts, format_run_card
-from hf_pretrain.runtime.names import DatasetName, is_path, may_be_checkpoint, model_name, split_hub_name
+from hf_pretrain.runtime.names import DatasetName, is_path, may_be_checkpoint, split_hub_name
 
 
 @pytest.mark.parametrize(
@@ -37,19 +37,6 @@ def test_model_names(name, parts):
 def test_dataset_names(name, parts):
     parsed = DatasetName.parse(name)
     assert (parsed.repo_id, parsed.config, parsed.revision) == parts and not parsed.is_embedded
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("out/sft-tiny", "sft-tiny"),
-        ("owner/MiniMind2.5", "MiniMind2.5"),
-        ("a/full_sft_512.pth", "full_sft_512"),
-        ("owner/name:full_sft_512.pth", "full_sft_512"),
-    ],
-)
-def test_a_model_has_the_name_of_its_file(name, expected):
-    assert model_name(name) == expected
 
 
 def test_cards_name_hub_ids_and_no_paths(build_model):

@@ -81,11 +81,6 @@ def test_no_output_goes_into_a_checkpoint(command, recipe, workspace):
     assert files(workspace) == before and not find_damage(workspace / "run/checkpoint-5")
 
 
-def test_an_evaluated_checkpoint_stays_intact(recipe, workspace):
-    status, error = recipe("evaluate", "--model_name_or_path", "run/checkpoint-5", "--dataset_name", "t.jsonl")
-    assert status == 2 and "--results_dir run/checkpoint-5 is inside the checkpoint" in error
-
-
 @pytest.mark.parametrize("command", ["convert", "tokenizer", "clean", "compare"])
 def test_an_empty_path_is_no_directory(command, recipe, workspace):
     words, _ = COMMANDS[command]

@@ -149,24 +149,6 @@ def test_an_interrupt_keeps_the_partial_answer(chat):
     assert chat.answer(interrupt) == {"role": "assistant", "content": "", "reasoning_content": "add them"}
 
 
-def test_a_template_that_fails_is_reported(chat):
-    chat.tokenizer.chat_template = "{{ messages + 1 }}"
-    chat.say("two and two?")
-    with pytest.raises(UserError, match="^The chat template cannot render the conversation that begins .*concatenate"):
-        chat.answer(list)
-
-
-def test_published_tokenizers_without_a_response_template(build_model):
-    """MiniMind2's tokenizer has no reasoning: an answer is its content, without the stop token."""
-    tokenizer = load_tokenizer(ROOT / "tests/fixtures/tokenizers/v1")
-    options = {"temperature": 0, "max_new_tokens": 5, "forced_eos_token_id": tokenizer.eos_token_id}
-    chat = Chat(build_model(vocab_size=len(tokenizer)), tokenizer, **options)
-    chat.say("hi")
-    shown = []
-    assert chat.answer(shown.append) == {"role": "assistant", "content": "".join(shown)}
-    assert shown and "</s>" not in "".join(shown)
-
-
 # Continuation
 
 

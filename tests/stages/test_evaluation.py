@@ -16,7 +16,6 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
     ValidationArguments,
-    format_results,
     write_results,
 )
 from hf_pretrain.tokenizer.encoding import encode_documents
@@ -132,19 +131,6 @@ def test_perplexity_counts_bos_once_and_never_as_text(model, tokenizer, task_res
     assert metrics["word_perplexity"]["value"] == pytest.approx(math.exp(nats / num_words), rel=1e-4)
 
 
-def test_an_unknown_task_names_the_nearest(model, tokenizer, monkeypatch, tasks):
-    from hf_pretrain.stages import harness
-
-    manager = harness.TaskManager
-    monkeypatch.setattr(
-        harness,
-        "TaskManager",
-        lambda include_path, include_defaults=False: manager(include_path=include_path, include_defaults=False),
-    )
-    with pytest.raises(ValueError, match="no task 'toy_chioce'; the nearest one is 'toy_choice'"):
-        harness.evaluate_tasks(model, tokenizer, ["toy_chioce"], include_path=[str(tasks)])
-
-
 def task_result(value: float, stderr: float | None, **fields) -> dict:
     metrics = {"acc": {"value": value, "stderr": stderr}}
     return {"dataset": None, "num_fewshot": 0, "num_examples": 3, "metrics": metrics, "group": None} | fields
@@ -183,17 +169,6 @@ def test_results_enter_a_card_and_its_text_stays(tmp_path):
         ("first", "acc, 5-shot"): ("a/b", 0.5),
         ("second", "acc"): ("custom", 1.0),
     }
-
-
-def test_the_table():
-    assert format_results(RESULTS).splitlines() == [
-        "on          metric                 value",
-        "validation  loss (nats per token)  2.0000",
-        "validation  perplexity             7.3891",
-        "validation  bits per byte          1.2500",
-        "first       acc                    0.5000  ± 0.1000",
-        "second      acc                    1.0000",
-    ]
 
 
 # The recipe

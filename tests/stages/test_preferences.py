@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preferences import prepare_pairs
 from hf_pretrain.reports.runs import read_run
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.preferences import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.loading import load_tokenizer
@@ -119,11 +118,6 @@ def test_loss_and_gradient_follow_the_formula(build_trainer, experts):
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_an_unknown_loss_names_the_known_ones(build_trainer):
-    with pytest.raises(UserError, match="--loss_type simpo is unknown.* All: sigmoid, hinge, ipo"):
-        build_trainer(loss_type="simpo")
-
-
 @pytest.mark.parametrize("coef", [0.0, 2.0])
 def test_the_router_coefficient_can_be_given(build_trainer, coef):
     losses, aux_losses = {}, []
@@ -227,11 +221,6 @@ def test_a_template_whose_prompt_depends_on_the_answer():
             messages = [{"role": "user", "content": "hi"}, answer]
             rendered = v3.apply_chat_template(messages, tokenize=False)
             assert v3.decode(pair["prompt_ids"] + pair[name]) + "\n" == rendered
-
-
-def test_a_small_validation_set_is_evaluated(build_trainer):
-    trainer = build_trainer(per_device_eval_batch_size=8)
-    assert trainer.evaluate()["eval_loss"] > 0  # two pairs
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers.utils import get_json_schema
 
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
@@ -21,7 +20,7 @@ from hf_pretrain.reports.runs import read_run
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions, tool_call_reward
-from hf_pretrain.stages.tools import calculator, load_tools
+from hf_pretrain.stages.tools import calculator
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import train_and_evaluate
@@ -250,14 +249,6 @@ def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path
         assert prompts_of(resumed) == sum(batches[3:], [])
 
 
-def test_no_telemetry_is_sent(tokenizer, tmp_path, monkeypatch):
-    sent = []
-    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda *args, **kwargs: sent.append(kwargs))
-    monkeypatch.delenv("CI", raising=False)
-    toy_trainer(tokenizer, tmp_path)
-    assert sent == []
-
-
 @pytest.mark.parametrize(("thinking", "has_empty_thought"), [(True, False), (False, True), (None, False)])
 def test_thinking_on_and_off(tokenizer, tmp_path, thinking, has_empty_thought):
     trainer = toy_trainer(tokenizer, tmp_path, enable_thinking=thinking)
@@ -349,12 +340,7 @@ CALL = '{"name": "get_current_weather", "arguments": {"location": %s}}'
 def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
     """Replace only the sampling: parsing, tools, rendering and rewards are real."""
     calls = [
-        *(
-            '{"name": {}, "arguments": {}}',
-            '{"name": "x", "arguments": 3}',
-            '{"name": "\\ud83d", "arguments": {}}',
-            "3",
-        ),
+        *('{"name": {}, "arguments": {}}', '{"name": "\\ud83d", "arguments": {}}', "3"),
         *(BRACKETS, CALL % BRACKETS, CALL % ("[" * 500 + "]" * 500)),
         *(CALL % ("9" * 5000), CALL % '"\\ud83d"', CALL % "NaN", CALL % "{}", CALL % '"Oslo", "x": null'),
     ]
@@ -380,33 +366,12 @@ def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
 
 def test_the_calculator_equals_python_and_does_nothing_else():
     """MiniMind's calculator evaluates an expression with Python, without built-in functions and with `math`."""
-    for expression in (
-        "12 * (3 + 4) / -2",
-        "+5 - 3",
-        "1234567**2",
-        "2**64 % 1000",
-        "math.pi * 2**2",
-        "math.log(8, 2)",
-    ):
+    for expression in ("12 * (3 + 4) / -2", "2**64 % 1000", "math.pi * 2**2", "math.log(8, 2)"):
         assert calculator(expression) == str(eval(expression, {"__builtins__": {}, "math": math}))
     assert calculator("（2^10 − 24）÷ 10") == "100.0"
     for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.factorial(9**9)", "abs(-3)", "1,2"):
         with pytest.raises((ValueError, SyntaxError)):
             calculator(expression)
-
-
-def test_the_tools_of_upstreams_agent_stage_have_its_schemas_and_answers():
-    tools = load_tools(["examples.agent_tools:TOOLS"])
-    schemas = {tool.__name__: get_json_schema(tool)["function"]["parameters"] for tool in tools}
-    assert schemas["unit_converter"]["required"] == ["value", "from_unit", "to_unit"]
-    assert schemas["unit_converter"]["properties"]["value"]["type"] == "number"
-    assert "required" not in schemas["get_current_time"] or schemas["get_current_time"]["required"] == []
-    _, convert, weather, time, rate, translate = tools
-    assert json.loads(convert(10, "km", "miles")) == {"result": 6.2137}
-    assert json.loads(weather("北京"))["temperature"] == "28°C" and json.loads(weather("Rome"))["condition"] == "晴"
-    assert json.loads(time("Europe/Paris"))["datetime"] == "2025-03-07 07:30:00"
-    assert json.loads(rate("USD", "CNY")) == {"from": "USD", "to": "CNY", "rate": 7.21}
-    assert json.loads(translate("Good morning", "chinese")) == {"translated_text": "早上好"}
 
 
 # Arguments
@@ -417,14 +382,7 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
 
     ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     base = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    own = {
-        "learning_rate",
-        "optim_preset",
-        "max_grad_norm",
-        "remove_unused_columns",
-        "run_name",
-        "logging_dir",
-    }
+    own = {"learning_rate", "optim_preset", "max_grad_norm", "remove_unused_columns", "run_name", "logging_dir"}
     different = {name for name, value in vars(base).items() if getattr(ours, name) != value} - own
     assert {name for name in different if not name.startswith("_")} <= {"distributed_state", "accelerator_config"}
     assert not ours.gradient_checkpointing and ours.bf16 == base.bf16
@@ -444,13 +402,6 @@ def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
         GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
 
 
-def test_flags_that_only_trls_trainer_refuses_are_mistakes_of_the_user(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="reward weights"):
-        toy_trainer(tokenizer, tmp_path, reward_weights=[1.0, 2.0])
-    with pytest.raises(UserError, match="use --algorithm grpo"):
-        toy_trainer(tokenizer, tmp_path, algorithm="rloo", trainer={"tools": [calculator]})
-
-
 def rewards_of_steps(*values: float | None):
     """Return a reward function that gives each completion of step `n` the value `values[n]`."""
     return lambda completions, trainer_state, **columns: [values[trainer_state.global_step]] * len(completions)
@@ -460,18 +411,10 @@ def leave(*args, **columns):
     sys.exit(0)
 
 
-class Lobby(Desk):
-    """An environment that leaves before the first answer."""
-
-    def reset(self, **row) -> str | None:
-        sys.exit()
-
-
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
         ("rloo", {"reward_funcs": leave}, r"called exit\(0\)"),
-        ("grpo", {"reward_funcs": None, "environment_factory": Lobby}, r"called exit\(None\)"),
         ("grpo", {"reward_funcs": None, "environment_factory": leave}, r"called exit\(0\)"),
         ("grpo", {"reward_funcs": rewards_of_steps(0.0, -math.inf)}, "an infinite value at step 2, .* finite number"),
         ("rloo", {"reward_funcs": rewards_of_steps(None, math.nan, None)}, r"last 3 generation\(s\) got a reward"),
@@ -481,13 +424,6 @@ class Lobby(Desk):
 def test_rewards_without_a_use_and_code_that_exits_stop_the_run(tokenizer, tmp_path, algorithm, options, words):
     with pytest.raises(UserError, match=words):
         toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer=options, max_steps=3).train()
-
-
-def test_a_module_that_exits_when_it_is_imported_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "leaving_module.py").write_text("\nraise SystemExit\n")
-    with pytest.raises(UserError, match=r"called exit\(None\)"):
-        load_reward_functions(["leaving_module:reward"])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.tasks import EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reinforcement import task_check
 from hf_pretrain.stages.rewards import (
     REWARDS,
@@ -34,11 +33,8 @@ def says(*texts: str) -> list[list[dict]]:
         ("sentence", "The sky is blue.", 1.0),
         ("sentence", "<think>\nwhat now\n</think>\n\nThe sky is blue.", 1.0),
         ("sentence", "the sky is blue.", 0.2 * 3 / 4),
-        ("sentence", "The sky is blue", 0.2 * 3 / 4),
         ("sentence", "The sky. It is blue.", 0.2 * 3 / 4),
-        ("sentence", "The sky is blue?", 0.2 * 3 / 4),
         ("sentence", "Sky.", 0.2 * 3 / 4),
-        ("sentence", "The sky\nis blue.", 0.2 * 3 / 4),
         ("sentence", "The " + "very " * 12 + "blue sky.", 0.2 * 3 / 4),
         ("sentence", "", 0.0),
         ("number", "42", 1.0),
@@ -53,24 +49,10 @@ def test_the_format_reward_counts_parts(shape, answer, reward):
     assert format_reward(says(answer), answer_format=[shape]) == [pytest.approx(reward)]
 
 
-def test_parsed_thoughts_and_calls_count_like_written_ones():
-    parsed = [[{"role": "assistant", "reasoning_content": "It is day.", "content": "Blue."}]]
-    assert format_reward(parsed, answer_format=["reasoning"]) == [1.0]
-    function = {"name": "set_timer", "arguments": {"minutes": 5}}
-    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    assert tool_call_reward([[message]], tools=[json.dumps(TOOLS)]) == [1.0]
-
-
 def test_arithmetic_takes_the_last_number():
     answers = says("19", "12 + 7 = 19.", "It is 19.0", "12 + 7 = 18", "nineteen", "-19", "1,019")
     rewards = arithmetic_reward(answers, solution=[["19"]] * 7)
     assert rewards == [1.0, 1.0, 1.0, 0.2, 0.0, 0.2, 0.2]
-
-
-def test_numbers_are_found_beside_chinese():
-    assert arithmetic_reward(says("答案是12。", "答案是12元", "x12"), solution=[["12"]] * 3) == [1.0, 1.0, 0.0]
-    answers = says("结果是84。", "北京今天28°C", "共84个，28度")
-    assert solution_reward(answers, solution=[["84", "28"]] * 3) == [0.5, 0.5, 1.0]
 
 
 def test_the_solution_reward_equals_upstreams_share_of_gt():
@@ -111,12 +93,10 @@ def call(name: str, **arguments) -> str:
         (call("set_timer", minutes=6), 0.5),
         (call("get_weather", city="Rome"), 0.5),
         (call("set_timer", minutes="5"), 0.25),
-        (call("set_timer", minutes=True), 0.25),
         (call("set_timer"), 0.25),
         (call("set_timer", minutes=5, loud=True), 0.25),
         (call("set_alarm", minutes=5), 0.25),
         (call("set_timer", minutes=5) * 2, 0.0),
-        ('<tool_call>{"name": "set_timer"}</tool_call>', 0.0),
         ("<tool_call>{set_timer}</tool_call>", 0.0),
         ("Five minutes.", 0.0),
     ],
@@ -166,10 +146,7 @@ def tools_with(parameters) -> str:
         ({"type": ["integer", "null"]}, [5, None], [True, "5", 1.5]),
         ({"type": "null"}, [None], [0]),
         ({"type": "number"}, [5, 0.5], [True, None]),
-        ({"type": "boolean"}, [True], [1]),
         ({"description": "any"}, [5, None, [1]], []),
-        (True, [5], []),
-        ({"type": "minutes"}, [5, "5"], []),
     ],
 )
 def test_a_schema_may_allow_several_types_or_all(minutes, accepted, refused):
@@ -177,15 +154,6 @@ def test_a_schema_may_allow_several_types_or_all(minutes, accepted, refused):
     values = [*accepted, *refused]
     rewards = tool_call_reward(says(*(call("set_timer", minutes=v) for v in values)), tools=[tools] * len(values))
     assert rewards == [1.0] * len(accepted) + [0.25] * len(refused)
-
-
-def test_a_tool_may_have_no_parameters_and_a_task_no_solution():
-    for parameters in (None, {}, {"properties": None, "required": None}):
-        answers = says(call("set_timer"), call("set_timer", minutes=5))
-        assert tool_call_reward(answers, tools=[tools_with(parameters)] * 2) == [1.0, 0.25]
-    for solution in (None, []):
-        columns = {"tools": [json.dumps(TOOLS)], "task": ["tool-call"], "solution": [solution]}
-        assert tool_call_reward(says(call("set_timer", minutes=5)), **columns) == [1.0]
 
 
 def test_rewards_leave_rows_of_other_tasks_alone():
@@ -355,29 +323,15 @@ def test_earlier_calls_and_thoughts_stay_in_the_prompt(tmp_path):
     assert ours.count("A tool.") == 2
 
 
-def test_trl_records_keep_their_columns():
-    expected = {"prompt": [{"role": "user", "content": "Hi"}], "level": 3}
-    assert read_task({"prompt": "Hi", "level": 3}) == expected
-    # As a CSV file holds it. The run trains none of the messages, so weights do not matter.
-    turn = {"role": "user", "content": "Hi", "weight": 0}
-    assert read_task({"prompt": json.dumps([turn]), "level": 3}) == expected
-    answer = {"role": "assistant", "content": "Yes?", "weight": 0}
-    read = read_task({"prompt": [turn, answer, turn]})["prompt"]
-    assert [list(message) for message in read] == [["role", "content"]] * 3
-
-
 @pytest.mark.parametrize(
     ("record", "words"),
     [
         ([], "not an object"),
         ({"text": "Hi"}, "neither `prompt` nor `conversations`"),
         ({"prompt": []}, "`prompt` holds no message"),
-        ({"prompt": ["Hi"]}, "in place of a message"),
         ({"prompt": [{"role": "user"}]}, "has no content"),
-        ({"prompt": [{"role": "user", "content": 3}]}, "not text"),
         ({"conversations": [{"role": "user", "content": "Hi"}]}, "without the answer"),
         ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "text that is not JSON"),
-        ({"conversations": [{"role": "system", "content": "", "tools": "[1]"}] * 2}, "no list of JSON schemas"),
     ],
 )
 def test_a_record_that_is_no_task_has_a_reason(record, words):
@@ -420,14 +374,3 @@ def test_unusable_tasks_are_rejected(tmp_path):
     # These lines count as rejected: two thirds of the lines are too many.
     with pytest.raises(ValueError, match=f"{len(bad)} of {len(bad) + 2} lines .* are bad"):
         load_tasks(names, check=check)
-
-
-def test_columns_that_fit_into_no_table_are_named(tmp_path):
-    names = [write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": "A?", "level": level} for level in ("x", 1)])]
-    with pytest.raises(UserError, match="do not fit into one table.*level"):
-        load_tasks(names, validation_fraction=0.0)
-
-
-def test_an_unknown_task_is_named():
-    with pytest.raises(ValueError, match="is unknown; the nearest one is .*All: embedded:answer-format"):
-        load_tasks(["embedded:chess"])

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer
 
 from hf_pretrain.tokenizer import training
-from hf_pretrain.tokenizer.encoding import encode_documents, encode_prompt, encode_rendered, guard_control_tokens
+from hf_pretrain.tokenizer.encoding import encode_documents, encode_prompt
 from hf_pretrain.tokenizer.loading import check_tokenizer, load_tokenizer, save_tokenizer, token_byte_lengths
 from hf_pretrain.tokenizer.special_tokens import SPECIAL_TOKENS
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
@@ -34,7 +34,6 @@ def tokenizer():
 
 
 def test_special_tokens_have_their_ids(tokenizer):
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(len(SPECIAL_TOKENS)))
     assert len(tokenizer) == 340 == len(set(tokenizer.get_vocab().values()))
@@ -124,13 +123,6 @@ def test_a_second_run_does_not_train_again(tmp_path, monkeypatch):
     load_or_train_tokenizer(None, documents, vocab_size=345, cache_dir=tmp_path)
     load_or_train_tokenizer(None, Dataset.from_dict({"text": TEXTS[:-1]}), vocab_size=340, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
-    for name in ("CHAT_TEMPLATE_PATH", "RESPONSE_TEMPLATE_PATH"):
-        with monkeypatch.context() as patch:
-            other = tmp_path.with_name(name)
-            other.write_text(getattr(training, name).read_text() + "\n")
-            patch.setattr(training, name, other)
-            load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 5
     loaded = load_or_train_tokenizer(str(V1), documents, vocab_size=340, cache_dir=tmp_path)
     assert loaded.bos_token == "<s>"
 
@@ -212,12 +204,6 @@ def test_chat_template_marks_what_the_assistant_writes(tokenizer, messages, opti
     assert encoded["assistant_masks"] == mask
 
 
-@pytest.mark.parametrize("messages, options, marked", CONVERSATIONS)
-def test_prompt_is_a_prefix_of_the_conversation(tokenizer, messages, options, marked):
-    prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True, **options)
-    assert prompt == marked.replace("]]", "[[").rsplit("[[", 2)[0].replace("[[", "")
-
-
 def test_chat_template_with_tools_and_mistakes(tokenizer):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -274,21 +260,6 @@ def test_messages_cannot_insert_control_tokens(tokenizer, name):
         messages, tools=[tool], add_generation_prompt=True, tokenize=False
     )
     assert tokenizer.decode(ids).count(json_evil) == 4 and tokenizer.decode(ids).count(evil) == 3
-
-
-def test_offsets_of_a_rendered_conversation(tokenizer):
-    messages = [{"role": "user", "content": "é 🙂<|im_end|> cat"}]
-    rendered = tokenizer.apply_chat_template(guard_control_tokens(tokenizer, messages), tokenize=False)
-    ids, offsets = encode_rendered(tokenizer, rendered)
-    assert len(ids) == len(offsets)
-    covered = {i for start, end in offsets for i in range(start, end)}
-    assert "".join(rendered[i] for i in sorted(covered)).replace("\ue000", "") == rendered.replace("\ue000", "")
-    assert offsets == sorted(offsets)
-    for word in ("user", "cat"):
-        (number,) = {offset[0] for offset in offsets if offset[0] <= rendered.index(word) < offset[1]}
-        assert rendered[number:].lstrip(" ").startswith(word)
-    (stop,) = [offset for offset, i in zip(offsets, ids, strict=True) if i == tokenizer.eos_token_id]
-    assert rendered[slice(*stop)] == "<|im_end|>" and stop[1] == len(rendered) - 1
 
 
 @pytest.mark.parametrize("name", ["ours", "v3"])

@@ -156,35 +156,9 @@ def test_the_command_of_hf_pretrain_comes_first(make_arguments, tmp_path, monkey
     assert read(tmp_path)[0]["command"] == printed.replace(TOKEN, "<token>")
 
 
-def test_without_a_launcher_above_it_the_command_of_a_rank_names_the_number_of_ranks(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--local_rank=1", "--max_steps", "3"])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    command = run_directory._find_command()
-    assert command.endswith(f"WORLD_SIZE=2 {sys.executable} recipes/pretrain.py --max_steps 3")
-
-
-def test_a_shell_understands_the_command_of_a_process(monkeypatch):
-    class Process:
-        """A rank of the deepspeed launcher, which itself is not visible."""
-
-        def cmdline(self) -> list[str]:
-            return ["python", "recipes/pretrain.py", "--local_rank=1", "--run_name", "two words"]
-
-        def environ(self) -> dict[str, str]:
-            return {"CUDA_VISIBLE_DEVICES": "2, 0"}
-
-        def parents(self) -> list:
-            return []
-
-    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py"])
-    monkeypatch.setattr(run_directory.psutil, "Process", Process)
-    command = run_directory._find_command()
-    assert command == "CUDA_VISIBLE_DEVICES='2, 0' python recipes/pretrain.py --run_name 'two words'"
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed", "accelerate:ddp"])
+@pytest.mark.parametrize("launcher", ["python", "accelerate:ddp"])
 def test_the_command_is_the_one_that_the_user_typed(launcher, tmp_path):
     probe = tmp_path / "probe.py"
     probe.write_text(

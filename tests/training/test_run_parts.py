@@ -25,8 +25,8 @@ from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.runtime.writing import ASIDE
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.launch import complete_fsdp_args
-from hf_pretrain.training.meter import Meter, Throughput
-from hf_pretrain.training.row_source import fit_batch_size, pad_rows, read_batches
+from hf_pretrain.training.meter import Throughput
+from hf_pretrain.training.row_source import fit_batch_size, pad_rows
 from hf_pretrain.training.run_description import RunDescription
 from hf_pretrain.training.stopping import RunStopped, StopCallback
 from tests.hub_server import TOKEN, HubServer
@@ -68,17 +68,6 @@ def test_a_checkpoint_that_reads_back_differently_is_renamed(writer, tmp_path, m
     with pytest.raises(OSError, match="read back differently"):
         write_checkpoint(writer, tmp_path, 3, 1.0)
     assert [path.name for path in tmp_path.iterdir()] == ["damaged-checkpoint-3"]
-
-
-def test_files_that_are_added_last_stand_in_the_manifest(writer, tmp_path):
-    def add_files(source):
-        assert (source / "model.safetensors").is_file()
-        (source / "position.json").write_text("{}")
-
-    target = checkpoint_path(tmp_path, 3)
-    with writer.writing_checkpoint(target, {"step": 3}, add_files=add_files) as source:
-        (source / "model.safetensors").touch()
-    assert read_manifest(target)["files"].keys() == {"model.safetensors", "position.json"}
 
 
 def test_a_save_that_fails_publishes_nothing(writer, tmp_path):
@@ -142,13 +131,6 @@ def test_the_first_signal_is_recorded_and_a_late_second_one_means_impatience(mon
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_one_rank_agrees_with_itself_and_passes_errors_on():
-    ranks = Ranks(1, 0, timeout_seconds=1.0)
-    assert ranks.largest(7) == 7 and ranks.gather("a") == ["a"]
-    with pytest.raises(RuntimeError, match="^gloo: connection closed$"), ranks.naming_missing():
-        raise RuntimeError("gloo: connection closed")
-
-
 @pytest.mark.parametrize(("rank", "message"), [(0, "^gloo: connection closed$"), (1, "^Rank.s. 0 of 2 died")])
 def test_rank_0_does_not_blame_itself_when_the_store_is_gone(rank, message, monkeypatch):
     # A port of 0 lets the store choose one.
@@ -184,22 +166,6 @@ def test_the_throughput_excludes_pauses_and_waits_for_tokens(monkeypatch):
     now[0] += 1.0
     # The time of the interval without tokens counts for the next speed.
     assert throughput.measure(210) == {"training_seconds": 1.0, "tokens_per_second": 5.0}
-
-
-def test_the_meter_returns_means():
-    class Peak:
-        def update(self, reached):
-            return 1000.0
-
-    meter = Meter(6.0, Peak(), world_size=2)
-    for loss in (2.0, 4.0):
-        meter.count_step(torch.tensor(30))
-        meter.add_losses({"ce_loss": torch.tensor(loss), "aux_loss": torch.tensor(1.0)})
-    assert meter.read_tokens() == 60 and meter.read_tokens() == 0
-    logs = meter.measure(meter.losses, 45.0)
-    assert (logs["ce_loss"], logs["aux_loss"]) == (3.0, 1.0)
-    assert (logs["model_flops_per_second"], logs["mfu"]) == (270.0, 0.135)
-    assert meter.losses is None and meter.num_steps == 0
 
 
 # Set-up
@@ -263,18 +229,6 @@ def test_a_run_resumes_exactly_or_says_why_not(tmp_path):
 
 
 # Rows
-
-
-def test_reading_returns_the_batches_before_an_error():
-    def batches():
-        yield from (1, 2)
-        raise OSError("the file changed")
-
-    iterator = batches()
-    assert read_batches(iterator, 1) == ([1], None)
-    read, error = read_batches(iterator, 3)
-    assert read == [2] and str(error) == "the file changed"
-    assert read_batches(iter([1]), 3) == ([1], None)
 
 
 def test_batches_fit_the_data_and_padding_rows_complete_them():

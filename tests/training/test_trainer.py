@@ -30,7 +30,6 @@ from hf_pretrain import (
 )
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training import efficiency
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.callbacks import ProfilerCallback
 from hf_pretrain.training.efficiency import PeakRate
@@ -289,31 +288,6 @@ def test_evaluation_is_one_ratio_at_any_batch_size(tmp_path, num_experts):
         assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-5)
 
 
-@pytest.mark.parametrize("prediction_loss_only", [True, False])
-def test_single_steps_outside_of_train_follow_the_formula(tmp_path, prediction_loss_only):
-    """As stock Trainer allows in a loop of one's own."""
-    documents = make_documents(weighted=True)
-    model = make_model(4)
-    ce_loss, aux_loss = written_out_loss(model, documents)
-    loss = ce_loss + 0.5 * aux_loss
-    loss.backward()
-
-    trainer = make_trainer(tmp_path, documents, model=make_model(4), batch=13, eval_batch=13)
-    (batch,) = trainer.get_eval_dataloader()
-    predicted, logits, labels = trainer.prediction_step(trainer.model, batch, prediction_loss_only)
-    assert predicted.item() == pytest.approx(ce_loss.item(), rel=1e-5)
-    assert (logits is None, labels is None) == (prediction_loss_only, prediction_loss_only)
-    (batch,) = trainer.get_train_dataloader()
-    assert trainer.model(**batch).loss.item() == pytest.approx(loss.item(), rel=1e-5)
-    assert trainer.training_step(trainer.model, batch).item() == pytest.approx(loss.item(), rel=1e-5)
-    for parameter, expected in zip(trainer.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6)
-    trainer = make_trainer(tmp_path, documents, model=make_model(4), batch=2, accumulation=7)
-    batches, num_items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 7, trainer.args.device)
-    shares = [trainer.training_step(trainer.model, batch, num_items).item() for batch in batches]
-    assert sum(shares) == pytest.approx(loss.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_evaluation_loader_gives_every_row_once(tmp_path, drop_last):
     documents = make_documents()
@@ -341,28 +315,6 @@ def test_compute_metrics_sees_every_row_once(tmp_path):
     assert seen["shape"] == ((13, 20, 64), (13, 20))
 
 
-def test_compute_loss_func_replaces_the_loss(tmp_path):
-    def summed(outputs, labels, num_items_in_batch=None):
-        return outputs.logits.float().square().sum() / 1000
-
-    trainer = make_trainer(tmp_path, make_documents(), batch=13, eval_batch=13, compute_loss_func=summed)
-    (step, *_) = train(trainer)
-    batch = trainer.data_collator(make_documents())
-    with torch.no_grad():
-        logits = make_model()(batch["input_ids"], position_ids=batch["position_ids"]).logits
-    assert step["loss"] == pytest.approx(logits.square().sum().item() / 1000, rel=1e-5)
-    assert trainer.evaluate()["eval_loss"] > 0
-
-
-def test_predict_without_labels(tmp_path):
-    def inputs_only(features):
-        batch = DataCollatorForPackedRows(pad_token_id=0, max_length=20)(features)
-        return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
-
-    trainer = make_trainer(tmp_path, make_documents(), data_collator=inputs_only)
-    assert trainer.predict(make_documents()).predictions.shape == (13, 20, 64)
-
-
 def test_a_broken_model_fails_its_evaluation(tmp_path):
     model = make_model()
     with torch.no_grad():
@@ -372,10 +324,15 @@ def test_a_broken_model_fails_its_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"label_smoothing_factor": 0.1}, {"train_sampling_strategy": "batch_rebalance"}]
+    ("arguments", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "--train_sampling_strategy"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches would cut"),
+    ],
 )
-def test_arguments_that_would_change_the_loss_are_refused(tmp_path, arguments):
-    with pytest.raises(ValueError, match=f"--{next(iter(arguments))}"):
+def test_arguments_that_would_change_the_loss_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, make_documents(), arguments=arguments)
 
 
@@ -446,24 +403,14 @@ def test_weight_decay_is_for_matrices(tmp_path):
     assert decayed == {name for name, p in trainer.model.named_parameters() if p.dim() >= 2}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("cosine_with_min_lr", lambda step: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 10) / 90))),
-        ("warmup_stable_decay", lambda step: 1.0 if step < 80 else None),
-    ],
-)
-def test_schedules_end_at_their_floor(tmp_path, schedule, expected):
+@pytest.mark.parametrize("schedule", ["cosine_with_min_lr", "warmup_stable_decay"])
+def test_schedules_end_at_their_floor(tmp_path, schedule):
     arguments = {"lr_scheduler_type": schedule, "warmup_steps": 0.1, "max_steps": 100, "learning_rate": 1.0}
     trainer = make_trainer(tmp_path, make_documents(), arguments=arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=100)
     rates = [trainer.lr_scheduler.lr_lambdas[0](step) for step in range(101)]
     assert rates[5] == pytest.approx(0.5, abs=0.06)
-    assert rates[10] == pytest.approx(1.0)
-    assert rates[100] == pytest.approx(0.1)
-    for step in range(10, 100):
-        if expected(step) is not None:
-            assert rates[step] == pytest.approx(expected(step), abs=1e-6)
+    assert (rates[10], rates[100]) == (pytest.approx(1.0), pytest.approx(0.1))
 
 
 def test_bf16_autocast_keeps_the_loss_and_the_weights_in_float32(tmp_path):
@@ -474,13 +421,6 @@ def test_bf16_autocast_keeps_the_loss_and_the_weights_in_float32(tmp_path):
         assert step["loss"] != expected["loss"]
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert trainer.model.model.rotary_emb.pos_cis.dtype == torch.complex64
-
-
-def test_logs_have_throughput_and_tokens(tmp_path):
-    (step, *_) = train(make_trainer(tmp_path, make_documents(), batch=13))
-    assert step["num_input_tokens_seen"] == sum(LENGTHS)
-    assert step["tokens_per_second"] > 0
-    assert step["learning_rate"] == 0.5
 
 
 def make_packed_rows(num_rows: int = 24) -> list[dict]:
@@ -519,10 +459,6 @@ def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
     assert [step["loss"] for step in compiled] == pytest.approx([step["loss"] for step in plain], rel=1e-5)
 
 
-def test_layers_are_compiled_on_a_cpu_only_with_the_flag(tmp_path):
-    assert make_trainer(tmp_path, make_documents()).args.compiles_layers is False
-
-
 @pytest.mark.slow
 def test_a_profile_covers_one_step_per_interval(tmp_path, capfd):
     # An interval of 3 traces two of the six steps. An interval of 7 traces no step and leaves no file.
@@ -539,32 +475,14 @@ def test_a_profile_covers_one_step_per_interval(tmp_path, capfd):
     assert "aten::mm" in capfd.readouterr().out
 
 
-def test_logs_have_flops_and_memory(tmp_path):
+def test_logs_have_tokens_flops_and_memory(tmp_path):
     trainer = make_trainer(tmp_path, make_documents(), batch=13)
     (step, *_) = train(trainer)
     number = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert step["model_flops_per_second"] == pytest.approx(6 * number * step["tokens_per_second"])
     assert 0 < step["mfu"] < 1
     assert 0.1 < step["peak_memory_gib"] < 100
-
-
-def test_mfu_is_the_share_of_the_measured_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(efficiency, "measure_gemm_rate", lambda *args: 1e12)
-    for step in train(make_trainer(tmp_path, make_documents())):
-        assert step["mfu"] == pytest.approx(step["model_flops_per_second"] / 1e12)
-
-
-def test_tensorboard_gets_the_losses(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trainer = make_trainer(tmp_path, make_documents(), model=make_model(4), arguments={"report_to": "tensorboard"})
-    steps = train(trainer)
-    (events,) = tmp_path.rglob("events.*")
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    for key in ("loss", "ce_loss", "aux_loss", "grad_norm", "tokens_per_second"):
-        recorded = [event.value for event in accumulator.Scalars(f"train/{key}")]
-        assert recorded == pytest.approx([step[key] for step in steps], rel=1e-5), key
+    assert (step["num_input_tokens_seen"], step["learning_rate"]) == (sum(LENGTHS), 0.5)
 
 
 @pytest.mark.parametrize("num_experts", [0, 4])
@@ -615,11 +533,6 @@ def test_rows_of_a_batch_are_read_in_one_call(tmp_path):
         for ids, labels, number in zip(batch["input_ids"], batch["labels"], batch["row_number"].tolist(), strict=True):
             expected = rows[number]["input_ids"] if number >= 0 else rows[0]["input_ids"]
             assert ids[: len(expected)].tolist() == expected and (labels > 0).any() == (number >= 0)
-
-
-def test_dispatched_batches_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="dispatch_batches would cut"):
-        make_trainer(tmp_path, make_documents(), arguments={"accelerator_config": {"dispatch_batches": True}})
 
 
 @pytest.mark.parametrize("head", [MiniMindForSequenceClassification, MiniMindForTokenClassification])

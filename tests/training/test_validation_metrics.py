@@ -12,12 +12,10 @@ from transformers import TrainerCallback
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.hub.model_card import RunFacts, validation_results
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.reporting import format_report
 from hf_pretrain.training.running import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
@@ -159,22 +157,6 @@ def test_evaluations_are_spaced_and_the_last_one_counts(tmp_path, tokenizer, arg
     assert counter.steps == steps
     assert metrics["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-6)
     assert metrics.keys() >= {"eval_perplexity", "eval_bits_per_byte"} and "step" not in metrics
-
-
-def test_the_divergence_from_the_teacher_is_reported():
-    metrics = {"eval_loss": 2.0, "eval_kl": 0.25}
-    report = format_report(LMTrainingArguments(output_dir="out/a"), metrics=metrics, unigram=None, samples=[])
-    assert "KL divergence from the teacher 0.2500 nats per token" in report
-    (_, result) = validation_results(metrics, RunFacts())
-    assert (result.metric_name, result.metric_value) == ("KL divergence from the teacher (nats per token)", 0.25)
-
-
-def test_a_run_without_validation_data_keeps_the_last_model(tmp_path, caplog):
-    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    args = LMTrainingArguments(output_dir=str(tmp_path), eval_on_start=True, load_best_model_at_end=True, **often)
-    args.evaluate_never()
-    assert (args.eval_strategy, args.eval_on_start, args.load_best_model_at_end) == ("no", False, False)
-    assert "no validation set to choose by: the run keeps the last model" in caplog.text
 
 
 @pytest.mark.parametrize("recipe", [pretrain, grpo])

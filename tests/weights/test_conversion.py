@@ -8,25 +8,21 @@ import re
 import runpy
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
-from hf_pretrain.weights.layouts import to_half_split, to_interleaved
 from hf_pretrain.weights.loading import is_native_checkpoint, load_upstream
 from hf_pretrain.weights.model_arguments import ModelArguments
 from hf_pretrain.weights.models import load_model
@@ -78,12 +74,6 @@ def test_recorded_values(name, attn_implementation):
     assert torch.equal(generated, expected["greedy"])
 
 
-def test_the_permutation_and_its_inverse():
-    rows = torch.arange(16.0).reshape(16, 1).repeat(1, 3)
-    assert to_half_split(rows, 8)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
-    assert torch.equal(to_interleaved(to_half_split(rows, 8), 8), rows)
-
-
 @pytest.fixture
 def expected_logits():
     def logits(name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,35 +121,16 @@ def test_every_kind_of_file(name, kind, tmp_path, expected_logits):
     assert_near(load_upstream(path)(ids).logits, logits)
 
 
-def test_inferred_and_assumed_fields_are_reported(tmp_path, caplog):
-    load_upstream(GOLDEN / "C_moe")
-    assert "num_experts=4, moe_intermediate_size=128" in caplog.text and "defaults" not in caplog.text
-    shutil.copy(GOLDEN / "C_moe/weights.pth", tmp_path / "x.pth")
-    load_upstream(tmp_path / "x.pth", config={"num_experts_per_tok": 2})
-    assert (
-        "No config gives these, so MiniMind's defaults are used: {'rms_norm_eps': 1e-06, 'rope_parameters': "
-        in caplog.text
-    )
-    assert "'router_aux_loss_coef': 0.001" in caplog.text
-
-
-def test_a_bare_file_of_v3_needs_no_config(tmp_path, expected_logits):
-    shutil.copy(GOLDEN / "C_dense/weights.pth", tmp_path / "full_sft_32.pth")
-    model = load_upstream(tmp_path / "full_sft_32.pth")
-    ids, logits = expected_logits("C_dense")
-    assert_near(model(ids).logits, logits)
-    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
-
-
 def test_a_bare_file_asks_for_fields_that_weights_do_not_show(tmp_path, expected_logits):
     for name, missing, given in (
         ("A_dense", "rope_theta", {"rope_theta": 1e6, "n_heads": 4}),
         ("B_dense", "num_attention_heads", {"num_attention_heads": 4}),
         ("C_moe", "num_experts_per_tok", {"num_experts_per_tok": 2}),
+        ("C_dense", None, {}),
     ):
         path = tmp_path / f"{name}.pth"
         shutil.copy(GOLDEN / name / "weights.pth", path)
-        with pytest.raises(ValueError, match=missing):
+        with pytest.raises(ValueError, match=missing) if missing else nullcontext():
             load_upstream(path)
         ids, logits = expected_logits(name)
         assert_near(load_upstream(path, config=given)(ids).logits, logits)
@@ -277,22 +248,11 @@ EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weigh
     "change, message",
     [
         (drop(NORM), "1 missing: model.layers.1.input_layernorm.weight"),
-        (drop("model.norm.weight"), "1 missing: model.norm.weight"),
-        (
-            drop("model.layers.0.mlp.experts.3.up_proj.weight"),
-            "1 missing: model.layers.0.mlp.experts.3.up_proj.weight",
-        ),
+        (drop("model.layers.0.mlp.experts.3.up_proj.weight"), "1 missing: model.layers.0.mlp.experts.3.up_proj"),
         (drop("model.layers.0.self_attn.q_proj.weight"), "lack the matrix model.layers.0.self_attn.q_proj.weight"),
-        (
-            put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)),
-            "1 unexpected: model.layers.1.self_attn.q_proj.bias",
-        ),
+        (put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)), "1 unexpected: .*q_proj.bias"),
         (put("model.layers.2.input_layernorm.weight", torch.ones(32)), "num_hidden_layers=2, the weights say 3"),
         (put(EMBED, torch.zeros(160)), "lack the matrix model.embed_tokens.weight"),
-        (
-            put("model.layers.0.self_attn.q_norm.weight", torch.tensor(1.0)),
-            "num_attention_heads=4, the weights say 32",
-        ),
         (put("module." + NORM, torch.ones(32)), "holds model.layers.1.input_layernorm.weight twice"),
         (put(NORM, torch.ones(16)), r"input_layernorm.weight is \(16,\) and should be \(32,\)"),
         (put(NORM, torch.full((32,), math.inf)), "not finite"),
@@ -316,15 +276,21 @@ def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
         ("A_dense", {"n_layers": 3}, "num_hidden_layers=3, the weights say 2"),
         ("B_dense", {"num_key_value_heads": 4}, "num_key_value_heads=4, the weights say 2"),
         ("B_dense", {"hidden_size": 64}, "hidden_size=64, the weights say 32"),
-        ("C_dense", {"head_dim": 16}, "head_dim=16, the weights say 8"),
         ("C_dense", {"use_moe": True}, "use_moe=True, but the weights have no experts"),
         ("B_moe", {"use_moe": False}, "use_moe=False, but the weights have experts"),
         ("B_moe", {"scoring_func": "sigmoid"}, "sigmoid"),
         ("B_dense", {"model_type": "gemma"}, "model_type='gemma'"),
+        ("B_dense", {"hidden_act": "foo"}, "hidden_act='foo' is not an activation"),
+        ("B_dense", {"num_attention_heads": 0}, "num_attention_heads=0; it must be a whole number of at least 1"),
+        ("B_dense", {"num_attention_heads": "4"}, "num_attention_heads='4'; it must be a whole number"),
+        ("B_dense", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan; it must be a number above 0"),
+        ("C_dense", {"inference_rope_scaling": True, "rope_scaling": {"factor": "x"}}, "factor='x'; it must be a num"),
+        ("A_dense", {"rope_theta": None}, "The base of v1.s rotary table is unknown"),
+        ("B_dense", {"bos_token_id": "x"}, "bos_token_id"),
     ],
 )
-def test_a_config_that_contradicts_is_refused(name, config, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_config_that_contradicts_or_is_malformed_is_refused(name, config, message):
+    with pytest.raises(UserError, match=message):
         load_upstream(GOLDEN / name, config=config)
 
 
@@ -378,65 +344,11 @@ def test_a_flipped_byte_of_a_pth_is_noticed(tmp_path):
         load_upstream(tmp_path / "x.pth")
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "message"),
-    [
-        ("B_dense", {"hidden_act": "foo"}, "hidden_act='foo' is not an activation"),
-        ("B_dense", {"num_attention_heads": 0}, "num_attention_heads=0; it must be a whole number of at least 1"),
-        ("B_dense", {"num_attention_heads": "4"}, "num_attention_heads='4'; it must be a whole number"),
-        ("B_dense", {"num_attention_heads": 64}, "num_attention_heads=64, the weights say 32"),
-        ("B_dense", {"rope_theta": [1]}, r"rope_theta=\[1\]; it must be a number above 0"),
-        ("B_dense", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan; it must be a number above 0"),
-        ("C_dense", {"inference_rope_scaling": True, "rope_scaling": {"factor": "x"}}, "factor='x'; it must be a num"),
-        ("C_moe", {"num_experts_per_tok": "4"}, "num_experts_per_tok='4'; it must be a whole number"),
-        ("C_dense", {"model_type": "qwen3", "layer_types": 3}, "layer_types"),
-        ("A_dense", {"rope_theta": None}, "The base of v1.s rotary table is unknown"),
-        (
-            "A_dense",
-            {"rope_theta": None, "rope_parameters": {"rope_theta": None}},
-            "The base of v1.s rotary table is unknown",
-        ),
-        ("B_dense", {"bos_token_id": "x"}, "bos_token_id"),
-    ],
-)
-def test_a_malformed_config_is_named(name, config, message):
-    with pytest.raises(ValueError, match=message) as refusal:
-        load_upstream(GOLDEN / name, config=config)
-    assert isinstance(refusal.value, UserError)
-
-
-def test_qwen3_moe_as_upstream_exports_it(tmp_path, expected_logits):
-    """Export by transformers' own class, as MiniMind's scripts/convert_model.py does."""
-    raw, weights = config_of("C_moe"), weights_of("C_moe")
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
-    names += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{name: raw[name] for name in names}))
-    for layer in range(2):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        parts = [
-            [weights.pop(f"{prefix}.{e}.{part}_proj.weight") for e in range(4)] for part in ("gate", "up", "down")
-        ]
-        weights[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], dim=1)
-        weights[f"{prefix}.down_proj"] = torch.stack(parts[2])
-    model.load_state_dict(weights, strict=True)
-    model.save_pretrained(tmp_path)
-    ids, logits = expected_logits("C_moe")
-    loaded = load_upstream(tmp_path)
-    assert_near(loaded(ids).logits, logits)
-    # The script keeps Qwen3-MoE's default. test_exporting compares that router loss with ours.
-    assert loaded.config.router_aux_loss_coef == pytest.approx(0.001 * 2 / 2)
-
-
 def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_ids, tmp_path):
     """Use the defaults of the architecture, and the spelling of transformers 4."""
     sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    sizes |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "max_position_embeddings": 256,
-    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    sizes |= {"max_position_embeddings": 256}
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 16}
     theta = {"rope_theta": 500.0}
@@ -449,29 +361,9 @@ def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_i
     assert_near(load_upstream(tmp_path)(input_ids).logits, expected)
     old = sizes | theta | {"model_type": "llama", "rope_scaling": scaling, "tie_word_embeddings": False}
     assert_near(load_upstream(bare, config=old)(input_ids).logits, expected)
-    # Beside a config.json, each given field overrides only its own part.
-    slow, less = {"rope_theta": 20.0}, scaling | {"factor": 2.0}
-    assert load_upstream(tmp_path, config=slow).config.rope_parameters == scaling | slow
-    assert load_upstream(tmp_path, config={"rope_scaling": less}).config.rope_parameters == less | theta
     del old["rope_theta"], old["rope_scaling"]
     assert load_upstream(bare, config=old).config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
     assert load_upstream(bare, config=old).config.rms_norm_eps == LlamaConfig().rms_norm_eps
-
-
-@pytest.mark.parametrize("floor, message", [(1e-12, None), (1.0, None), (0.6, "moe_norm_min=0.6"), (2.0, "=2.0")])
-def test_the_minimum_of_ernies_normalisation(floor, message, input_ids, tmp_path):
-    config = Ernie4_5_MoeConfig(
-        vocab_size=160, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1,
-        moe_layer_start_index=0, moe_norm_min=floor, initializer_range=0.3, max_position_embeddings=256,
-    )  # fmt: skip
-    model = Ernie4_5_MoeForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
-    if message is None:
-        assert_near(load_upstream(tmp_path)(input_ids).logits, model(input_ids).logits)
-    else:
-        with pytest.raises(ValueError, match=message):
-            load_upstream(tmp_path)
 
 
 def test_a_missing_head_and_an_untied_head(tmp_path):
@@ -486,14 +378,6 @@ def test_a_missing_head_and_an_untied_head(tmp_path):
     torch.save(weights, tmp_path / "x.pth")
     model = load_upstream(tmp_path / "x.pth")
     assert not model.config.tie_word_embeddings and torch.equal(model.lm_head.weight, weights["lm_head.weight"])
-
-
-def test_a_config_of_ours_does_not_describe_a_file_beside_it(build_model, tmp_path, caplog):
-    build_model(num_experts=4).config.save_pretrained(tmp_path)
-    shutil.copy(GOLDEN / "B_dense/weights.pth", tmp_path / "x.pth")
-    with pytest.raises(ValueError, match="number of heads"):
-        load_upstream(tmp_path / "x.pth")
-    assert "not to x.pth, and is ignored" in caplog.text
 
 
 def test_training_starts_from_upstream_weights(tmp_path, expected_logits):
@@ -545,22 +429,6 @@ def test_a_damaged_checkpoint_of_ours_is_refused(change, message, build_model, t
         load_upstream(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_model(arguments, tokenizer)
-
-
-def test_the_flag_config_takes_numbers_as_people_write_them(tmp_path, monkeypatch, capsys):
-    shutil.copy(GOLDEN / "A_dense/weights.pth", tmp_path / "x.pth")
-
-    def convert(config: str, target: str):
-        words = ["--from", str(tmp_path / "x.pth"), "--to", str(tmp_path / target), "--config", config]
-        monkeypatch.setattr(sys, "argv", ["convert.py", *words])
-        runpy.run_path(str(ROOT / "recipes/convert.py"), run_name="__main__")
-
-    convert("num_attention_heads=4,rope_theta=1e6,rms_norm_eps=1e-05", "out")
-    config = load_upstream(tmp_path / "out").config
-    assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (1e6, 1e-5)
-    with pytest.raises(SystemExit):
-        convert("num_attention_heads=4,rope_theta=1e6,rms_norm_eps=small", "other")
-    assert "error: The config says rms_norm_eps='small'; it must be a number" in capsys.readouterr().err
 
 
 def test_a_rounded_gguf_costs_perplexity_on_validation_text(talker, tmp_path, monkeypatch, capsys):
