@@ -150,18 +150,3 @@ def find_runs(directory: str = "out") -> list[str]:
             f"No model in {directory}/: run `hf-pretrain pretrain` first, or name one: --model_name_or_path DIR."
         )
     return [run for _, run in sorted(runs, reverse=True)]
-
-
-__all__ = [
-    "abandon_later_checkpoints",
-    "checkpoint_path",
-    "checkpoint_step",
-    "find_newest_run",
-    "find_runs",
-    "newest_checkpoint",
-    "remove_leftovers",
-    "rotate_checkpoints",
-    "set_aside",
-    "summarize",
-    "verify_checkpoint",
-]

@@ -115,6 +115,3 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-__all__ = ["MANIFEST_NAME", "find_damage", "flush", "read_manifest", "write_manifest"]

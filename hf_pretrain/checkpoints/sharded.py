@@ -74,6 +74,3 @@ def load_weights(directory: str | Path, model: nn.Module) -> None:
         raise UserError(
             f"{directory} does not fit the model: missing {sorted(missing)}, unexpected {result.unexpected_keys}."
         )
-
-
-__all__ = ["load_optimizer", "load_weights", "save_optimizer"]

@@ -196,6 +196,3 @@ def _publish_model(source: Path, target: Path) -> None:
         os.replace(source / name, target / name)
     flush(target)
     shutil.rmtree(source.parent)
-
-
-__all__ = ["CheckpointWriter", "checkpoint_bytes", "write_model"]

@@ -329,6 +329,3 @@ class MiniMindConfig(PreTrainedConfig):
                 "Install a newer version of hf_pretrain."
             )
         return super().from_dict(config_dict, **kwargs)
-
-
-__all__ = ["AUTO_MAP", "CODE_FILES", "FORMAT_VERSION", "MiniMindConfig"]

@@ -178,13 +178,3 @@ class MiniMindSparseMoeBlock(nn.Module):
         if self.shared_experts is not None:
             output = output + self.shared_experts(tokens)
         return output.reshape(hidden_states.shape)
-
-
-__all__ = [
-    "MiniMindExperts",
-    "MiniMindMLP",
-    "MiniMindResidualProjection",
-    "MiniMindSparseMoeBlock",
-    "MiniMindTopKRouter",
-    "grouped_mm_in_autocast",
-]

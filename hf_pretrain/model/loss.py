@@ -297,15 +297,3 @@ def router_loss(
         total = total + logits.shape[-1] * (load * mean_probability).sum()
     num_groups = documents.count if level == "sequence" else documents.count.clamp(max=1)
     return total / num_groups.clamp(min=1)
-
-
-__all__ = [
-    "IGNORE_INDEX",
-    "MAX_LOGITS",
-    "Documents",
-    "find_documents",
-    "linear_masked_cross_entropy",
-    "masked_cross_entropy",
-    "prediction_weights",
-    "router_loss",
-]

@@ -702,13 +702,3 @@ class MiniMindForQuestionAnswering(GenericForQuestionAnswering, MiniMindPreTrain
         self.model = MiniMindModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
-
-
-__all__ = [
-    "MiniMindForCausalLM",
-    "MiniMindForQuestionAnswering",
-    "MiniMindForSequenceClassification",
-    "MiniMindForTokenClassification",
-    "MiniMindModel",
-    "MiniMindPreTrainedModel",
-]

@@ -338,12 +338,3 @@ def compute_dtype(states: torch.Tensor) -> torch.dtype:
     """Return the dtype of matrix products with `states`: autocast's dtype where autocast is on."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-
-
-__all__ = [
-    "PackedDocuments",
-    "compute_dtype",
-    "find_packed_documents",
-    "find_visible",
-    "packed_attention_forward",
-]

@@ -47,6 +47,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "minimind-large": {"hidden_size": 1024, "num_hidden_layers": 32, **_V2},
 }
-
-
-__all__ = ["PRESETS"]

@@ -106,6 +106,3 @@ class MiniMindRotaryEmbedding(nn.Module):
     @torch.compiler.assume_constant_result
     def _real_table(self, table_key: str) -> torch.Tensor:
         return torch.view_as_real(self.pos_cis)
-
-
-__all__ = ["MiniMindRotaryEmbedding", "apply_rotary_pos_emb", "precompute_pos_cis"]

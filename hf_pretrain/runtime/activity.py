@@ -31,6 +31,3 @@ def progress(text: str, total: int | None = None) -> Any:
     if not shows_bars():
         announce(text)
     return tqdm(desc=text, total=total, disable=not shows_bars(), leave=False)
-
-
-__all__ = ["announce", "progress", "shows_bars"]

@@ -40,6 +40,3 @@ def return_freed_blocks() -> None:
     """Return freed heap memory to the operating system. Do nothing without glibc."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-
-
-__all__ = ["keep_freed_blocks", "return_freed_blocks"]

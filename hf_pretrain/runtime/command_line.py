@@ -114,6 +114,3 @@ def _refusal_of_a_disk(error: BaseException) -> str | None:
         f"{cause}. Free some space, check permissions and limits (`ulimit -f`), or choose other directories: caches "
         f"are in HF_HOME={HF_HOME}, temporary files in {tempfile.gettempdir()} (TMPDIR)."
     )
-
-
-__all__ = ["EXIT_MISTAKE", "EXIT_NOT_SAVED", "is_quiet", "one_line_errors"]

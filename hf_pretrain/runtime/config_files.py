@@ -38,6 +38,3 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
     parent = content.pop("extends", None)
     return content if parent is None else read_config(path.parent / parent) | content
-
-
-__all__ = ["ConfigLoader", "read_config"]

@@ -42,6 +42,3 @@ def _measure_load() -> tuple[float, int]:
     shares = psutil.cpu_percent(interval=_SECONDS, percpu=True)
     cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(len(shares))
     return sum(shares[core] for core in cores) / 100, len(cores)
-
-
-__all__ = ["choose_threads"]

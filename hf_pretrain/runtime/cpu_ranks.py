@@ -30,6 +30,3 @@ def remove_allreduce_buffers() -> None:
     # The names hold address and port, so the buffers of other runs on this machine stay.
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_*"):
         path.unlink(missing_ok=True)
-
-
-__all__ = ["leave_process_group", "remove_allreduce_buffers"]

@@ -28,6 +28,3 @@ def has_bfloat16_units(device_type: str) -> bool:
     # The last name is Arm's; the others are Intel's and AMD's.
     features = torch.cpu.get_capabilities()
     return any(features.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-__all__ = ["default_device_type", "describe_found", "has_bfloat16_units"]

@@ -30,6 +30,3 @@ def as_user_errors() -> Iterator[None]:
         raise
     except (ValueError, StrictDataclassError) as error:
         raise UserError(str(error)) from error
-
-
-__all__ = ["MissingExtraError", "UserError", "as_user_errors"]

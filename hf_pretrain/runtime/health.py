@@ -162,6 +162,3 @@ def run_rank(kind: str) -> None:
 
 if __name__ == "__main__":
     run_rank(*sys.argv[1:])
-
-
-__all__ = ["print_findings"]

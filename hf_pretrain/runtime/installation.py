@@ -25,6 +25,3 @@ def needing_extra(extra: str, need: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise MissingExtraError(f"{need}: {install_command(extra)}") from error
-
-
-__all__ = ["install_command", "needing_extra"]

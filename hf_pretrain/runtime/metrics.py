@@ -55,6 +55,3 @@ def find_evaluations(log_history: Iterable[dict[str, Any]]) -> list[dict[str, An
     """Return the entries of a trainer's log that hold the figures of an evaluation, in their order."""
     keys = {metric.key for metric in METRICS}
     return [entry for entry in log_history if keys & entry.keys()]
-
-
-__all__ = ["HEADLINES", "LOWER_IS_BETTER", "METRICS", "NATS", "Metric", "find_evaluations"]

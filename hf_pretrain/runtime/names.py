@@ -114,16 +114,3 @@ def may_be_checkpoint(name: str | Path) -> bool:
     weight file cannot.
     """
     return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
-
-
-__all__ = [
-    "FLAG_SIMILARITY",
-    "DatasetName",
-    "check_choices",
-    "check_word",
-    "hint",
-    "is_path",
-    "may_be_checkpoint",
-    "model_name",
-    "split_hub_name",
-]

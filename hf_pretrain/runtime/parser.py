@@ -111,6 +111,3 @@ def recipe_parser(path: str | Path) -> RecipeParser:
     """
     recipe = runpy.run_path(str(path))
     return RecipeParser(recipe["ARGUMENTS"]) if "ARGUMENTS" in recipe else recipe["make_parser"]()
-
-
-__all__ = ["RecipeParser", "own_fields", "recipe_parser"]

@@ -144,6 +144,3 @@ class Ranks:
             # Rank 0 or its launcher holds the store, so an unreachable store means that rank 0 has ended or will end.
             # Rank 0 itself cannot tell who failed, and keeps its own error.
             return [0] if self.rank else []
-
-
-__all__ = ["Ranks", "first_process_first", "num_local_processes", "on_main_process"]

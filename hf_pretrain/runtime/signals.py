@@ -143,6 +143,3 @@ def _ancestors(number: int) -> list[int]:
         while len(found) < number:
             found.append(psutil.Process(found[-1]).ppid())
     return found
-
-
-__all__ = ["SIGNALS", "SignalListener", "let_workers_survive_one_sigterm", "watch_launcher"]

@@ -158,17 +158,3 @@ def written_whole(
             # After an error, the directory is empty.
             with suppress(OSError):
                 directory.rmdir()
-
-
-__all__ = [
-    "ASIDE",
-    "LOCK_NAME",
-    "MANIFEST_NAME",
-    "check_empty",
-    "check_output",
-    "is_unfinished",
-    "refused_write",
-    "release_lock",
-    "take_lock",
-    "written_whole",
-]

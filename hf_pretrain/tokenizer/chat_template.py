@@ -142,6 +142,3 @@ def _check_is_whole(rendered: str, messages: list[dict[str, Any]], *, has_though
                 f"The chat template leaves {absent[:80]!r} out, in a message of the {message['role']}. Pass a "
                 "template that renders tools and thoughts by --chat_template, or drop such conversations."
             )
-
-
-__all__ = ["add_marks", "mark_template"]

@@ -189,14 +189,3 @@ def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     fields = json.loads(tokenizer.backend_tokenizer.to_str())
     absent: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(fields | absent))
-
-
-__all__ = [
-    "check_chat_template",
-    "encode_documents",
-    "encode_prompt",
-    "encode_rendered",
-    "guard_control_tokens",
-    "template_errors",
-    "thinking_variables",
-]

@@ -24,15 +24,3 @@ CHAT_TEMPLATE_PATH = Path(__file__).parent / "templates" / "minimind.jinja"
 # The response template parses an answer into reasoning, tool calls and content. A call whose arguments are not JSON
 # keeps them as text, and a malformed call becomes content, because a small model writes both.
 RESPONSE_TEMPLATE_PATH = Path(__file__).parent / "templates" / "response.json"
-
-
-__all__ = [
-    "BOS_TOKEN",
-    "CHAT_TEMPLATE_PATH",
-    "EOS_TOKEN",
-    "MARKS",
-    "PAD_TOKEN",
-    "RESERVED_TOKENS",
-    "RESPONSE_TEMPLATE_PATH",
-    "SPECIAL_TOKENS",
-]

@@ -155,6 +155,3 @@ def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[
 
 # Part of the cache key: newer code must not use a tokenizer that older code trained.
 _TRAINING_CODE = inspect.getsource(train_tokenizer)
-
-
-__all__ = ["load_or_train_tokenizer", "train_tokenizer"]

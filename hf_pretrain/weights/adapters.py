@@ -271,15 +271,3 @@ def merge_adapter(path: str | Path) -> MiniMindForCausalLM:
         raise UserError(f"{path} is no adapter: it has no adapter_config.json.")
     # With `safe_merge`, peft raises if the merged weights are not finite.
     return load_adapter(load_upstream(base), path, is_trainable=False).merge_and_unload(safe_merge=True).eval()
-
-
-__all__ = [
-    "AdapterArguments",
-    "adapter_base",
-    "add_adapter",
-    "base_model_of",
-    "is_adapted",
-    "load_adapter",
-    "merge_adapter",
-    "register_peft_defaults",
-]

@@ -122,6 +122,3 @@ def validation_documents(dataset_names: list[str], tokenizer: PreTrainedTokenize
             break
         documents.append(ids[:MAX_LENGTH])
     return documents
-
-
-__all__ = ["ExportReport", "compare", "perplexity", "validation_documents"]

@@ -260,14 +260,3 @@ def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, 
         theirs = {ours: name for name, ours in MiniMindConfig.attribute_map.items()}
         fields = {theirs.get(name, name): value for name, value in fields.items()}
     return fields
-
-
-__all__ = [
-    "UPSTREAM_FIELDS",
-    "V3_YARN",
-    "assumed_fields",
-    "merge_fields",
-    "read_fields",
-    "write_stock_fields",
-    "write_upstream_fields",
-]

@@ -350,19 +350,3 @@ def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM
         if not parameter.isfinite().all():
             raise UserError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")
     return model
-
-
-__all__ = [
-    "DTYPES",
-    "EXPORT_FORMATS",
-    "GGUF_TYPES",
-    "check_fits",
-    "default_generation",
-    "export",
-    "replaced_files",
-    "unsupported_feature",
-    "to_state_dict",
-    "to_stock_model",
-    "upstream_file_name",
-    "upstream_stage",
-]

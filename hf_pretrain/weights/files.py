@@ -148,6 +148,3 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} holds no state dict: a dictionary of names and tensors is expected.")
     # MiniMind's own resume files hold the model's state dict under `model`, beside the optimizer's.
     return content["model"] if isinstance(content.get("model"), dict) else content
-
-
-__all__ = ["choose_weights", "read_json", "read_tensors", "resolve"]

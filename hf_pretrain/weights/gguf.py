@@ -246,6 +246,3 @@ def read_gguf(path: Path, config: MiniMindConfig) -> MiniMindForCausalLM:
     # A tied head has no weights of its own.
     model.load_state_dict(state_dict, strict=not config.tie_word_embeddings)
     return model.eval()
-
-
-__all__ = ["FILE_NAME", "check_gguf", "gguf_layout", "gguf_tensors", "read_gguf", "write_gguf"]

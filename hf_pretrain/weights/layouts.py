@@ -123,6 +123,3 @@ LAYOUTS = {
 def describe_layout(layout: str) -> str:
     """Return the name of a layout for messages."""
     return f"MiniMind {layout}" if LAYOUTS[layout].is_generation else layout
-
-
-__all__ = ["LAYOUTS", "WeightLayout", "describe_layout", "is_rotated", "to_half_split", "to_interleaved"]

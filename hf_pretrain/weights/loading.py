@@ -265,6 +265,3 @@ def _join(
     complaint = f"{path} does not fit {describe_layout(layout)} with the sizes found"
     _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), shapes)
     return {ours: target.join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}
-
-
-__all__ = ["is_native_checkpoint", "load_native_checkpoint", "load_upstream"]

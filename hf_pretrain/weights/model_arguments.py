@@ -123,6 +123,3 @@ class ModelArguments:
     def overrides(self) -> dict[str, Any]:
         """Return `config_overrides` as a dictionary. Raise `ValueError` in the cases of [`parse_fields`]."""
         return parse_fields(self.config_overrides or "", flag="--config_overrides")
-
-
-__all__ = ["ModelArguments", "default_preset", "parse_fields"]

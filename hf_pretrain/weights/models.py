@@ -105,6 +105,3 @@ def _warn_about_router(args: ModelArguments, config: MiniMindConfig) -> None:
             "in minimind-3), so batch size, accumulation and number of processes change what is learnt. Add "
             "router_aux_loss_level=sequence to --config_overrides for one per document, which they do not change."
         )
-
-
-__all__ = ["load_config", "load_model"]
