@@ -3,9 +3,9 @@ Check this machine.
 
     hf-pretrain doctor
 
-The recipe checks versions, devices, memory, disk, compiler and Hub login, and runs two processes on each kind of
-device. If it finds a defect, it prints what to do, and its exit status is 1. To measure the memory of a run, pass
-`--dry_run` to the recipe that trains.
+The recipe checks versions, devices, memory and disk, and runs two processes on each kind of device. If it finds a
+defect, it prints what to do, and its exit status is 1. To measure the memory of a run, pass `--dry_run` to the recipe
+that trains.
 """
 
 from hf_pretrain.runtime.command_line import one_line_errors

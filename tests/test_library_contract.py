@@ -19,7 +19,7 @@ TABLE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("#
 DOCUMENTED = {
     *("_exit", "_init_weights", "_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save"),
     *("_can_record_outputs", "_can_compile_fullgraph", "_skip_keys_device_placement", "_supports_attention_backend"),
-    *("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa", "_fsdp_plan", "_pp_plan", "_tp_plan"),
+    *("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa", "_fsdp_plan", "_tp_plan"),
     *("_abc_impl", "_backward_cls"),
 }
 # The arguments that our code passes by position or by name.

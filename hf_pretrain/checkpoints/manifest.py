@@ -103,14 +103,9 @@ def flush(path: Path) -> None:
 
     NOTE: Windows cannot open a directory, and flushes only files that are open for writing.
     """
-    is_directory = path.is_dir()
-    try:
-        # A read-only file cannot be opened for writing, but flushing it works on POSIX without that.
-        descriptor = os.open(path, os.O_RDONLY if is_directory or not os.access(path, os.W_OK) else os.O_RDWR)
-    except PermissionError:
-        if is_directory:
-            return
-        raise
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -28,18 +28,11 @@ if Version(transformers.__version__).release < (5, 23):
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import logging
 
 
-# The versions of transformers that the tests run with, as in pyproject.toml.
+# The versions of transformers that the tests run with, as in pyproject.toml. A checkpoint on the Hub should load in
+# newer versions too: `forward` raises for an argument that they renamed.
 TESTED_VERSIONS = "5.23 to 5.24"
-# No error: a checkpoint on the Hub should load in newer versions too, and most likely works. `forward` raises for an
-# argument that they renamed.
-if Version(transformers.__version__).release[:2] > (5, 24):
-    logging.get_logger(__name__).warning(
-        f"The code of this MiniMind model was tested with transformers {TESTED_VERSIONS}, and "
-        f"{transformers.__version__} is installed. If something fails or looks wrong: pip install 'transformers<5.25'."
-    )
 # Raise it when older code would misread new checkpoints.
 FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
@@ -154,7 +147,7 @@ class MiniMindConfig(PreTrainedConfig):
         "norm_eps": "rms_norm_eps",
         "max_seq_len": "max_position_embeddings",
     }
-    # transformers shards and splits the decoder by these plans of tensor, expert and pipeline parallelism.
+    # transformers shards the decoder by these plans of tensor and expert parallelism.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -178,11 +171,6 @@ class MiniMindConfig(PreTrainedConfig):
         "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
         "layers.*.mlp.experts.down_proj": "grouped_gemm",
         "layers.*.mlp.experts": "ep_dispatch_experts",
-    }
-    base_model_pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
     }
 
     vocab_size: int = 6400

@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -61,7 +61,6 @@ from .packed_attention import compute_dtype, find_visible
 from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_pos_cis
 
 
-logger = logging.get_logger(__name__)
 # NOTE: transformers 5.24 renamed the argument and the output field `past_key_values` to `cache`. Since then the model
 # updates the paged cache of continuous batching too; before, the attention functions did.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(MoeModelOutputWithPast)} else "past_key_values"
@@ -400,8 +399,6 @@ class MiniMindModel(MiniMindPreTrainedModel):
         if past_key_values is not None and cache is not None:
             raise ValueError("Pass the cache once, as past_key_values or as cache.")
         cache = past_key_values if cache is None else cache
-        # NOTE: a pipeline rank passes all `**kwargs` of the head's `forward` as one argument `kwargs`.
-        kwargs |= kwargs.pop("kwargs", None) or {}
         # Continuous batching passes further arguments, which the paged cache and the attention functions read.
         is_paged = cache is not None and not isinstance(cache, Cache)
         if not is_paged:
@@ -490,7 +487,6 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     # transformers shards the head by these plans; the config holds the plans of the decoder.
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: MiniMindConfig):

@@ -1,5 +1,5 @@
 """
-The checks of `hf-pretrain doctor`: versions, devices, memory, disk, compiler, Hub login, and two ranks.
+The checks of `hf-pretrain doctor`: versions, devices, memory, disk, and two ranks.
 
 As a program, this module is one of these ranks:
 
@@ -15,14 +15,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -31,7 +28,6 @@ from .devices import has_bfloat16_units
 
 
 OK, NOTE, BAD = "ok", "note", "bad"
-_MIN_MEMORY_GB = 2
 _RANK_SECONDS = 60
 
 
@@ -68,59 +64,28 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Check the GPUs, the CPU and the free memory."""
+    """Name the GPUs and the CPU."""
     if torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            free, name = torch.cuda.mem_get_info(number)[0], torch.cuda.get_device_name(number)
-            yield _check_space(f"GPU {number}", free, _MIN_MEMORY_GB, name, "Find the program with nvidia-smi.")
+        names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+        yield Finding(OK, "GPU", ", ".join(names))
     elif shutil.which("nvidia-smi") is not None:
         advice = "A driver is installed. Install a CUDA build of torch."
         yield Finding(BAD, "GPU", f"torch {torch.__version__} finds none", advice)
     units = "with" if has_bfloat16_units("cpu") else "without"
-    capability = torch.backends.cpu.get_cpu_capability()
-    yield Finding(OK, "CPU", f"{os.cpu_count()} cores, {capability}, {units} bfloat16 units")
-    free = psutil.virtual_memory().available
-    yield _check_space("memory", free, _MIN_MEMORY_GB, "main memory", "Stop other programs.")
+    yield Finding(OK, "CPU", f"{os.cpu_count()} cores, {units} bfloat16 units")
 
 
-def check_disk() -> Iterator[Finding]:
-    """Check the free space for runs and for the Hub's caches, and the shared memory, which workers need."""
-    for name, place, least_gb, advice in (
-        ("disk", ".", 5, "Choose another directory with --output_dir."),
-        ("caches", HF_HOME, 5, "Choose another directory with HF_HOME."),
-        ("shared memory", "/dev/shm", 0.064, "If this is a container, start it with --shm-size 1g."),
-    ):
-        # The directory of the caches may not exist yet.
-        path = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.is_dir())
-        yield _check_space(name, shutil.disk_usage(path).free, least_gb, str(path), advice)
-
-
-def _check_space(name: str, free_bytes: int, least_gb: float, where: str, advice: str) -> Finding:
-    status = OK if free_bytes > least_gb * 1e9 else NOTE
-    return Finding(status, name, f"{where}: {free_bytes / 1e9:.1f} GB free", advice)
-
-
-def check_compiler() -> Iterator[Finding]:
-    """Look for the C++ compiler and for ninja, which may lie beside Python."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    for program, package in ((os.environ.get("CXX", "c++"), "apt-get install g++"), ("ninja", "pip install ninja")):
-        found = shutil.which(program, path=path)
-        advice = f"DeepSpeed and --torch_compile cannot compile without it: {package}"
-        yield Finding(OK if found else NOTE, program, found or "not found", advice)
-
-
-def check_hub() -> Iterator[Finding]:
-    """Check whether the Hub accepts the token. No finding contains the token."""
-    endpoint = HfApi().endpoint
-    if get_token() is None:
-        yield Finding(NOTE, "Hub", f"not logged in at {endpoint}", "To push models, log in: hf auth login")
-        return
-    try:
-        yield Finding(OK, "Hub", f"logged in as {HfApi().whoami()['name']} at {endpoint}")
-    except Exception as error:
-        # HTTP libraries raise many kinds of errors.
-        advice = "Training works without the Hub. To log in again: hf auth login"
-        yield Finding(NOTE, "Hub", f"{endpoint}: {type(error).__name__}", advice)
+def check_space() -> Iterator[Finding]:
+    """Check the free memory, the disk of the working directory, and the shared memory, which workers need."""
+    free_bytes = [
+        ("memory", psutil.virtual_memory().available, 2, "Stop other programs."),
+        ("disk", psutil.disk_usage(".").free, 5, "Choose another directory with --output_dir."),
+    ]
+    if sys.platform == "linux":
+        advice = "If this is a container, start it with --shm-size 1g."
+        free_bytes.append(("shared memory", psutil.disk_usage("/dev/shm").free, 0.064, advice))
+    for name, free, least_gb, advice in free_bytes:
+        yield Finding(OK if free > least_gb * 1e9 else NOTE, name, f"{free / 1e9:.1f} GB free", advice)
 
 
 def check_ranks() -> Iterator[Finding]:
@@ -137,9 +102,8 @@ def check_ranks() -> Iterator[Finding]:
 
 def print_findings() -> bool:
     """Print the findings of all checks, and return whether this machine has no defect."""
-    checks = (check_versions(), check_devices(), check_disk(), check_compiler(), check_hub(), check_ranks())
     is_sound = True
-    for finding in itertools.chain(*checks):
+    for finding in itertools.chain(check_versions(), check_devices(), check_space(), check_ranks()):
         print(f"{finding.status:4}  {finding.name:18} {finding.message}", flush=True)
         if finding.status != OK:
             print(f"      {'':18} -> {finding.advice}")

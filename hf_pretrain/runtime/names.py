@@ -14,13 +14,10 @@ from .errors import UserError
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
-# Below this similarity, long flags share only parts such as `_size`.
-FLAG_SIMILARITY = 0.75
-
-
-def hint(word: str, known: Iterable[str], text: str = "; the nearest one is {}", *, cutoff: float = 0.6) -> str:
-    """Return `text` with the known word that is most similar to `word`, or "" below a similarity of `cutoff`."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+def hint(word: str, known: Iterable[str], text: str = "; the nearest one is {}") -> str:
+    """Return `text` with the known word that is most similar to `word`, or "" if none is similar."""
+    # Below this similarity, long flags share only parts such as `_size`.
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
     return text.format(found[0]) if found else ""
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from transformers import HfArgumentParser
 
 from .errors import UserError
-from .names import FLAG_SIMILARITY, hint
+from .names import hint
 
 
 # Flags of transformers and TRL that are often used. `--help` leaves out the others.
@@ -81,7 +81,7 @@ class RecipeParser(HfArgumentParser):
             word = next((word for word in unknown if word.startswith("--")), unknown[0])
             known = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
             text = "; the nearest known one is --{}"
-            nearest = hint(word.lstrip("-").split("=")[0], known, text, cutoff=FLAG_SIMILARITY)
+            nearest = hint(word.lstrip("-").split("=")[0], known, text)
             raise UserError(f"Unknown argument {word!r}{nearest or '. `--help` lists the flags'}.")
         for name, value in vars(namespace).items():
             # A variable of the shell may be unset. `Path("")` would be the working directory.

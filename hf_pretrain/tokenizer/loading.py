@@ -13,15 +13,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import hf_hub_download
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.names import may_be_checkpoint, split_hub_name
 from .chat_template import add_marks
 from .special_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE_PATH
-
-
-logger = logging.get_logger(__name__)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:

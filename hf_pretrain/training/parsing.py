@@ -15,7 +15,7 @@ from typing import Any
 from ..runtime.config_files import read_config
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import FLAG_SIMILARITY, hint
+from ..runtime.names import hint
 from ..runtime.parser import RecipeParser
 from ..weights.model_arguments import default_preset
 
@@ -62,7 +62,7 @@ def _yaml_to_argv(path: str, known_keys: list[str], typed: Any) -> list[str]:
     content = read_config(path)
     for key, value in content.items():
         if key not in known_keys:
-            nearest = hint(str(key), known_keys, "; the nearest known one is `{}`", cutoff=FLAG_SIMILARITY)
+            nearest = hint(str(key), known_keys, "; the nearest known one is `{}`")
             raise UserError(f"{path}: unknown key `{key}`{nearest}.")
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
             if value.keys() != {"bf16", "float32"}:

@@ -217,11 +217,16 @@ def export(
     find_replaced = partial(replaced_files, output_dir, overwrite=overwrite)
     find_replaced()
     target = _check_target(model.config, format, dtype=dtype, generation=generation, tokenizer=tokenizer)
-    _warn_about_losses(model.config, target, has_tokenizer=tokenizer is not None, is_trainable=format != "gguf")
 
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
     converted = _cast(model, torch.float32 if format == "gguf" else DTYPES[dtype])
-    if tokenizer is not None:
+    if tokenizer is None:
+        logger.warning(
+            "The weights are exported without a tokenizer. Their ids are meaningless without the tokenizer that they "
+            "were trained on. The tokenizers of MiniMind's generations are not interchangeable: of 6,400 ids, 9 mean "
+            "the same in v1/v2 and in v3."
+        )
+    else:
         # Other programs read the special tokens from the config, so copy them from the tokenizer.
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
         for config in (converted.config, converted.generation_config):
@@ -288,28 +293,6 @@ def _write(model: MiniMindForCausalLM, directory: Path, layout: str, *, file_nam
         _add_older_names(directory / CONFIG_NAME)
     # Read the files back as a user would, with the Auto class.
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def _warn_about_losses(config: MiniMindConfig, target: str, *, has_tokenizer: bool, is_trainable: bool) -> None:
-    """Warn about what the layout `target` does not hold although the logits are the same."""
-    if not has_tokenizer:
-        logger.warning(
-            "The weights are exported without a tokenizer. Their ids are meaningless without the tokenizer that they "
-            "were trained on. The tokenizers of MiniMind's generations are not interchangeable: of 6,400 ids, 9 mean "
-            "the same in v1/v2 and in v3."
-        )
-    is_per_document = config.num_experts and config.router_aux_loss_level == "sequence"
-    if is_trainable and is_per_document and target not in ("minimind", "v1", "v2"):
-        logger.warning(
-            f"{describe_layout(target)} computes its router loss over a whole batch, this model over each document. "
-            "The logits are the same, but further training there balances the experts differently."
-        )
-    if is_trainable and target in ("qwen3_moe", "ernie4_5_moe"):
-        # NOTE: with output_router_logits=True, transformers' generate() fails on padded prompts.
-        logger.warning(
-            f"{target} is written with output_router_logits=False, so transformers would train it without router "
-            "loss. Set it to True in the config to train the model there, and back to False to generate."
-        )
 
 
 def upstream_file_name(config: MiniMindConfig, stage: str) -> str:

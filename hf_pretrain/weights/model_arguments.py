@@ -14,7 +14,7 @@ from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..model.presets import PRESETS
 from ..runtime.config_files import ConfigLoader
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import FLAG_SIMILARITY, check_choices, hint
+from ..runtime.names import check_choices, hint
 
 
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
@@ -57,7 +57,7 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
         if value is None:
             raise UserError(f"{flag}: {name!r} is not of the form name=value.")
         if name not in known and name not in also_known:
-            nearest = hint(str(name), {*known, *also_known}, cutoff=FLAG_SIMILARITY)
+            nearest = hint(str(name), {*known, *also_known})
             raise UserError(f"{flag}: {name!r} is not a field of MiniMindConfig{nearest}.")
     with as_user_errors():
         check_fields(fields)

@@ -63,7 +63,7 @@ def load_model(
         config = load_config(args, tokenizer)
     check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=args.tokenizer_name_or_path or "the trained one")
 
-    _warn_about_router(args, config)
+    _warn_about_router_loss(config)
     attn_implementation = "packed" if args.attn_implementation == "auto" else args.attn_implementation
     loading: dict[str, Any] = {"config": config, "attn_implementation": attn_implementation, "dtype": torch.float32}
     if config.num_experts and not torch.accelerator.is_available():
@@ -88,16 +88,8 @@ def load_model(
     return model
 
 
-def _warn_about_router(args: ModelArguments, config: MiniMindConfig) -> None:
-    """Warn about a router that does not learn, and about a router loss that depends on the batch size."""
-    if not config.num_experts:
-        return
-    # A loaded model keeps the value that it was trained with.
-    if not args.model_name_or_path and config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        logger.warning(
-            "The router divides the weight of its one expert by itself (norm_topk_prob), so the cross-entropy gives "
-            "it no gradient. Add norm_topk_prob=False to --config_overrides to train it."
-        )
+def _warn_about_router_loss(config: MiniMindConfig) -> None:
+    """Warn about a router loss that depends on the batch size."""
     if config.router_aux_loss_coef and config.router_aux_loss_level == "batch":
         # DPO loads a second model, its reference.
         logger.warning_once(

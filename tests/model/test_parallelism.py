@@ -1,6 +1,6 @@
 """
 Two ranks over gloo give the same logits, gradients and updates of Muon as one process: under DDP, and under
-transformers' own `DistributedConfig` with tensor, expert and pipeline parallelism and FSDP2, which read the plans of
+transformers' own `DistributedConfig` with tensor and expert parallelism and FSDP2, which read the plans of
 `MiniMindConfig`.
 """
 
@@ -30,7 +30,6 @@ LAYOUTS = {
     "tp": {"tp_size": 2},
     "tp-ep": {"tp_size": 2, "ep_size": 2},
     "fsdp-ep": {"fsdp_size": 2, "ep_size": 2},
-    "pp": {"pp_size": 2},
 }
 CASES = [(name, layout) for name in MODELS for layout in LAYOUTS if name == "moe" or "ep" not in layout]
 
@@ -44,28 +43,22 @@ def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank:
     config = DistributedConfig(**LAYOUTS[layout]) if LAYOUTS.get(layout) else None
     model = MiniMindForCausalLM.from_pretrained(directory, distributed_config=config)
     result = {"sharded": {name for name, value in model.named_parameters() if isinstance(value, dist.tensor.DTensor)}}
-    if layout == "pp":
-        with torch.no_grad():
-            result["logits"] = model(input_ids, use_cache=False).logits
-            result["generated"] = model.generate(input_ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-        result["layers"] = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    else:
-        called = torch.nn.parallel.DistributedDataParallel(model) if layout == "ddp" else model
-        # Each data-parallel rank sees one row. Other ranks see both rows.
-        rows = input_ids[rank : rank + 1] if layout in ("ddp", "fsdp", "fsdp-ep") else input_ids
-        with torch.no_grad():
-            fused = called(rows, labels=rows, use_cache=False, skip_logits=True)
-        result["fused_loss"], result["has_all_logits"] = whole(fused.loss), fused.logits is not None
-        outputs = called(rows, labels=rows, use_cache=False)
-        result["loss"] = whole(outputs.loss).detach()
-        outputs.loss.backward()
-        result["logits"] = whole(outputs.logits).detach()
-        result["gradients"] = {name: whole(value.grad) for name, value in model.named_parameters()}
-        model.save_pretrained(directory.parent / f"saved-{directory.name}-{layout}")
-        matrices = {name: value for name, value in model.named_parameters() if is_matrix_of_muon(name, value)}
-        before = {name: whole(value).detach().clone() for name, value in matrices.items()}
-        Muon(muon_parameter_groups(model, learning_rate=0.01, weight_decay=0.1), lr=0.01).step()
-        result["updates"] = {name: whole(value).detach() - before[name] for name, value in matrices.items()}
+    called = torch.nn.parallel.DistributedDataParallel(model) if layout == "ddp" else model
+    # Each data-parallel rank sees one row. Other ranks see both rows.
+    rows = input_ids[rank : rank + 1] if layout in ("ddp", "fsdp", "fsdp-ep") else input_ids
+    with torch.no_grad():
+        fused = called(rows, labels=rows, use_cache=False, skip_logits=True)
+    result["fused_loss"], result["has_all_logits"] = whole(fused.loss), fused.logits is not None
+    outputs = called(rows, labels=rows, use_cache=False)
+    result["loss"] = whole(outputs.loss).detach()
+    outputs.loss.backward()
+    result["logits"] = whole(outputs.logits).detach()
+    result["gradients"] = {name: whole(value.grad) for name, value in model.named_parameters()}
+    model.save_pretrained(directory.parent / f"saved-{directory.name}-{layout}")
+    matrices = {name: value for name, value in model.named_parameters() if is_matrix_of_muon(name, value)}
+    before = {name: whole(value).detach().clone() for name, value in matrices.items()}
+    Muon(muon_parameter_groups(model, learning_rate=0.01, weight_decay=0.1), lr=0.01).step()
+    result["updates"] = {name: whole(value).detach() - before[name] for name, value in matrices.items()}
     result["pos_cis"] = model.model.rotary_emb.pos_cis
     return result
 
@@ -101,8 +94,6 @@ def test_two_ranks_equal_one_process(directory, input_ids, name, layout, rank):
 
     rows = slice(rank, rank + 1) if layout in ("ddp", "fsdp", "fsdp-ep") else slice(None)
     torch.testing.assert_close(result["logits"], expected["logits"][rows], rtol=1e-4, atol=1e-5)
-    if layout == "pp":
-        return
     assert result["gradients"].keys() == expected["gradients"].keys()
     for parameter, gradient in expected["gradients"].items():
         difference = (result["gradients"][parameter] - gradient).norm() / gradient.norm()
@@ -113,24 +104,14 @@ def test_two_ranks_equal_one_process(directory, input_ids, name, layout, rank):
         assert update.norm() > 0 and difference < 2e-2, parameter
 
 
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "pp"])
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_the_loss_needs_no_logits_unless_the_head_is_sharded(directory, name, layout):
     result = torch.load(directory / f"{name}-{layout}-0.pt", weights_only=False)
     torch.testing.assert_close(result["fused_loss"], result["loss"], rtol=1e-5, atol=0)
     assert result["has_all_logits"] == layout.startswith("tp")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_pipeline_splits_the_layers_and_generates(directory, input_ids, name):
-    model = MiniMindForCausalLM.from_pretrained(directory / name)
-    expected = model.generate(input_ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    ranks = [torch.load(directory / f"{name}-pp-{rank}.pt", weights_only=False) for rank in (0, 1)]
-    assert [[bool(size) for size in rank["layers"]] for rank in ranks] == [[True, False], [False, True]]
-    for rank in ranks:
-        assert torch.equal(rank["generated"], expected)
-
-
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] not in ("ddp", "pp")])
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "ddp"])
 def test_layout_shards_the_matrices(directory, name, layout):
     sharded = torch.load(directory / f"{name}-{layout}-0.pt", weights_only=False)["sharded"]
     matrices = {f"self_attn.{name}_proj.weight" for name in "qkvo"} if layout != "fsdp-ep" else set()
@@ -138,7 +119,7 @@ def test_layout_shards_the_matrices(directory, name, layout):
     assert {f"model.layers.{layer}.{matrix}" for layer in (0, 1) for matrix in matrices} <= sharded
 
 
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] not in ("ddp", "pp")])
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "ddp"])
 def test_a_sharded_model_saves_the_weights_that_it_loaded(directory, name, layout):
     read, saved = (load_file(directory / part / "model.safetensors") for part in (name, f"saved-{name}-{layout}"))
     assert saved.keys() == read.keys()
@@ -146,7 +127,7 @@ def test_a_sharded_model_saves_the_weights_that_it_loaded(directory, name, layou
         assert torch.equal(saved[parameter], read[parameter]), parameter
 
 
-@pytest.mark.parametrize("plan", ["tp_plan", "ep_plan", "pp_plan"])
+@pytest.mark.parametrize("plan", ["tp_plan", "ep_plan"])
 def test_plans_name_modules_of_the_model(build_model, plan):
     names = set()
     for overrides in MODELS.values():

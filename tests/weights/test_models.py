@@ -15,14 +15,6 @@ def tokenizer():
     return train_tokenizer(["some words for a tokenizer"] * 20, vocab_size=300)
 
 
-@pytest.mark.parametrize(("norm", "warns"), [("norm_topk_prob=True", True), ("norm_topk_prob=False", False)])
-def test_a_router_without_a_gradient_is_reported(tokenizer, caplog, norm, warns):
-    """Only a model from random weights is warned about: a converted one keeps the value it was trained with."""
-    args = ModelArguments(vocab_size=300, config_overrides=f"{TOP_1},num_key_value_heads=2,{norm}")
-    load_model(args, tokenizer)
-    assert ("no gradient" in caplog.text) == warns
-
-
 @pytest.mark.parametrize(("level", "warns"), [("batch", True), ("sequence", False)])
 def test_a_router_loss_that_depends_on_the_micro_batch_is_reported(tokenizer, caplog, tmp_path, level, warns):
     args = ModelArguments(vocab_size=300, config_overrides=f"{TOP_1},num_key_value_heads=2,norm_topk_prob=False")
@@ -36,14 +28,6 @@ def test_a_router_loss_that_depends_on_the_micro_batch_is_reported(tokenizer, ca
     caplog.clear()
     args.config_overrides = "router_aux_loss_level=sequence"
     assert load_model(args, tokenizer).config.router_aux_loss_level == "sequence" and "micro-batch" not in caplog.text
-
-
-def test_a_loaded_model_is_not_warned_about(tokenizer, caplog, tmp_path):
-    args = ModelArguments(vocab_size=300, config_overrides=f"{TOP_1},num_key_value_heads=2,norm_topk_prob=True")
-    load_model(args, tokenizer).save_pretrained(tmp_path)
-    caplog.clear()
-    load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer)
-    assert "no gradient" not in caplog.text
 
 
 @pytest.mark.parametrize(
