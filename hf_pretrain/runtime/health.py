@@ -77,14 +77,13 @@ def check_devices() -> Iterator[Finding]:
 
 def check_space() -> Iterator[Finding]:
     """Check the free memory, the disk of the working directory, and the shared memory, which workers need."""
-    free_bytes = [
+    # Only Linux limits the shared memory by a file system.
+    shared = "/dev/shm" if sys.platform == "linux" else "."
+    for name, free, least_gb, advice in (
         ("memory", psutil.virtual_memory().available, 2, "Stop other programs."),
         ("disk", psutil.disk_usage(".").free, 5, "Choose another directory with --output_dir."),
-    ]
-    if sys.platform == "linux":
-        advice = "If this is a container, start it with --shm-size 1g."
-        free_bytes.append(("shared memory", psutil.disk_usage("/dev/shm").free, 0.064, advice))
-    for name, free, least_gb, advice in free_bytes:
+        ("shared memory", psutil.disk_usage(shared).free, 0.064, "Start a container with --shm-size 1g."),
+    ):
         yield Finding(OK if free > least_gb * 1e9 else NOTE, name, f"{free / 1e9:.1f} GB free", advice)
 
 
