@@ -26,7 +26,6 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -45,8 +44,7 @@ from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import describe_splits, list_sources, plain_text, read_records
 from hf_pretrain.runtime.activity import announce
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.errors import MissingExtraError, UserError
-from hf_pretrain.runtime.installation import install_command
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import written_whole
 from hf_pretrain.stages.evaluation import expand_tasks
@@ -56,9 +54,8 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 
 
 def inspect(args: argparse.Namespace) -> None:
-    for name, least in (("max_length", 2), ("show", 0), ("chars", 1)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} {getattr(args, name)} must be at least {least}.")
+    if args.max_length < 2:
+        raise UserError(f"--max_length {args.max_length} must be at least 2.")
     sources = list_sources(args.names)
     survey = survey_records(read_records(sources, text_column=args.text_column))
     if not survey.sample:
@@ -74,9 +71,9 @@ def inspect(args: argparse.Namespace) -> None:
     findings = describe(survey, tokenizer, max_length=args.max_length)
     lines = [*filter(None, [describe_splits(sources)]), *(f"{label:20} {text}" for label, text in findings)]
     lines.append(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
-    for record in random.Random(args.seed).sample(survey.sample, min(args.show, len(survey.sample))):
+    for record in random.Random(0).sample(survey.sample, min(args.show, len(survey.sample))):
         shown = tokenizer.decode(render(record, tokenizer))
-        lines += [f"\n--- {record.source}:{record.line}", shown[: args.chars] + " …" * (len(shown) > args.chars)]
+        lines += [f"\n--- {record.source}:{record.line}", shown[:400] + " …" * (len(shown) > 400)]
     # The reader of a pipe may have ended, as `head` does.
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(lines), flush=True)
@@ -93,7 +90,12 @@ def clean(args: argparse.Namespace) -> None:
     if splits := describe_splits(sources + held_out_sources):
         print(splits)
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
-    held_out = OverlapFinder(itertools.chain(texts, task_texts(args.held_out_tasks)))
+    if args.held_out_tasks:
+        # lm-eval is an extra, and its import is slow.
+        from hf_pretrain.stages.harness import read_questions
+
+        texts = itertools.chain(texts, read_questions(expand_tasks(args.held_out_tasks)))
+    held_out = OverlapFinder(texts)
     if held_out.short:
         print(
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
@@ -106,18 +108,6 @@ def clean(args: argparse.Namespace) -> None:
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         (scratch / report_path.name).write_text(text, encoding="utf-8")
     print(f"{report}\nWrote {output}, {dropped.name} and {report_path.name}.")
-
-
-def task_texts(names: str | None) -> Iterable[str]:
-    """Return the texts of the examples of evaluation tasks, which are separated by commas."""
-    if names is None:
-        return []
-    # lm-eval is an extra, and its import is slow.
-    try:
-        from hf_pretrain.stages.harness import read_questions
-    except ImportError as error:
-        raise MissingExtraError(f"--held_out_tasks needs lm-eval: {install_command('eval')}") from error
-    return read_questions(expand_tasks(names))
 
 
 def make_parser() -> RecipeParser:
@@ -133,8 +123,6 @@ def make_parser() -> RecipeParser:
     )
     look.add_argument("--max_length", type=int, default=512, help="tokens per packed sequence")
     look.add_argument("--show", type=int, default=20, help="number of records to print")
-    look.add_argument("--chars", type=int, default=400, help="number of characters to print of each record")
-    look.add_argument("--seed", type=int, default=0, help="seed that selects the records to print")
     rules = parser.add_argument_group("clean")
     default = CleaningRules()
     rules.add_argument("--output", default="clean.jsonl", help="JSONL file to write")

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(name)
         if args.web:
             check_chat_template(tokenizer)
-    variables = args.chat_template_kwargs | thinking_variables({"on": True, "off": False}.get(args.reasoning))
+    thinking = {"on": True, "off": False}.get(args.reasoning)
     servers = [
         serve_model(
             name,
@@ -67,16 +67,16 @@ def main(args: argparse.Namespace) -> None:
             device=args.device,
             dtype=args.dtype,
             continuous_batching=args.continuous_batching,
-            chat_template_kwargs=json.dumps(variables),
+            chat_template_kwargs=json.dumps(thinking_variables(thinking)),
             default_seed=args.seed,
-            log_level=args.log_level,
+            log_level="warning",
         )
         for name, number in zip(names, ports, strict=True)
     ]
     if args.web:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
-        open_page(endpoints, host=args.host, port=args.web_port, thinking=bool(variables.get("enable_thinking", True)))
+        open_page(endpoints, host=args.host, port=args.web_port, thinking=thinking is not False)
         for server in servers:
             # Do not wait for the end of the answers, which may be long.
             server.server.force_exit = True
@@ -102,11 +102,7 @@ def make_parser() -> RecipeParser:
         default="auto",
         help="reason before answering; with auto, the chat template decides",
     )
-    parser.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="JSON; a request overrides it")
     parser.add_argument("--seed", type=int, help="seed of the sampling")
-    parser.add_argument(
-        "--log_level", choices=("debug", "info", "warning", "error"), default="warning", help="what the server logs"
-    )
     return parser
 
 

@@ -52,12 +52,10 @@ class AnswerFormat:
     Args:
         instruction (`str`): sentence in the prompt that asks for the form.
         parts (`tuple[str, ...]`): regular expressions, each of which must match the whole answer.
-        with_thought (`bool`): match the thought before the answer as well.
     """
 
     instruction: str
     parts: tuple[str, ...]
-    with_thought: bool = False
 
 
 ANSWER_FORMATS = {
@@ -67,11 +65,6 @@ ANSWER_FORMATS = {
         (r".+", r"(?s)[A-Z].*", r"(?s)[^.!?]+\.", r"\S+(\s+\S+){1,11}"),
     ),
     "number": AnswerFormat("Answer with a number and nothing else.", (r"-?\d+(\.\d+)?",)),
-    "reasoning": AnswerFormat(
-        "Think first, between <think> and </think>, then answer.",
-        (r"(?s)<think>.*", r"(?s)\s*\S.*</think>.*", r"(?s).*</think>\s*\S.*", r"(?s)(?!.*</think>.*</think>).*"),
-        with_thought=True,
-    ),
 }
 
 
@@ -393,7 +386,7 @@ def load_tasks(
     tables = [[{column: row.get(column) for column in columns} for row in side] for side in sides]
     try:
         return Dataset.from_list(tables[0]), Dataset.from_list(tables[1])
-    except (pa.ArrowException, OverflowError) as error:
+    except pa.ArrowException as error:
         # Name the columns whose values have several types.
         mixed = [name for name in columns if len({type(row.get(name)) for row in rows} - {type(None)}) > 1]
         raise UserError(f"The tasks do not fit into one table: {error}. See the columns {mixed}.") from error

@@ -250,21 +250,18 @@ def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:
         ("layers", config.num_hidden_layers),
         ("width", config.hidden_size),
         ("query / key-value heads", f"{config.num_attention_heads} / {config.num_key_value_heads}"),
-        ("head width", f"{config.head_dim}{', q/k norms' if config.qk_norm else ''}"),
         ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', untied output head'}"),
         ("positions", f"{config.max_position_embeddings:,}"),
     ]
     if not config.num_experts:
-        return [*rows, ("feed-forward width", config.intermediate_size)]
+        return rows
     # An expert has 3 matrices: gate_proj, up_proj and down_proj. A token is not routed to most of them.
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
     return [
         *rows,
         ("parameters active per token", f"{parameters - idle:,}"),
-        ("experts", f"{config.num_experts} of width {config.moe_intermediate_size}"),
-        ("experts per token", config.num_experts_per_tok),
-        ("shared experts", config.num_shared_experts),
+        ("experts", f"{config.num_experts}, {config.num_experts_per_tok} per token"),
     ]
 
 

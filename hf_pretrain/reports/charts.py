@@ -29,7 +29,7 @@ def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
     for label, x, y, style in lines:
         # A single point has no line: show it as a dot.
         default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
-        axes.plot(x, y, label=_escape(label), **default | style)
+        axes.plot(x, y, label=label, **default | style)
     axes.set(xlabel=x_label, ylabel=y_label)
     if from_zero:
         axes.set_ylim(bottom=0)
@@ -37,12 +37,6 @@ def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
     if len(lines) > 1:
         axes.legend(fontsize=8, frameon=False)
     return figure
-
-
-def _escape(label: str) -> str:
-    """Return a text that matplotlib shows as it is: it hides labels that begin with `_`, and reads formulas in `$`."""
-    # A space of zero width.
-    return ("\u200b" if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
 def heat_map(values: Sequence[Sequence[float]], *, x_label: str, y_label: str, colour_label: str) -> Figure:

@@ -79,24 +79,12 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """
-    Read the run of a directory. Of a run that still trains or was killed, this is the log of its newest checkpoint.
-
-    Raises:
-        `ValueError`: if the directory holds no run, or its `run.json` is damaged.
-    """
+    """Read the run of a directory. Of a run that still trains or was killed, read the log of its newest checkpoint."""
     directory = Path(directory)
-    record = directory / RECORD_NAME
-    if not record.is_file():
-        raise UserError(f"{directory} holds no run: it has no {RECORD_NAME}. Pass the --output_dir of a run.")
-    try:
-        launches = json.loads(record.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{record} is not valid JSON: {error}. Restore the file from a copy.") from None
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
     log = json.loads(newest.read_text(encoding="utf-8"))["log_history"] if newest else []
-    return Run(directory.resolve().name, launches, log)
+    return Run(directory.resolve().name, read_launches(directory), log)
 
 
 def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -107,17 +95,16 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
         `tuple`: the runs, and for each directory without a run the reason why it is left out.
 
     Raises:
-        `ValueError`: if no directory holds a run that trained, or a `run.json` is damaged.
+        `ValueError`: if no directory holds a run that trained.
     """
     runs, reasons = [], []
     for directory in dict.fromkeys(directories):
-        if not (directory / RECORD_NAME).is_file():
-            reasons.append(f"{directory} holds no run: it has no {RECORD_NAME}. Pass the --output_dir of a run.")
-        elif (run := read_run(directory)).log:
+        run = read_run(directory)
+        if run.launches and run.log:
             run.name = str(directory)
             runs.append(run)
         else:
-            reasons.append(f"{directory} holds a run that has logged nothing yet.")
+            reasons.append(f"{directory} holds no run that has logged something. Pass the --output_dir of a run.")
     if not runs:
         raise UserError("\n".join(reasons))
     return runs, reasons

@@ -45,9 +45,6 @@ The model continues each line that you type, as the beginning of a document. An 
 /save FILE      append the last text to a JSONL file that pretraining can read
 {COMMON_HELP}"""
 
-# Below this temperature, the most probable token has all the probability, and the divided logits could overflow.
-MIN_TEMPERATURE = 1e-5
-
 
 class Chat:
     """
@@ -171,7 +168,7 @@ class Chat:
             raise UserError(
                 f"The text so far has {len(ids)} tokens, and the model sees {len(ids) + room}: /reset it to go on."
             )
-        options = self.sampling | {"do_sample": self.temperature >= MIN_TEMPERATURE, "temperature": self.temperature}
+        options = self.sampling | {"do_sample": self.temperature > 0, "temperature": self.temperature}
         if not options["do_sample"]:
             # transformers warns about settings that have no effect.
             options = {name: value for name, value in options.items() if name not in ("temperature", "top_p", "top_k")}
@@ -329,4 +326,4 @@ def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrain
     return is_base
 
 
-__all__ = ["MIN_TEMPERATURE", "Chat", "PartsStreamer", "is_base_model"]
+__all__ = ["Chat", "PartsStreamer", "is_base_model"]

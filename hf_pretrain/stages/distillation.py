@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
 
 from ..model.loss import prediction_weights
 from ..runtime.errors import UserError, as_user_errors
@@ -32,10 +30,6 @@ from ..tokenizer.loading import load_tokenizer
 from ..training.efficiency import num_active_parameters
 from ..training.run_description import digest_weights
 from ..training.trainer import MaskedLossTrainer
-from ..weights.adapters import base_model_of
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -180,14 +174,6 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     return torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * alone.abs().max().item())
 
 
-def have_equal_weights(student: nn.Module, teacher: nn.Module) -> bool:
-    """Return whether all parameters that two models share by name are equal. Adapters do not count."""
-    theirs = dict(teacher.named_parameters())
-    shared = [(weight, theirs[name]) for name, weight in student.named_parameters() if name in theirs]
-    # The first different weight ends the comparison.
-    return bool(shared) and all(torch.equal(*(weight.detach().cpu().float() for weight in pair)) for pair in shared)
-
-
 class DistillationTrainer(MaskedLossTrainer):
     """
     [`MaskedLossTrainer`] with the loss described above.
@@ -205,11 +191,6 @@ class DistillationTrainer(MaskedLossTrainer):
         self.distillation_args = distillation_args
         # Output heads may be wider than the tokenizer, and differ in width.
         self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
-        if self.is_world_process_zero() and have_equal_weights(base_model_of(self.model), teacher):
-            logger.warning(
-                "The student has the weights of the teacher: its KL starts at 0 and can only hold the student back. "
-                "Start from other weights (--model_name_or_path), or from random ones without this flag."
-            )
         # Do not make the teacher a submodule of the student, because it must not be saved, sharded or counted with it.
         self.teacher: PreTrainedModel = teacher.to(self.args.device)
         # Digest the weights, not the path: the weights in a directory may change.
@@ -297,7 +278,6 @@ __all__ = [
     "DistillationArguments",
     "DistillationTrainer",
     "check_same_vocabulary",
-    "have_equal_weights",
     "keeps_documents_apart",
     "load_teacher",
     "masked_divergence",

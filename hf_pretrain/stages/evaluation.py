@@ -52,8 +52,7 @@ class EvaluationArguments(LMTrainingArguments):
     reproduces the figures of that run.
 
     Raises:
-        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes, and for DeepSpeed
-            without ZeRO-3.
+        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes.
     """
 
     # An evaluation trains nothing, so it must not refuse a DeepSpeed config that Muon cannot follow.
@@ -92,12 +91,6 @@ class EvaluationArguments(LMTrainingArguments):
         if self.tasks and self.world_size > 1:
             raise UserError(
                 f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
-            )
-        zero = self.deepspeed_plugin and self.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-        if zero is not None and (stage := zero.get("stage", 0)) != 3:
-            raise UserError(
-                f"The DeepSpeed config has ZeRO stage {stage}, and DeepSpeed evaluates with ZeRO-3 only. Name "
-                "ds_configs/zero3.json (hf-pretrain evaluate --ds zero3), or evaluate without DeepSpeed."
             )
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"

@@ -8,18 +8,20 @@ the model on texts that look as if their beginning were missing.
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from datasets.exceptions import DatasetNotFoundError
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
+from ..runtime.installation import needing_extra
 from ..runtime.names import hint
+
+
+with needing_extra("eval", "Evaluation tasks need lm-eval"):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
 
 class BosHFLM(HFLM):
@@ -87,24 +89,22 @@ def evaluate_tasks(
             the group whose figures include it (or `None`).
 
     Raises:
-        `UserError`: for a task that lm-eval does not know (naming the nearest one), or if the data of a task cannot be
-            downloaded.
+        `UserError`: for a task that lm-eval does not know, naming the nearest one.
     """
     manager = _index_tasks(tasks, include_path)
-    with _naming("--tasks", tasks):
-        output = simple_evaluate(
-            # A rendered conversation begins with the template's own token.
-            model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-            if is_chat
-            else BosHFLM(model, tokenizer, batch_size=batch_size),
-            apply_chat_template=is_chat,
-            tasks=tasks,
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            # Logged samples would keep every question and answer in memory.
-            log_samples=False,
-        )
+    output = simple_evaluate(
+        # A rendered conversation begins with the template's own token.
+        model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        if is_chat
+        else BosHFLM(model, tokenizer, batch_size=batch_size),
+        apply_chat_template=is_chat,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        # Logged samples would keep every question and answer in memory.
+        log_samples=False,
+    )
     summaries = {name: _summary(name, output) for name in output["results"]}
     for group, members in output["group_subtasks"].items():
         # Some groups have no figures of their own.
@@ -121,10 +121,7 @@ def read_questions(tasks: list[str]) -> Iterator[str]:
     Raises:
         `ValueError`: in the cases of [`evaluate_tasks`].
     """
-    flag = "--held_out_tasks"
-    manager = _index_tasks(tasks, None, flag)
-    with _naming(flag, tasks):
-        loaded = manager.load(tasks)["tasks"]
+    loaded = _index_tasks(tasks, None, "--held_out_tasks").load(tasks)["tasks"]
     for task in loaded.values():
         for example in task.eval_docs:
             yield from _texts_in(example)
@@ -150,18 +147,6 @@ def _index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "
             nearest = hint(task, manager.all_tasks, "; the nearest one is '{}'")
             raise UserError(f"{flag}: lm-eval has no task {task!r}{nearest}.")
     return manager
-
-
-@contextmanager
-def _naming(flag: str, tasks: list[str]) -> Iterator[None]:
-    """Raise `UserError` if the data of a task cannot be downloaded within the block."""
-    try:
-        yield
-    except (ConnectionError, DatasetNotFoundError) as error:
-        raise UserError(
-            f"{flag} {','.join(tasks)}: {error}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT; datasets that "
-            "were downloaded once need no connection."
-        ) from error
 
 
 def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ reference model that is a copy of the initial policy, and an evaluation that rep
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +33,6 @@ from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from ..training.run_description import digest_weights
 from .rewards import REWARDS, answer_of, check_task
-from .tools import refusing_exit
 from .trl_support import RouterLossMixin
 
 
@@ -48,8 +47,6 @@ with needing_extra("trl", "Reinforcement learning needs TRL"):
 MAX_BRACKETS = 200
 # TRL compares the word with these only when it computes the first loss.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-# Maximum number of generations in a row in which no completion gets a reward.
-MAX_UNREWARDED = 10
 
 
 @dataclass
@@ -236,15 +233,14 @@ class _OnlineTrainer(RouterLossMixin):
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
             # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
             tokenizer.response_template = qwen3_template
-        self._num_unrewarded = 0
         # Replace the method of this object: TRL calls it on the tokenizer that it gets.
         tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response)
         # With beta = 0, TRL's constructor loads no reference model. Ours is set below.
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:
             args.beta, args.sync_ref_model = 0.0, False
-        # TRL checks some flags only now, and creates the environments.
-        with as_user_errors(), refusing_exit():
+        # TRL checks some flags only now.
+        with as_user_errors():
             super().__init__(model, args=args, **kwargs)
         # TRL's constructor has read beta = 0 into `self.beta`. Restore the user's value in both places.
         args.beta, args.sync_ref_model = beta, is_synced
@@ -295,28 +291,9 @@ class _OnlineTrainer(RouterLossMixin):
         prompts, completions = (list(self._logs[name])[every][-num_samples:] for name in ("prompt", "completion"))
         return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
 
-    @contextmanager
-    def _checking_rewards(self) -> Iterator[None]:
-        """Raise `UserError` if the user's code within the block exits, or gives a reward that is infinite."""
-        with refusing_exit():
-            yield
-        # TRL would turn the advantages of the whole group into zeros. All ranks have the rewards of all ranks.
-        for name, rewards in self._logs["rewards"].items():
-            if any(map(math.isinf, rewards)):
-                raise UserError(
-                    f"The reward {name} gave an infinite value at step {self.state.global_step + 1}, from which "
-                    "nothing can be learnt. Return a finite number, or None for a completion without a reward."
-                )
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run TRL's step, and check what the user's code does in it."""
-        with self._checking_rewards():
-            return super().training_step(*args, **kwargs)
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Generate and score, but return no loss: its mean over a group is near zero for any policy."""
-        with self._checking_rewards():
-            super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return None, None, None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -324,22 +301,20 @@ class _OnlineTrainer(RouterLossMixin):
         Log without the figures that no completion has, such as the mean of a reward that gave only `None`.
 
         Raises:
-            `ValueError`: if no completion got a reward for `MAX_UNREWARDED` generations in a row, or in all steps.
+            `ValueError`: if a reward is infinite.
         """
         metrics = self._metrics["train" if self.model.training else "eval"]
-        if self.model.training:
-            for reward in metrics.get("reward", []):
-                self._num_unrewarded = self._num_unrewarded + 1 if math.isnan(reward) else 0
-        # NOTE: TRL would log None, which no display expects.
-        for name in [name for name, values in metrics.items() if all(map(math.isnan, values))]:
-            del metrics[name]
+        for name, values in list(metrics.items()):
+            # TRL turns the advantages of the whole group into zeros.
+            if name.startswith("rewards/") and any(map(math.isinf, values)):
+                raise UserError(
+                    f"{name} is infinite at step {self.state.global_step} or before, so nothing can be learnt. "
+                    "Return a finite number, or None for a completion without a reward."
+                )
+            # NOTE: TRL would log None, which no display expects.
+            if all(map(math.isnan, values)):
+                del metrics[name]
         super().log(logs, *args, **kwargs)
-        if self._num_unrewarded >= min(MAX_UNREWARDED, self.state.max_steps):
-            raise UserError(
-                f"No completion of the last {self._num_unrewarded} generation(s) got a reward: "
-                f"{', '.join(self.reward_func_names)} gave only None or NaN. The model learns nothing. Check "
-                "them on the completions that the log shows, and that the tasks have the columns they read."
-            )
 
 
 class MiniMindGRPOTrainer(_OnlineTrainer, GRPOTrainer):

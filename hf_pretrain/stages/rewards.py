@@ -27,23 +27,16 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
 # A number with or without a unit beside it: 3.1069km, USD36.05.
 _QUANTITY = re.compile(r"(?:(?<![\w.])[-+])?(?<![\d.])\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\d|\.\d)", re.ASCII)
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_JSON_TYPES: dict[str, Any] = {
-    **{"string": str, "integer": int, "number": (int, float), "boolean": bool},
-    **{"array": list, "object": dict, "null": type(None)},
-}
-
 Completion = str | list[dict[str, Any]]
 
 
-def answer_of(completion: Completion, *, with_thought: bool = False) -> str:
-    """Return the text of the assistant's last message, by default without its reasoning."""
+def answer_of(completion: Completion) -> str:
+    """Return the text of the assistant's last message, without its reasoning."""
     if isinstance(completion, str):
-        text, thought = completion, ""
+        text = completion
     else:
         message = next((m for m in reversed(completion) if m.get("role") == "assistant"), {})
-        text, thought = message.get("content") or "", message.get("reasoning_content") or ""
-    if with_thought:
-        return f"<think>\n{thought}\n</think>\n\n{text}".strip() if thought else text.strip()
+        text = message.get("content") or ""
     # Completions that TRL did not parse still hold the reasoning in their text.
     return text.rpartition("</think>")[2].strip()
 
@@ -73,7 +66,7 @@ def format_reward(completion: Completion, answer_format: str | None = None, **ro
         return None
     check_word("answer_format", answer_format, ANSWER_FORMATS)
     shape = ANSWER_FORMATS[answer_format]
-    answer = answer_of(completion, with_thought=shape.with_thought)
+    answer = answer_of(completion)
     share = sum(re.fullmatch(part, answer) is not None for part in shape.parts) / len(shape.parts)
     return 1.0 if share == 1 else PARTIAL_CREDIT * share
 
@@ -130,18 +123,25 @@ def tool_call_reward(
     completion: Completion, tools: str | None = None, solution: Any = None, task: str | None = None, **row: Any
 ) -> float | None:
     """
-    Return 0.25 for exactly one `<tool_call>` that parses, 0.5 if its name and arguments fit a tool's schema, and 1 if
-    they also equal the solution or there is no solution to compare with.
+    Return 0.25 for exactly one `<tool_call>` that parses, 0.5 if it names a tool, with all its required arguments
+    and no unknown ones, and 1 if name and arguments also equal the solution or there is no solution to compare with.
     """
     if tools is None or task not in (None, "tool-call"):
         return None
-    parameters = {tool["function"]["name"]: _parameters(tool["function"]) for tool in read_schemas(tools)}
+    parameters = {}
+    for function in (tool["function"] for tool in read_schemas(tools)):
+        schema = function.get("parameters") or {}
+        parameters[function["name"]] = set(schema.get("required") or ()), set(schema.get("properties") or ())
     # Tasks from users' files have no kind and may have several correct calls, so only the form of a call counts.
     expected = [json.loads(value) for value in _values(solution)] if task is not None else []
     calls = _tool_calls(completion)
     if len(calls) != 1:
         return 0.0
-    if not _fits(calls[0], parameters):
+    required, known = parameters.get(calls[0]["name"], (set(), set()))
+    arguments = calls[0]["arguments"]
+    if calls[0]["name"] not in parameters or not isinstance(arguments, dict):
+        return 0.25
+    if not required <= arguments.keys() <= known:
         return 0.25
     # Compare parsed JSON: the order of keys and white space do not matter.
     return 1.0 if not expected or calls[0] == expected[0] else 0.5
@@ -168,37 +168,6 @@ def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
         isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call for call in calls
     )
     return [{"name": call["name"], "arguments": call["arguments"]} for call in calls] if is_whole else []
-
-
-def _parameters(function: dict[str, Any]) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the types that each parameter of a tool allows, and the names of the required ones."""
-    schema = function.get("parameters") or {}
-    kinds = {}
-    for name, given in (schema.get("properties") or {}).items():
-        kind = given.get("type") if isinstance(given, dict) else None
-        # Without a type, all are allowed.
-        kinds[name] = [kind] if isinstance(kind, str) else list(kind or _JSON_TYPES)
-    return kinds, set(schema.get("required") or [])
-
-
-def _is_of_kind(value: Any, kind: str) -> bool:
-    """Return whether a value has a JSON type. An unknown type admits every value."""
-    # In Python a bool is an int; in JSON it is not.
-    return kind not in _JSON_TYPES or (
-        isinstance(value, _JSON_TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
-    )
-
-
-def _fits(call: dict[str, Any], parameters: dict[str, tuple[dict[str, list[str]], set[str]]]) -> bool:
-    """Return whether a call names a known tool, and its arguments fit the tool's parameters in name and type."""
-    name, arguments = call["name"], call["arguments"]
-    if name not in parameters or not isinstance(arguments, dict):
-        return False
-    kinds, required = parameters[name]
-    # The call must have all required arguments, and no unknown ones.
-    if not required <= arguments.keys() <= kinds.keys():
-        return False
-    return all(any(_is_of_kind(value, kind) for kind in kinds[key]) for key, value in arguments.items())
 
 
 REWARDS: dict[str, Callable[..., list[float | None]]] = {
@@ -251,21 +220,15 @@ def _check_reward_model(name: str) -> None:
         config, _ = PreTrainedConfig.get_config_dict(name)
     except OSError as error:
         raise UserError(f"--rewards {name}: this model cannot be read. {error}") from error
-    architecture = ", ".join(config.get("architectures") or []) or "of no known architecture"
-    # Models with code of their own may have any name, but MiniMind's checkpoints also name the loader of classifiers.
-    has_loader = "AutoModelForSequenceClassification" in (config.get("auto_map") or {})
-    is_classifier = architecture.endswith("ForSequenceClassification") or (
-        has_loader and not architecture.endswith("ForCausalLM")
-    )
+    architectures = ", ".join(config.get("architectures") or ["of no known architecture"])
     # A config without names for its labels has two.
     num_labels = len(config.get("id2label") or range(2))
-    if is_classifier and num_labels == 1:
-        return
-    labels = f" with {num_labels} labels" if is_classifier else ""
-    raise UserError(
-        f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
-        f"{architecture}{labels}. Pass another one, or a function (module.path:function) that calls this model."
-    )
+    if not architectures.endswith("ForSequenceClassification") or num_labels != 1:
+        raise UserError(
+            f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
+            f"{architectures} with {num_labels} labels. Pass another one, or a function (module.path:function) that "
+            "calls this model."
+        )
 
 
 __all__ = [

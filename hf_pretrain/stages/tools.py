@@ -12,12 +12,11 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..runtime.errors import UserError
-from ..runtime.names import hint
+from ..runtime.names import check_word
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -128,16 +127,13 @@ def load_object(name: str, *, flag: str, known: Iterable[str] = ()) -> Any:
     """
     module_name, colon, object_name = name.partition(":")
     if not colon:
-        known = list(known)
-        names = f"one of {', '.join(known)}{hint(name, known, ' (the nearest one is {})')}, or " if known else ""
-        raise UserError(f"{flag} {name} is unknown. Pass {names}module.path:function.")
+        check_word(flag, name, [*known, "module.path:function"])
     # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
     # Append it, so that a user's file cannot shadow an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        with refusing_exit():
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(
             f"{flag} {name}: the module {module_name} cannot be imported from the current directory or the "
@@ -149,15 +145,4 @@ def load_object(name: str, *, flag: str, known: Iterable[str] = ()) -> Any:
     return found
 
 
-@contextmanager
-def refusing_exit() -> Iterator[None]:
-    """Raise `UserError` if code of the user within the block calls `exit()`, which would end the run as a success."""
-    try:
-        yield
-    except SystemExit as error:
-        raise UserError(
-            f"A reward, tool or environment called exit({error.code!r}). Return a value or raise an error there."
-        ) from error
-
-
-__all__ = ["calculator", "load_object", "load_tools", "read_schemas", "refusing_exit"]
+__all__ = ["calculator", "load_object", "load_tools", "read_schemas"]

@@ -93,14 +93,6 @@ def _begin_answer(history: History) -> History:
     return [*history, {"role": "assistant", "content": "", "is_running": True}]
 
 
-def answer_again(histories: list[History]) -> list[History]:
-    """Return the histories with empty answers in place of their last ones."""
-    return [
-        _begin_answer(history[:-1] if history and history[-1]["role"] == "assistant" else history)
-        for history in histories
-    ]
-
-
 def to_request(history: History) -> list[Message]:
     """Return the messages of a history that a request sends: without errors, reasoning and empty answers."""
     kept = []
@@ -230,7 +222,6 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
         with gr.Row():
             send = gr.Button("Send", variant="primary", elem_id="send", min_width=130)
             stop = gr.Button("Stop", elem_id="stop", min_width=130)
-            again = gr.Button("Regenerate", elem_id="regenerate", min_width=130)
             clear = gr.Button("New chat", elem_id="clear", min_width=130)
         with gr.Accordion("Settings", open=False, elem_id="settings"):
             settings = [
@@ -242,13 +233,9 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
                 gr.Textbox("", label="Tools (JSON list of schemas)", lines=3),
             ]
         everything = [*chats, *histories]
-        begun = [
-            gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything]),
-            again.click(_ask_again, histories, everything),
-        ]
+        begun = gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything])
         running = [
-            event.success(_answering(endpoint), [history, *settings], [chat, history], show_progress="hidden")
-            for event in begun
+            begun.success(_answering(endpoint), [history, *settings], [chat, history], show_progress="hidden")
             for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
         ]
         for event in running:
@@ -267,21 +254,12 @@ def _both(histories: list[History]) -> list[Any]:
 
 
 def _ask(text: str, *histories: History) -> list[Any]:
-    _check_idle(histories)
+    if any(history and history[-1].get("is_running") for history in histories):
+        # The page shows the error, and keeps the typed text.
+        raise gr.Error("Wait for the end of the answer, or press Stop.", print_exception=False)
     if not text.strip():
         return [gr.skip()] * (1 + 2 * len(histories))
     return ["", *_both(add_text(list(histories), text))]
-
-
-def _ask_again(*histories: History) -> list[Any]:
-    _check_idle(histories)
-    return _both(answer_again(list(histories)))
-
-
-def _check_idle(histories: tuple[History, ...]) -> None:
-    """Raise an error that the page shows, and that keeps the typed text, while an answer grows."""
-    if any(history and history[-1].get("is_running") for history in histories):
-        raise gr.Error("Wait for the end of the answer, or press Stop.", print_exception=False)
 
 
 def _answering(endpoint: Endpoint) -> Any:
@@ -343,4 +321,4 @@ def open_page(endpoints: list[Endpoint], *, host: str, port: int, thinking: bool
     )
 
 
-__all__ = ["Endpoint", "add_text", "answer_again", "make_page", "open_page", "show", "stream_answer", "to_request"]
+__all__ = ["Endpoint", "add_text", "make_page", "open_page", "show", "stream_answer", "to_request"]

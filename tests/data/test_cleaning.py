@@ -305,8 +305,6 @@ def test_the_command(tmp_path, capsys):
     ("words", "message"),
     [
         (["inspect", "--max_length", "0"], "--max_length 0 must be at least 2"),
-        (["inspect", "--show", "-1"], "--show -1 must be at least 0"),
-        (["inspect", "--chars", "0"], "--chars 0 must be at least 1"),
         (["clean", "--near_duplicates", "-1"], "--near_duplicates -1.0 must lie between"),
         (["clean", "--output", "a.jsonl", "--overwrite"], "a.jsonl is an input"),
         (["clean", "--held_out", "a.jsonl", "--held_out_column", "question"], "a.jsonl:1 cannot be read"),

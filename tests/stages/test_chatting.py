@@ -109,8 +109,7 @@ def test_the_user_cannot_type_control_tokens(chat, raw, monkeypatch):
 
 def test_the_temperature_changes_the_next_answer(chat):
     """The toy model is certain of its answers; only a high temperature makes it err."""
-    # The logits divided by 1e-40 would be infinite, and could not be sampled from.
-    for value, is_certain in (("0", True), ("50", False), ("1e-40", True)):
+    for value, is_certain in (("0", True), ("50", False)):
         assert chat.run_command(f"/temperature {value}") == f"temperature: {value}"
         chat.run_command("/reset")
         chat.say("two and two?")

@@ -8,8 +8,6 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.testing_utils import CaptureLogger
-from transformers.utils import logging
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
@@ -218,13 +216,6 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         DistillationArguments(**{"teacher_name_or_path": "teacher"} | arguments)
-
-
-@pytest.mark.parametrize("is_teacher", [True, False])
-def test_a_student_with_the_weights_of_its_teacher_is_reported(tmp_path, is_teacher):
-    with CaptureLogger(logging.get_logger("hf_pretrain.stages.distillation")) as captured:
-        make_distiller(tmp_path, make_documents(), teacher=make_model() if is_teacher else make_teacher())
-    assert ("The student has the weights of the teacher" in captured.out) == is_teacher
 
 
 # Recipe

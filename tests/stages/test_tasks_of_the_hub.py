@@ -77,15 +77,12 @@ def test_examples_of_tasks_are_removed_from_training_data(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_connection_the_dataset_is_named(talker, tmp_path):
+def test_the_figures_of_the_validation_set_survive_tasks_without_a_connection(talker, tmp_path):
     data = write_jsonl(tmp_path / "data.jsonl", [{"text": f"two and {n} is {n + 2}"} for n in range(20)])
     arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--dataset_name", str(data)]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     result = evaluate("python", *arguments, "--tasks", "piqa,small", **environment)
-    output = result.stdout
-    assert result.returncode != 0 and "Traceback" not in output, output[-3000:]
-    assert "baber/piqa" in output and "Check the connection, HF_HUB_OFFLINE" in output
-    # The figures of the validation set are kept.
+    assert result.returncode != 0 and "baber/piqa" in result.stdout, result.stdout[-3000:]
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert 0 < results["held_out"]["eval_loss"] < 20 and results["tasks"] == {}
 
