@@ -29,8 +29,7 @@ from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.optimizers import complete_learning_rate
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 LOOP = "loop like MiniMind's"

@@ -30,7 +30,7 @@ from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.optimizers import default_learning_rate
-from hf_pretrain.weights.model_arguments import parse_fields
+from hf_pretrain.weights.models import parse_fields
 
 
 def main() -> None:

@@ -27,8 +27,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.stages.chatting import Chat, is_base_model
 from hf_pretrain.tokenizer.loading import load_tokenizer
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 def main(args: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ from hf_pretrain.weights.comparing import validation_documents
 from hf_pretrain.weights.configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, replaced_files, upstream_stage
 from hf_pretrain.weights.loading import load_upstream
-from hf_pretrain.weights.model_arguments import parse_fields
+from hf_pretrain.weights.models import parse_fields
 
 
 def main(args: argparse.Namespace) -> None:

@@ -25,8 +25,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.reporting import sample_answers
 from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 # TRL is optional. If it is missing, one line tells the user how to install it.

@@ -39,8 +39,7 @@ from hf_pretrain.stages.evaluation import (
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 ARGUMENTS = (ModelArguments, ValidationArguments, EvaluationArguments)

@@ -24,8 +24,7 @@ from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 # TRL is optional. If it is missing, one line tells the user how to install it.

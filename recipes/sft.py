@@ -23,7 +23,7 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.reporting import format_preview
 from hf_pretrain.training.running import begin_run, train_on_rows
 from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import ModelArguments
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments)

@@ -28,7 +28,7 @@ from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrai
 from hf_pretrain.training.optimizers import complete_learning_rate
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import ModelArguments
 from tests.invariants.launching import ROOT, free_port, launcher_command, start
 from tests.toys import EXPERTS, toy_model, write_jsonl
 

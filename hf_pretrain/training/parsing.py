@@ -17,7 +17,7 @@ from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import hint
 from ..runtime.parser import RecipeParser
-from ..weights.model_arguments import default_preset
+from ..weights.models import default_preset
 
 
 # Flags of MiniMind's training scripts, and ours.

@@ -20,8 +20,7 @@ from ..runtime.ranks import on_main_process
 from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, add_adapter, base_model_of
-from ..weights.model_arguments import ModelArguments
-from ..weights.models import load_model
+from ..weights.models import ModelArguments, load_model
 from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
 from .callbacks import (
     EvaluationIntervalCallback,

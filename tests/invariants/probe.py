@@ -18,7 +18,7 @@ from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.adapters import AdapterArguments, base_model_of
-from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import ModelArguments
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

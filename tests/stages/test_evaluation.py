@@ -21,7 +21,7 @@ from hf_pretrain.stages.evaluation import (
 from hf_pretrain.tokenizer.encoding import encode_documents
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import ModelArguments
 from recipes.evaluate import main
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start

@@ -24,7 +24,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import ModelArguments
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import EXPERTS, WithoutFloat64, toy_model

@@ -11,8 +11,7 @@ from hf_pretrain.training import arguments as training_args
 from hf_pretrain.training import parsing
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_config, load_model
+from hf_pretrain.weights.models import ModelArguments, load_config, load_model
 
 
 def parse(tmp_path, *words: str, config: dict | None = None):

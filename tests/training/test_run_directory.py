@@ -21,7 +21,7 @@ from hf_pretrain.training import run_directory
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.run_directory import RunDirectory
 from hf_pretrain.training.running import begin_run
-from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, process_options
 from tests.training.test_trainer import make_documents, make_trainer
 

@@ -18,7 +18,7 @@ from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.running import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
+from hf_pretrain.weights.models import ModelArguments
 from recipes import grpo, pretrain
 from tests.toys import toy_model, write_jsonl
 

@@ -18,8 +18,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights import adapters
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, load_adapter, merge_adapter
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.models import ModelArguments, load_model
 from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, run_probe, start

@@ -24,8 +24,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
 from hf_pretrain.weights.loading import is_native_checkpoint, load_upstream
-from hf_pretrain.weights.model_arguments import ModelArguments
-from hf_pretrain.weights.models import load_model
+from hf_pretrain.weights.models import ModelArguments, load_model
 from tests.invariants.launching import ROOT
 from tests.model.test_modeling_minimind import assert_near
 from tests.toys import write_jsonl
