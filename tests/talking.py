@@ -66,12 +66,8 @@ def train_talker(path: Path, *, num_steps: int = 150) -> None:
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     model = MiniMindForCausalLM(
         MiniMindConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=1024,
-            **special,
+            **{"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"max_position_embeddings": 1024} | special,
         )
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)

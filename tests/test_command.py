@@ -235,24 +235,6 @@ def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, stat
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-def test_a_closed_terminal_does_not_end_a_run_under_nohup(tmp_path):
-    words = ["pretrain", "--preset", "tiny", "--use_cpu", "--nproc", "2", "--dataset_name", "embedded:idiom"]
-    words += ["--save_steps", "2", "--max_steps", "9", "--eval_strategy", "no", "--report_to", "none"]
-    words += ["--logging_steps", "1"]
-    command = ["nohup", sys.executable, "-m", "hf_pretrain_cli", *words, "--output_dir", str(tmp_path / "run")]
-    with start(command) as process:
-        wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
-        process.send_signal(signal.SIGHUP)
-        output, _ = process.communicate(timeout=500)
-    assert process.returncode == 0 and "step 9/9" in output, output[-3000:]
-
-
-def read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-@pytest.mark.slow
 def test_bash_completes_commands_flags_and_their_words(tmp_path):
     script = tmp_path / "completion.bash"
     script.write_text(run([sys.executable, str(ROOT / "hf_pretrain_cli.py"), "completion", "bash"]).stdout)

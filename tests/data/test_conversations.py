@@ -132,23 +132,6 @@ def _parts(marked: str):
         yield part, index % 2 == 1
 
 
-def test_ids_equal_those_of_apply_chat_template(tokenizer):
-    for name, (record, _) in MARKED.items():
-        if "typed" not in name:
-            conversation = json.loads(read_conversation(record))
-            kwargs = conversation.get("chat_template_kwargs", {})
-            output = tokenizer.apply_chat_template(
-                conversation["messages"],
-                tools=conversation.get("tools"),
-                return_assistant_tokens_mask=True,
-                return_dict=True,
-                **kwargs,
-            )
-            ids, mask = encode_conversation(tokenizer, conversation["messages"], conversation.get("tools"), **kwargs)
-            assert ids == output["input_ids"], name
-            assert [int(flag) for flag in mask] == output["assistant_masks"], name
-
-
 @pytest.mark.parametrize("name", ["v1", "v3"])
 def test_templates_of_minimind_get_marks_and_render_the_same(name):
     tokenizer = load_tokenizer(TOKENIZERS / name)

@@ -56,10 +56,6 @@ def texts(name: str, **arguments) -> list[str]:
         ("hf://datasets/a/b/d/c.jsonl", DatasetName("a/b", "d/c.jsonl")),
         ("hf://datasets/a/b@v1/c.jsonl", DatasetName("a/b", "c.jsonl", "v1")),
         # The Hub's own branches, whose names hold slashes.
-        (
-            "hf://datasets/a/b@refs/convert/parquet/d/c.parquet",
-            DatasetName("a/b", "d/c.parquet", "refs/convert/parquet"),
-        ),
         ("hf://datasets/a/b@refs/pr/3/c.jsonl", DatasetName("a/b", "c.jsonl", "refs/pr/3")),
         ("a/b:config", None),
         ("a/b", None),

@@ -24,20 +24,8 @@ MODEL = {
 # Files of a run and of other programs, none of which may be pushed.
 OTHERS = {
     *("nonfinite-5.json", "rejected.jsonl", "notes.json", "run.json", ".lock", "training_args.bin"),
-    *(
-        "secret.safetensors",
-        "secret.py",
-        "data.model",
-        "weights.pth",
-        "checkpoint-2/config.json",
-        ".hub-x/config.json",
-    ),
-    *(
-        "damaged-checkpoint-1/model.safetensors",
-        "nonfinite-5/config.json",
-        "profile/step-1-rank-0.json",
-        "runs/events",
-    ),
+    *("secret.safetensors", "secret.py", "data.model", "weights.pth", "checkpoint-2/config.json"),
+    *(".hub-x/config.json", "nonfinite-5/config.json", "profile/step-1-rank-0.json", "runs/events"),
 }
 
 

@@ -11,10 +11,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
@@ -369,21 +366,6 @@ def test_attention_that_may_be_wrong_is_refused(build_model, input_ids):
             model(input_ids)
 
 
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-def test_continuous_batching_is_generation(build_model, attn_implementation):
-    """It has its own paged cache and masks."""
-    model, prompts = build_model(), [[1, 20, 30, 40], [50, 60, 70]]
-    model.set_attn_implementation(attn_implementation)
-    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
-    results = model.generate_batch(
-        prompts,
-        generation_config=GenerationConfig(use_cache=False, **greedy),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
-    )
-    alone = [model.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist() for prompt in prompts]
-    assert [result.generated_tokens for result in results.values()] == alone
-
-
 def weights_by_document(query, key, cu_seq_lens, window_size, scale):
     """Yield the documents' slices, scores and attention weights `(num_heads, length, length)`, written out."""
     left, right = (size if size >= 0 else len(query) for size in window_size or (-1, -1))
@@ -531,15 +513,6 @@ def test_save_and_load(build_model, input_ids, tmp_path, tied):
     assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
     once, twice = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
     assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
-
-
-def test_auto_classes(build_model, input_ids, tmp_path):
-    model = build_model()
-    model.save_pretrained(tmp_path)
-    backbone = AutoModel.from_pretrained(tmp_path)
-    assert type(backbone) is MiniMindModel
-    assert torch.equal(model.lm_head(backbone(input_ids).last_hidden_state), model(input_ids).logits)
-    assert type(AutoModelForCausalLM.from_config(model.config)) is MiniMindForCausalLM
 
 
 def test_optional_outputs(build_model, input_ids):

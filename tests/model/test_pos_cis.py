@@ -86,14 +86,8 @@ def test_exact_after_from_pretrained(auto_class, arguments, build_model, tmp_pat
     [
         {"rope_type": "default", "rope_theta": 1e4},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-        {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 16.0,
-            "beta_slow": 1.0,
-        },
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+        | {"beta_fast": 16.0, "beta_slow": 1.0},
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.5},
     ],
     ids=["default", "linear", "yarn", "yarn-attention-factor"],

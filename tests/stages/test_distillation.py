@@ -207,7 +207,6 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kl": "sideways"}, "--kl sideways is unknown"),
         ({"temperature": 0.0}, "--temperature 0 must be above 0"),
         ({"ce_weight": 1.5}, "--ce_weight 1.5 must lie between 0 and 1"),
         ({"teacher_name_or_path": None}, "Distillation needs a teacher"),

@@ -118,17 +118,6 @@ def test_loss_and_gradient_follow_the_formula(build_trainer, experts):
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("coef", [0.0, 2.0])
-def test_the_router_coefficient_can_be_given(build_trainer, coef):
-    losses, aux_losses = {}, []
-    for value in (None, coef):
-        trainer = build_trainer(experts=EXPERTS, router_aux_loss_coef=value)
-        batch = next(iter(trainer.get_train_dataloader()))
-        losses[value] = trainer.compute_loss(trainer.model, dict(batch)).item()
-        aux_losses += trainer._metrics["train"]["aux_loss"]
-    assert losses[coef] - losses[None] == pytest.approx((coef - 0.5) * aux_losses[0], rel=1e-4)
-
-
 def rows_of(pairs: Dataset) -> list[list[int]]:
     return [pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
 

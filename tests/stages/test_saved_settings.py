@@ -13,14 +13,8 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
 RECORD = {"text": "The sky is blue.", "prompt": "Sky?", "completion": "Blue.", "chosen": "Blue.", "rejected": "Red."}
-ONLINE = [
-    "--rewards",
-    "tests.stages.test_reinforcement:long_reward",
-    "--max_completion_length",
-    "4",
-    "--num_generations",
-    "2",
-]
+ONLINE = ["--rewards", "tests.stages.test_reinforcement:long_reward"]
+ONLINE += ["--max_completion_length", "4", "--num_generations", "2"]
 STAGES = {
     "pretrain": ["pretrain", "--activation_checkpointing"],
     "sft": ["sft", "--use_peft"],

@@ -67,17 +67,6 @@ def test_the_history_names_the_ranks_that_died(tmp_path, monkeypatch):
     assert "Rank(s) 1 of 2 died" in (tmp_path / "report.html").read_text()
 
 
-def test_a_schedule_that_needs_the_number_of_steps_works_in_every_stage(tmp_path):
-    trainer = make_run_trainer(tmp_path, lr_scheduler_type="warmup_stable_decay", max_steps=10, warmup_steps=0)
-    schedule = trainer.create_scheduler(10, trainer.create_optimizer())
-    factors = []
-    for _ in range(10):
-        factors.append(schedule.get_last_lr()[0] / trainer.args.learning_rate)
-        schedule.step()
-    # The last 20 % of the steps decay.
-    assert factors[:9] == pytest.approx([1.0] * 9) and factors[9] < 0.6
-
-
 class SignalInEvaluation(TrainerCallback):
     """Send SIGTERM during the evaluation after a step."""
 

@@ -461,14 +461,10 @@ def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_profile_covers_one_step_per_interval(tmp_path, capfd):
-    # An interval of 3 traces two of the six steps. An interval of 7 traces no step and leaves no file.
-    for interval in (3, 7):
-        profiler = ProfilerCallback(interval)
-        for directory in (tmp_path, tmp_path / "again"):
-            train(make_trainer(directory, make_documents(), callbacks=[profiler]))
+    # An interval of 3 traces two of the six steps.
+    train(make_trainer(tmp_path, make_documents(), callbacks=[ProfilerCallback(3)]))
     traces = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert traces == ["step-3-rank-0.json", "step-6-rank-0.json"]
-    assert len(list((tmp_path / "again/profile").iterdir())) == 2
     events = json.loads((tmp_path / "profile" / traces[0]).read_text())["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
     assert any(event.get("name") == "[memory]" for event in events)
