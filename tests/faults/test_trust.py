@@ -1,6 +1,5 @@
 """The package reads untrusted files without running code, or refuses them; and it writes the token nowhere."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -70,20 +69,11 @@ def test_hostile_shards_of_deepspeed(workspace, reference, planted, tmp_path, re
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("kind", ["pth", "shard name"])
-def test_hostile_weights(kind, workspace, planted, tmp_path, record):
-    words = command(workspace, tmp_path / "run")
-    if kind == "pth":
-        model, message = tmp_path / "model.pth", "was refused before any of its code ran"
-        torch.save({"model.embed_tokens.weight": Hostile(planted)}, model)
-        words += ["--tokenizer_name_or_path", str(workspace / "toy")]
-    else:
-        model, message = Path(shutil.copytree(workspace / "toy", tmp_path / "toy")), "must name files beside it"
-        shutil.move(model / "model.safetensors", tmp_path / "outside.safetensors")
-        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside.safetensors"}}
-        (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    words[words.index("--model_name_or_path") + 1] = str(model)
-    record(f"hostile: {kind}", refuses(words, planted, message))
+def test_hostile_weights(workspace, planted, tmp_path, record):
+    words = command(workspace, tmp_path / "run", "--tokenizer_name_or_path", str(workspace / "toy"))
+    torch.save({"model.embed_tokens.weight": Hostile(planted)}, tmp_path / "model.pth")
+    words[words.index("--model_name_or_path") + 1] = str(tmp_path / "model.pth")
+    record("hostile: pth", refuses(words, planted, "was refused before any code in it ran"))
 
 
 @pytest.mark.faults

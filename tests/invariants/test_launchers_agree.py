@@ -19,7 +19,6 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 pytestmark = pytest.mark.distributed
 
 DEEPSPEED = {path.stem: ["--deepspeed", str(path)] for path in sorted((ROOT / "ds_configs").glob("*.json"))}
-DEEPSPEED = {path.stem: ["--deepspeed", str(path)] for path in sorted((ROOT / "ds_configs").glob("*.json"))}
 LAUNCHES = {
     "DDP": ("torchrun", []),
     "FSDP2": ("torchrun", ["--fsdp_size", "2"]),
