@@ -21,7 +21,6 @@ number of records per reason.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -33,7 +32,6 @@ from hf_pretrain.data.cleaning import (
     OVERLAP_CHARS,
     CleaningRules,
     OverlapFinder,
-    check_kinds,
     check_sources,
     held_out_texts,
     output_files,
@@ -41,7 +39,7 @@ from hf_pretrain.data.cleaning import (
     write_cleaned,
 )
 from hf_pretrain.data.inspection import describe, render, survey_records
-from hf_pretrain.data.records import describe_splits, list_sources, plain_text, read_records
+from hf_pretrain.data.records import list_sources, plain_text, read_records
 from hf_pretrain.runtime.activity import announce
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
@@ -69,14 +67,13 @@ def inspect(args: argparse.Namespace) -> None:
             mark_template(tokenizer)
     announce("counting tokens and languages")
     findings = describe(survey, tokenizer, max_length=args.max_length)
-    lines = [*filter(None, [describe_splits(sources)]), *(f"{label:20} {text}" for label, text in findings)]
-    lines.append(f"\n{min(args.show, len(survey.sample))} records as the model sees them:")
-    for record in random.Random(0).sample(survey.sample, min(args.show, len(survey.sample))):
+    lines = [f"{label:20} {text}" for label, text in findings]
+    shown_records = random.Random(0).sample(survey.sample, min(args.show, len(survey.sample)))
+    lines.append(f"\n{len(shown_records)} records as the model sees them:")
+    for record in shown_records:
         shown = tokenizer.decode(render(record, tokenizer))
         lines += [f"\n--- {record.source}:{record.line}", shown[:400] + " …" * (len(shown) > 400)]
-    # The reader of a pipe may have ended, as `head` does.
-    with contextlib.suppress(BrokenPipeError):
-        print("\n".join(lines), flush=True)
+    print("\n".join(lines))
 
 
 def clean(args: argparse.Namespace) -> None:
@@ -86,9 +83,6 @@ def clean(args: argparse.Namespace) -> None:
     rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
     sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
     check_sources(sources + held_out_sources, output)
-    check_kinds(sources, args.text_column)
-    if splits := describe_splits(sources + held_out_sources):
-        print(splits)
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
     if args.held_out_tasks:
         # lm-eval is an extra, and its import is slow.

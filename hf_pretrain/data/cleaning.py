@@ -8,11 +8,10 @@ locality-sensitive hashing (https://en.wikipedia.org/wiki/MinHash).
 
 import hashlib
 import json
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..runtime.installation import install_command
 from ..runtime.writing import check_output
 from .corpora import COPY
 from .formats import BadRecord, check_values, write_json
-from .records import Record, find_schema, plain_text
+from .records import Record, plain_text
 
 
 # Length of a shingle in characters. The similarity of two texts is the Jaccard index of their sets of shingles.
@@ -34,7 +33,6 @@ _BANDS = (21, 6)
 _MIN_SIMILARITY = 0.7
 # A record that shares this many characters in a row with held-out text is contaminated.
 OVERLAP_CHARS = 60
-_REPORT_SUFFIX = ".report.json"
 
 
 @dataclass(frozen=True)
@@ -56,16 +54,11 @@ class CleaningRules:
     near_duplicates: float | None = 0.85
 
     def __post_init__(self) -> None:
-        if self.min_chars < 0:
-            raise UserError(f"--min_chars {self.min_chars} must be at least 0.")
-        for name in ("max_repeated_lines", "min_letters"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"--{name} {getattr(self, name)} must lie between 0 and 1: it is a share.")
-        if self.near_duplicates is not None and not _MIN_SIMILARITY <= self.near_duplicates <= 1:
-            raise UserError(
-                f"--near_duplicates {self.near_duplicates} must lie between {_MIN_SIMILARITY} and 1. "
-                "Pass 0 to keep near duplicates."
-            )
+        shares = {"max_repeated_lines": 0, "min_letters": 0, "near_duplicates": _MIN_SIMILARITY}
+        for name, least in shares.items():
+            value = vars(self)[name]
+            if value is not None and not least <= value <= 1:
+                raise UserError(f"--{name} {value} must lie between {least} and 1.")
 
 
 @dataclass
@@ -93,23 +86,11 @@ def normalize(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def digest(document: Any) -> bytes:
-    """
-    Return 16 bytes that are equal for equal texts or conversations; white space and the composition of accents do not
-    count.
-    """
-    text = json.dumps(_join_words(document), ensure_ascii=False)
+def digest(text: str) -> bytes:
+    """Return 16 bytes that are equal for texts that differ at most in white space and the composition of accents."""
+    # NFKC would make "x²" and "x2" equal.
+    text = " ".join(unicodedata.normalize("NFC", text).split())
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _join_words(value: Any) -> Any:
-    """Return a parsed JSON value with single spaces in its strings, which are in Unicode's form NFC."""
-    if isinstance(value, str):
-        # NFKC would make "x²" and "x2" equal.
-        return " ".join(unicodedata.normalize("NFC", value).split())
-    if isinstance(value, list):
-        return list(map(_join_words, value))
-    return {key: _join_words(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def find_flaw(text: str, rules: CleaningRules) -> str:
@@ -153,20 +134,20 @@ class DuplicateFinder:
         self._index = MinHashLSH(num_perm=_NUM_HASHES, params=_BANDS)
         self._similarity = similarity
 
-    def add(self, document: Any, plain: str | None = None) -> str:
+    def add(self, document: str, plain: str) -> str:
         """
         Keep a document and return "", or return `exact duplicate` or `near duplicate` if an earlier one is like it.
 
         Args:
-            document: the text or the conversation that exact duplicates share.
-            plain (`str`, *optional*): the text that near duplicates are found by; by default `document`.
+            document (`str`): the text, or the conversation in the internal form, that exact duplicates share.
+            plain (`str`): the text that near duplicates are found by.
         """
         if (key := digest(document)) in self._digests:
             return "exact duplicate"
         self._digests.add(key)
         if self._index is None:
             return ""
-        text = normalize(document if plain is None else plain)
+        text = normalize(plain)
         pieces = {text[i : i + _SHINGLE] for i in range(max(1, len(text) - _SHINGLE + 1))}
         signature = self._new_hash(num_perm=_NUM_HASHES)
         signature.update_batch([piece.encode("utf-8", "surrogatepass") for piece in pieces])
@@ -200,8 +181,6 @@ class OverlapFinder:
 
     def finds(self, text: str) -> bool:
         """Return whether a text shares a window with the held-out texts, or equals a short one."""
-        if not self._windows and not self.short:
-            return False
         text = normalize(text)
         return text in self.short or any(hash(window) in self._windows for window in _windows(text))
 
@@ -236,14 +215,12 @@ def clean_records(
         try:
             line = _write_line(record)
         except BadRecord as error:
-            # Digits differ between lines with the same fault.
-            fault = f"bad line: {re.sub(r'[0-9]+', 'N', error.reason)[:80]}"
-            reason = COPY.reason if record.reason == COPY.reason else fault
-            yield replace(record, reason=error.reason), "", reason
+            reason = COPY.reason if record.reason == COPY.reason else f"bad line: {error.reason}"
+            yield record, "", reason
             continue
         text = plain_text(record)
         reason = find_flaw(text, rules) or ("in the held-out data" if held_out.finds(text) else "")
-        yield record, line, reason or duplicates.add(record.document, text)
+        yield record, line, reason or duplicates.add(record.text, text)
 
 
 def _write_line(record: Record) -> str:
@@ -264,7 +241,7 @@ def output_files(path: Path) -> tuple[Path, Path, Path]:
     """
     if path.suffix != ".jsonl":
         raise UserError(f"--output {path}: the command writes JSONL, so end the name in .jsonl.")
-    return path, path.with_name(f"{path.name}.dropped"), path.with_name(path.name + _REPORT_SUFFIX)
+    return path, path.with_name(f"{path.name}.dropped"), path.with_name(f"{path.name}.report.json")
 
 
 def replaced_files(path: str | Path, *, overwrite: bool) -> list[Path]:
@@ -284,8 +261,7 @@ def replaced_files(path: str | Path, *, overwrite: bool) -> list[Path]:
 
 def check_sources(sources: list[str], path: Path) -> None:
     """
-    Raise `ValueError` if a cleaning with the output `path` would replace a source, if a source is a report, or in the
-    case of [`output_files`].
+    Raise `ValueError` if a cleaning with the output `path` would replace a source, or in the case of [`output_files`].
     """
     written = [file.resolve() for file in output_files(path)]
     for source in sources:
@@ -294,24 +270,6 @@ def check_sources(sources: list[str], path: Path) -> None:
                 f"{source} is an input, but this command would replace it. Choose another --output, or leave this "
                 "input out."
             )
-        data = source.removesuffix(_REPORT_SUFFIX)
-        if data != source and Path(data).is_file():
-            raise UserError(f"{source} is named like the report on {data}. Leave it out, or rename it if it is data.")
-
-
-def check_kinds(sources: list[str], text_column: str) -> None:
-    """
-    Raise `ValueError` if sources hold records of different kinds. A run reads one kind and rejects the others as bad
-    lines.
-    """
-    first: dict[str, str] = {}
-    for source in sources:
-        kind = find_schema(source, text_column)
-        if kind is not None:
-            first.setdefault(kind, source)
-    if len(first) > 1:
-        found = " and ".join(f"{source} holds {kind}s" for kind, source in first.items())
-        raise UserError(f"{found}, which no run can read from one file. Clean each kind into an --output of its own.")
 
 
 def write_cleaned(
@@ -342,14 +300,13 @@ def write_cleaned(
             bar.update()
             if reason:
                 report.dropped[reason] += 1
-                where = {"source": record.source, "line": record.line, "reason": record.reason or reason}
+                where = {"source": record.source, "line": record.line, "reason": reason}
                 dropped.write(json.dumps(where | {"start": record.text[:80]}, ensure_ascii=False) + "\n")
             else:
                 report.num_kept += 1
                 kept.write(line + "\n")
     if not report.num_kept:
-        reasons = "; ".join(f"{number:,} x {reason}" for reason, number in report.dropped.most_common(3))
-        raise UserError(f"No record is left of {report.num_records:,}, so {path.name} is not written: {reasons}.")
+        raise UserError(f"No record is left, so {path.name} is not written: {report}.")
     return report
 
 
@@ -359,7 +316,6 @@ __all__ = [
     "CleaningRules",
     "DuplicateFinder",
     "OverlapFinder",
-    "check_kinds",
     "check_sources",
     "clean_records",
     "digest",

@@ -102,24 +102,19 @@ def _read_idiom(path: Path) -> Iterator[EmbeddedDocument]:
 
     The conversation asks for the meaning of the idiom, then for its source.
     """
-    for entry in _idioms(path):
-        lines = [f"{entry['word']} ({entry['pinyin']})"]
-        for label, column in (("解释", "explanation"), ("出处", "derivation"), ("例句", "example")):
-            if column in entry:
-                lines.append(f"{label}：{entry[column]}")
-        turns = [f"“{entry['word']}”是什么意思？"]
-        if "explanation" in entry:
-            turns.append(entry["explanation"])
-            turns += ["它的出处是哪里？", entry["derivation"]] if "derivation" in entry else []
-        yield EmbeddedDocument("\n".join(lines), turns)
-
-
-def _idioms(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the entries of the dictionary without their empty fields."""
     with path.open(encoding="utf-8", newline="") as file:
-        for entry in csv.DictReader(file):
+        for row in csv.DictReader(file):
             # The dictionary writes 无 ("none") into empty fields.
-            yield {column: text for column, text in entry.items() if text != "无"}
+            entry = {column: text for column, text in row.items() if text != "无"}
+            lines = [f"{entry['word']} ({entry['pinyin']})"]
+            for label, column in (("解释", "explanation"), ("出处", "derivation"), ("例句", "example")):
+                if column in entry:
+                    lines.append(f"{label}：{entry[column]}")
+            turns = [f"“{entry['word']}”是什么意思？"]
+            if "explanation" in entry:
+                turns.append(entry["explanation"])
+                turns += ["它的出处是哪里？", entry["derivation"]] if "derivation" in entry else []
+            yield EmbeddedDocument("\n".join(lines), turns)
 
 
 def _read_chatterbot(path: Path) -> Iterator[EmbeddedDocument]:

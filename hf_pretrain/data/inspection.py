@@ -75,9 +75,9 @@ def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
             continue
         survey.kinds[record.schema] += 1
         if survey.num_records <= NUM_SEARCHED:
-            survey.num_near_duplicates += finder.add(record.document, plain_text(record)) == "near duplicate"
+            survey.num_near_duplicates += finder.add(record.text, plain_text(record)) == "near duplicate"
         survey.num_bytes += len(plain_text(record, chosen_only=True).encode())
-        digests.add(digest(record.document))
+        digests.add(digest(record.text))
         if len(survey.sample) < SAMPLE_SIZE:
             survey.sample.append(record)
         elif (place := generator.randrange(survey.num_records)) < SAMPLE_SIZE:
@@ -128,22 +128,16 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     places = ", ".join(f"{percentile}%: {np.percentile(lengths, percentile):,.0f}" for percentile in _PERCENTILES)
     languages = Counter(map(find_language, map(plain_text, sample)))
     num_searched = min(survey.num_records, NUM_SEARCHED)
-    searched = "" if num_searched == survey.num_records else f"first {num_searched:,} "
-    note = "of a preference, only the prompt and the chosen answer are counted"
     kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
-    reasons = survey.reasons.most_common(_MAX_REASONS)
-    num_others = survey.reasons.total() - sum(number for _, number in reasons)
     rows = [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
-        *([("", note)] if survey.kinds["preference"] else []),
         ("Left out", f"{survey.reasons.total():,}"),
-        *(("", f"{number:,}: {reason}") for reason, number in reasons),
-        *([("", f"{num_others:,}: other reasons")] if num_others else []),
+        *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(_MAX_REASONS)),
         ("Tokens", f"about {tokens:,}; {lengths.sum() / max(1, num_bytes):.3f} per byte"),
         ("Tokens per record", places),
         ("Over --max_length", f"{(lengths > max_length).mean():.1%} of the records exceed {max_length} tokens"),
         ("Exact duplicates", f"{survey.num_duplicates / survey.num_records:.1%} of the records"),
-        ("Near duplicates", f"{survey.num_near_duplicates / num_searched:.1%} of the {searched}records"),
+        ("Near duplicates", f"{survey.num_near_duplicates / num_searched:.1%} of the first {num_searched:,} records"),
         ("Languages", ", ".join(f"{name} {n / len(sample):.0%}" for name, n in languages.most_common(6))),
         ("Packed sequences", f"about {tokens / max_length:,.0f} of {max_length} tokens"),
         (
@@ -154,11 +148,8 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     for preset in PRESETS:
         number = _num_parameters(preset)
         passes = TOKENS_PER_PARAMETER * number / max(1, tokens)
-        num_passes = f"{passes:,.0f}" if passes >= 10 else f"{passes:.1f}"
-        ratio = tokens / number
-        shown = f"{ratio:,.2f}" if ratio >= 1 else f"{ratio:.2g}"
-        needed = f"{TOKENS_PER_PARAMETER} per parameter take {num_passes} passes"
-        rows.append((f"For {preset}", f"{shown} tokens per parameter in one pass; {needed}"))
+        needed = f"{TOKENS_PER_PARAMETER} per parameter take {passes:,.1f} passes"
+        rows.append((f"For {preset}", f"{tokens / number:,.3f} tokens per parameter in one pass; {needed}"))
     return rows
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from .conversations import SCHEMAS
 from .formats import BadRecord, file_format, parse_json, read_text
-from .hub_datasets import SPLIT, load_hub_dataset
-from .sources import EMBEDDED_SOURCES, find_sources, is_hub_dataset, read_source
+from .hub_datasets import load_hub_dataset
+from .sources import EMBEDDED_SOURCES, find_sources, read_source
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,17 @@ def list_sources(names: list[str]) -> list[str]:
     return sources
 
 
-def describe_splits(sources: list[str]) -> str:
-    """Return a sentence that names the split read from each Hub dataset; "" if there are none."""
-    names = [source for source in sources if is_hub_dataset(source)]
-    return f"Read from the Hub, as in training: the split `{SPLIT}` of {', '.join(names)}." if names else ""
-
-
-def read_records(sources: list[str], *, schema: str | None = None, text_column: str = "text") -> Iterator[Record]:
+def read_records(sources: list[str], *, text_column: str = "text") -> Iterator[Record]:
     """
     Yield all records of files, embedded parts and Hub datasets. Bad lines and the copies in embedded parts have a
     reason.
 
     Args:
         sources (`list[str]`): the result of [`list_sources`].
-        schema (`str`, *optional*): `text`, or a key of `SCHEMAS`; by default the one that [`find_schema`] finds.
         text_column (`str`): key of the text, for the schema `text`.
     """
     for source in sources:
-        kind = schema or find_schema(source, text_column) or "text"
+        kind = _find_schema(source, text_column)
         column = "text" if source in EMBEDDED_SOURCES else text_column
         for line, content in _read_contents(source, kind, column):
             try:
@@ -86,8 +79,8 @@ def read_records(sources: list[str], *, schema: str | None = None, text_column: 
                 yield Record(source, line, None, "", error.reason)
 
 
-def find_schema(source: str, text_column: str = "text") -> str | None:
-    """Return the schema of the first record of a source that has one; `None` if none does."""
+def _find_schema(source: str, text_column: str) -> str:
+    """Return the schema of the first record of a source that has one; `text` if none does."""
     if source in EMBEDDED_SOURCES:
         return "text"
     for _, content in _read_contents(source, "text", text_column):
@@ -97,7 +90,7 @@ def find_schema(source: str, text_column: str = "text") -> str | None:
             with contextlib.suppress(BadRecord):
                 _read_content(content, schema, text_column)
                 return schema
-    return None
+    return "text"
 
 
 def plain_text(record: Record, *, chosen_only: bool = False) -> str:
@@ -134,4 +127,4 @@ def _read_content(content: Any, schema: str, text_column: str) -> str:
     return read_text(content, text_column=text_column) if schema == "text" else SCHEMAS[schema](content)
 
 
-__all__ = ["Record", "describe_splits", "find_schema", "list_sources", "plain_text", "read_records"]
+__all__ = ["Record", "list_sources", "plain_text", "read_records"]
