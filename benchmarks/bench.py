@@ -38,13 +38,28 @@ from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.allocation import keep_freed_blocks
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.efficiency import measure_gemm_rate, num_active_parameters
+from hf_pretrain.training.efficiency import num_active_parameters
 from hf_pretrain.training.parsing import read_config
 
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"26M": "minimind2-small", "104M": "minimind2", "145M-moe": "minimind2-moe"}
 NUM_DOCUMENTS = 6000
+
+
+def measure_gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of several large square matrix products."""
+    # Matrices must be large enough to keep all threads busy, and small enough to take milliseconds.
+    size = 8192 if device.type == "cuda" else 1024 if torch.get_num_threads() <= 4 else 2048
+    left, right, product = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
+    best = float("inf")
+    for _ in range(10):
+        programs.wait_for(device)
+        start = time.perf_counter()
+        torch.mm(left, right, out=product)
+        programs.wait_for(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
 
 
 def median_step(steps: Steps) -> tuple[float, float]:

@@ -152,7 +152,7 @@ PROGRESS = (
     r"\d process\(es\) on CPU, float32.*",
     r"[a-z].* \.\.\.",
     r"(Training|Validation): \d+ documents, [\d,]+ tokens in \d+ sequences, [\d.]+% filled, 0 tokens cut at .* 32",
-    r"step [12]/2: loss \d\.\d{4}, [\d,]+ tokens/s, mfu \d+%",
+    r"step [12]/2: loss \d\.\d{4}, [\d,]+ tokens/s",
     r"step [12]/2: validation loss \d\.\d{4}, bits per byte \d\.\d{4}",
     r"step [12]/2: '.*' -> '.*'",
     "",

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ..runtime.errors import UserError
 
@@ -109,12 +109,7 @@ class PaddedStream(IterableDataset):
     Args:
         dataset: an iterable of rows.
         multiple (`int`): number of rows in a global batch.
-        is_training (`bool`, defaults to `True`): start again after each pass. Refuse a stream that fills less than
-            half of a step, unless several workers of the loader read it.
-
-    Raises:
-        `ValueError`: while iterating, if training would see more padding rows than rows, and one process reads the
-            whole stream.
+        is_training (`bool`, defaults to `True`): start again after each pass.
     """
 
     def __init__(self, dataset: Any, *, multiple: int, is_training: bool = True):
@@ -137,14 +132,6 @@ class PaddedStream(IterableDataset):
         for row in self.dataset:
             yield {**row, ROW_NUMBER_COLUMN: num_rows}
             num_rows += 1
-        # One of several workers of the loader sees only its share of the stream, which may be small or empty.
-        worker = get_worker_info()
-        is_whole = worker is None or worker.num_workers == 1
-        if self.is_training and is_whole and 2 * num_rows < self.multiple:
-            raise UserError(
-                f"The stream ended after {num_rows:,} rows, and a step needs {self.multiple:,}. Lower "
-                "--per_device_train_batch_size or --gradient_accumulation_steps, or add data."
-            )
         # The last row serves as the padding row: a stream cannot go back to its first one.
         # An empty stream gets no padding rows, because -0 % multiple is 0.
         for _ in range(-num_rows % self.multiple):
@@ -194,19 +181,13 @@ class PaddingRowCollator:
                 )
             batch["labels"][is_padding_row] = -100
         if self.vocab_size is not None and "input_ids" in batch:
-            self._check_ids(batch["input_ids"], features)
+            # A GPU would only report that an assertion failed. Here on the CPU, reading the result waits for nothing.
+            least, largest = (int(value) for value in batch["input_ids"].aminmax())
+            if least < 0 or largest >= self.vocab_size:
+                raise UserError(
+                    f"A row holds the id {least if least < 0 else largest}; the model knows ids 0 to "
+                    f"{self.vocab_size - 1}. Prepare the rows with the model's own tokenizer."
+                )
         if "loss_mask" in batch and (batch["loss_mask"] < 0).any():
             raise UserError("loss_mask holds a negative weight. Weights of predictions must be zero or positive.")
         return batch
-
-    def _check_ids(self, input_ids: torch.Tensor, features: list[dict[str, Any]]):
-        """Raise `ValueError` for an id out of range. A GPU would only report that an assertion failed."""
-        # The collator runs on the CPU, where reading the result does not wait for a GPU.
-        is_bad = (input_ids < 0) | (input_ids >= self.vocab_size)
-        if is_bad.any():
-            place = int(is_bad.flatten(1).any(dim=1).nonzero()[0])
-            number = features[place].get(ROW_NUMBER_COLUMN, "?") if len(features) == len(input_ids) else "?"
-            raise UserError(
-                f"Row {number} holds the id {int(input_ids[is_bad][0])}; the model knows ids 0 to "
-                f"{self.vocab_size - 1}. Prepare the rows with the model's own tokenizer."
-            )

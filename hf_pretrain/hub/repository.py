@@ -282,10 +282,10 @@ class HubPusher:
             if self._waiting and not self._pushes:
                 self.push_checkpoint(self._waiting)
 
-    def push_model(self, *, message: str | None, revision: str | None = None) -> None:
+    def push_model(self, *, message: str | None) -> None:
         """Push the model in `output_dir`, and set `report`. The run is saved, so a failed push does not fail it."""
         try:
-            url = push_folder(self.output_dir, str(self.repo_id), message=message, revision=revision or self.revision)
+            url = push_folder(self.output_dir, str(self.repo_id), message=message, revision=self.revision)
         except UserError as error:
             logger.warning(str(error))
             self.report = f"FAILED: {error}"

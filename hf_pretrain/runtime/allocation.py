@@ -34,9 +34,3 @@ def keep_freed_blocks() -> None:
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, -1)
     libc.mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)
-
-
-def return_freed_blocks() -> None:
-    """Return freed heap memory to the operating system. Do nothing without glibc."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)

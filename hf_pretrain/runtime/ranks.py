@@ -1,6 +1,5 @@
 """Let the ranks of a run agree, take turns, and name the ranks that do not respond."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +17,6 @@ T = TypeVar("T")
 
 # If several ranks fail for the same reason, they do so within this time.
 _ROLL_CALL_SECONDS = 5.0
-
-
-def num_local_processes() -> int:
-    """Return the number of processes that the launcher started on this machine."""
-    # NOTE: under the deepspeed launcher, which sets LOCAL_SIZE, accelerate sets LOCAL_WORLD_SIZE to 1.
-    is_deepspeed = "CROSS_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-    return int(os.environ.get("LOCAL_SIZE" if is_deepspeed else "LOCAL_WORLD_SIZE", 1))
 
 
 def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:

@@ -1,6 +1,7 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,21 +12,20 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
+from transformers.utils import strtobool
 
 from ..runtime.activity import shows_bars
-from ..runtime.devices import has_bfloat16_units
+from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
-from ..runtime.names import check_choices, check_word
+from ..runtime.names import check_choices
 from ..runtime.ranks import first_process_first
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .launch import (
     check_device,
     check_launch,
-    choose_device,
     launcher,
     start_cpu_ranks,
     start_deepspeed_cpu_ranks,
@@ -43,6 +43,7 @@ _BOUNDS: dict[str, tuple[int, float]] = {
     **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size"), (1, math.inf)),
     **{"per_device_eval_batch_size": (1, math.inf), "profile_interval": (2, math.inf)},
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "dataloader_num_workers"), (0, math.inf)),
+    **{"num_train_epochs": (0, math.inf), "max_steps": (-1, math.inf)},
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1)),
     **dict.fromkeys(("seed", "data_seed"), (0, 2**32)),
 }
@@ -171,9 +172,6 @@ class LMTrainingArguments(TrainingArguments):
         self.launcher = launcher()
         # The choice of `launch.choose_cpu_threads`, in words.
         self.threads = ""
-        if self.accelerator_config is None:
-            # Each rank reads a stream itself, because the trainer pads its last batch.
-            self.accelerator_config = {"dispatch_batches": False}
         # --load_best_model_at_end needs an evaluation at each checkpoint, so their interval must not grow.
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
@@ -182,8 +180,6 @@ class LMTrainingArguments(TrainingArguments):
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
         self._choose_device()
-        if self.optim is not None:
-            check_word("--optim", self.optim, [name.value for name in OptimizerNames])
         check_choices(self)
         self._check_amounts()
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
@@ -205,11 +201,12 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed_plugin is not None:
             prepare_deepspeed_config(self.deepspeed_plugin.deepspeed_config, self)
         check_device(self)
-        _check_trackers(cast(list[str], self.report_to))
 
     def _choose_device(self) -> None:
         """Choose the device, and the precision and the compilation if the user left them out: they depend on it."""
-        device_type = choose_device(use_cpu=self.use_cpu)
+        # `accelerate launch --cpu` sets the variable.
+        use_cpu = self.use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")))
+        device_type = default_device_type(use_cpu=use_cpu)
         self.use_cpu = device_type == "cpu"
         take_launchers_precision(self)
         if self.bf16 is None:
@@ -296,50 +293,19 @@ class LMTrainingArguments(TrainingArguments):
             self.max_grad_norm = 0.0 if self.optim_preset == "muon" else TrainingArguments.max_grad_norm
 
     def _check_amounts(self):
-        """
-        Raise `ValueError` for numbers with which the run would train nothing, diverge, or fail after the preparation.
-        """
-        if self.max_steps == 0 or self.max_steps < -1:
-            raise UserError(
-                f"--max_steps {self.max_steps} must be at least 1. Leave it out to train for --num_train_epochs."
-            )
-        if self.max_steps == -1 and not 0 < self.num_train_epochs < float("inf"):
-            raise UserError(
-                f"--num_train_epochs {self.num_train_epochs:g} must be above 0 and finite. Use 1 for one pass over "
-                "the data, or --max_steps."
-            )
+        """Raise `ValueError` for numbers with which the run would diverge, or fail after the preparation."""
         for name, (least, limit) in _BOUNDS.items():
             value = vars(self)[name]
             # NaN fails this test, too.
             if isinstance(value, int | float) and not least <= value < limit:
                 below = "finite" if limit == math.inf else f"below {limit}"
                 raise UserError(f"--{name} {value} must be at least {least} and {below}.")
-        for name in ("save", "eval", "logging"):
-            steps, strategy = vars(self)[f"{name}_steps"], vars(self)[f"{name}_strategy"]
-            if strategy == IntervalStrategy.STEPS and isinstance(steps, int | float) and not steps > 0:
-                raise UserError(
-                    f"--{name}_steps {steps:g} must be above 0. To turn it off, pass --{name}_strategy no."
-                )
 
 
 def optimizer_name(args: TrainingArguments) -> str:
     """Return the name of the optimizer: `muon` with `--optim_preset muon`, otherwise the value of `--optim`."""
     is_muon = isinstance(args, LMTrainingArguments) and args.optim_preset == "muon"
     return "muon" if is_muon else OptimizerNames(args.optim).value
-
-
-def _check_trackers(names: list[str]) -> None:
-    """
-    Raise `ValueError` for a tracker of `--report_to` that is unknown or not installed. Trainer raises after the data.
-    """
-    installed = get_available_reporting_integrations()
-    for name in names:
-        check_word("--report_to", name, tuple(INTEGRATION_TO_CALLBACK))
-        if name not in installed:
-            raise UserError(
-                f"--report_to {name}: its package is not installed. Installed here: {', '.join(installed) or 'none'}. "
-                f"To add it: pip install {name}"
-            )
 
 
 @dataclass

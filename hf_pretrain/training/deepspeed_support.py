@@ -8,13 +8,11 @@ import torch
 from accelerate.utils import other
 from torch import nn
 from transformers import TrainingArguments
-from transformers.utils import logging, strtobool
+from transformers.utils import strtobool
 
 from ..runtime.errors import UserError
 from ..weights.adapters import base_model_of, is_adapted
 
-
-logger = logging.get_logger(__name__)
 
 # NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine. The
 # import takes a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
@@ -50,16 +48,6 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
     if args.optim_preset == "muon":
         _prepare_for_muon(config, args)
         return
-    for block in config.keys() & {"optimizer", "scheduler"}:
-        logger.warning(
-            f"The DeepSpeed config has a `{block}` block: it overrides --optim, --learning_rate and "
-            "--lr_scheduler_type of this run. Remove the block to let the recipe decide."
-        )
-    if args.max_grad_norm not in (0, TrainingArguments.max_grad_norm) and "gradient_clipping" not in config:
-        logger.warning(
-            f"--max_grad_norm {args.max_grad_norm:g} has no effect, because the DeepSpeed config lacks "
-            '`gradient_clipping`. To clip gradients, add `"gradient_clipping": "auto"` to the config.'
-        )
     is_offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if is_offloaded and "optimizer" not in config and not args.optim.value.startswith(("adamw_torch", "adagrad")):
         # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does

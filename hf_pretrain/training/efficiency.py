@@ -1,5 +1,5 @@
 """
-Model FLOPs, the peak rate of a device, and memory: the figures that show how much of the machine a run uses.
+Model FLOPs, the published peak rate of a GPU, and memory: the figures that show how much of the machine a run uses.
 
 Model FLOPs count the matrix products with parameters, forward and backward: 6 per parameter and token
 (https://arxiv.org/abs/2001.08361, section 2.1). Experts count only for the tokens that are routed to them. The count
@@ -9,17 +9,12 @@ activation checkpointing.
 
 import re
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 from torch import nn
-from transformers.utils import logging
 
-
-logger = logging.get_logger(__name__)
 
 # FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first match wins, so "H100 PCIe" must stand
 # before "H100".
@@ -75,69 +70,12 @@ def flops_per_token(model: nn.Module) -> float:
     return 4 * num_active_parameters(model) + 2 * num_active_parameters(model, trainable=True)
 
 
-def known_peak(name: str) -> float | None:
-    """Return the FLOP/s of a GPU in half precision by its name; `None` for an unknown GPU."""
-    for part, peak in PEAK_FLOPS_PER_SECOND.items():
-        if re.search(rf"\b{part}\b", name):
-            return peak
-    return None
-
-
-class PeakRate:
-    """
-    The peak FLOP/s of a device.
-
-    For bfloat16 and float16 on a known GPU, this is the figure of the data sheet. Otherwise it is measured, and the
-    speed of the run raises it: other busy processes make a measurement too low.
-
-    Args:
-        device (`torch.device`): the device to measure.
-        dtype (`torch.dtype`): the dtype of the matrix products.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype):
-        is_known = device.type == "cuda" and dtype != torch.float32
-        known = known_peak(torch.cuda.get_device_name(device)) if is_known else None
-        self.flops_per_second = known or measure_gemm_rate(device, dtype)
-
-    def update(self, reached: float) -> float:
-        """Return the peak in FLOP/s, which is never lower than the FLOP/s that the run has reached."""
-        if reached > self.flops_per_second:
-            logger.warning_once(
-                f"The run reaches {reached:.3g} FLOP/s, more than the measured or published peak of this device, "
-                f"{self.flops_per_second:.3g}. mfu now uses the run's own speed as the peak, and was too high before."
-            )
-            self.flops_per_second = reached
-        return self.flops_per_second
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def measure_gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest of several large square matrix products."""
-    # Matrices must be large enough to keep all threads busy, and small enough to take milliseconds.
-    size = 8192 if device.type == "cuda" else 1024 if torch.get_num_threads() <= 4 else 2048
-    left, right, product = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
-    best = float("inf")
-    for _ in range(10):
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(left, right, out=product)
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    if device.type == "cuda":
-        # The matrices above do not count as memory of the run.
-        torch.cuda.reset_peak_memory_stats(device)
-    return 2 * size**3 / best
-
-
-def held_memory_bytes(device: torch.device) -> int:
-    """Return the memory of this process in bytes: allocated GPU memory on CUDA, otherwise resident memory."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s of a GPU in half precision from its data sheet; `None` elsewhere."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS_PER_SECOND.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -155,23 +93,4 @@ def peak_memory_bytes(device: torch.device) -> int:
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Let [`peak_memory_bytes`] count anew. On a CPU, only Linux can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-__all__ = [
-    "PeakRate",
-    "flops_per_token",
-    "held_memory_bytes",
-    "known_peak",
-    "measure_gemm_rate",
-    "num_active_parameters",
-    "peak_memory_bytes",
-    "reset_peak_memory",
-    "synchronize",
-]
+__all__ = ["flops_per_token", "known_peak", "num_active_parameters", "peak_memory_bytes"]

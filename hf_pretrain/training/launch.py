@@ -1,7 +1,7 @@
 """
 The launch of a run: its device, checks of the launch command, and the process group of CPU ranks.
 
-The constructor of `TrainingArguments` chooses the device and starts the process group of GPU ranks. `choose_device`,
+The constructor of `TrainingArguments` chooses the device and starts the process group of GPU ranks.
 `check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it. `choose_cpu_threads` runs when the
 checkpoint to resume from is known, and `complete_fsdp_args` when Trainer sets up accelerate.
 """
@@ -10,63 +10,37 @@ import atexit
 import os
 import sys
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers.utils import strtobool
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..runtime.cores import choose_threads
 from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
-from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError
-from ..runtime.ranks import num_local_processes
-from ..weights.files import read_json
-from .deepspeed_support import turns_on_deepspeed
 
 
 if TYPE_CHECKING:
     from .arguments import LMTrainingArguments
 
-# Settings of `accelerate launch` that Trainer would ignore, or follow by halves, and the values that ask for nothing
-# unusual. The launcher passes them as environment variables.
-_REFUSED_OF_ACCELERATE = {
-    "ACCELERATE_MIXED_PRECISION": ("no", "bf16", "fp16"),
-    "ACCELERATE_DYNAMO_BACKEND": ("no",),
-    "ACCELERATE_USE_MEGATRON_LM": ("false",),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("false",),
-}
-
-
-def choose_device(*, use_cpu: bool) -> str:
-    """
-    Return the device type of a run: `cpu` with `use_cpu`, with `accelerate launch --cpu`, or if torch finds no
-    accelerator.
-    """
-    return default_device_type(use_cpu=use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false"))))
-
 
 def take_launchers_precision(args: "LMTrainingArguments") -> None:
     """
     Set `bf16` or `fp16` as `accelerate launch --mixed_precision` asks, if the user names no precision to the recipe.
-    `no` decides nothing, because the launcher passes it by default, too.
-
-    Raises:
-        `UserError`: if launcher and recipe get different precisions.
+    `no` decides nothing, because the launcher passes it by default, too. Raise `UserError` for another precision than
+    the recipe's.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("bf16", "fp16"):
+    if asked == "no":
         return
     if args.bf16 is None and not args.fp16:
         args.bf16, args.fp16 = asked == "bf16", asked == "fp16"
-    elif not (args.bf16 if asked == "bf16" else args.fp16):
+    if not {"bf16": args.bf16, "fp16": args.fp16}.get(asked):
         raise UserError(
-            f"accelerate launch --mixed_precision {asked} and --bf16 or --fp16 of the recipe ask for different "
-            "precisions. Leave one of them out."
+            f"accelerate launch --mixed_precision {asked} is not the precision of the recipe. Leave it out, and pass "
+            "--bf16 or --fp16 to the recipe."
         )
 
 
@@ -74,31 +48,16 @@ def check_launch(args: "LMTrainingArguments") -> None:
     """
     Raise `UserError` for mistakes in the launch command, before the ranks wait for each other in a process group.
     """
-    for variable, accepted in _REFUSED_OF_ACCELERATE.items():
-        value = os.environ.get(variable, accepted[0])
-        if value.lower() not in accepted:
+    names = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    for name in names:
+        # Trainer would ignore the setting, or follow it by halves.
+        if os.environ.get(name, "no").lower() not in ("no", "false"):
             raise UserError(
-                f"accelerate launch asks for {variable}={value}, which is not supported. Leave it out, and pass "
-                "--bf16, --torch_compile_backend or --fsdp_size to the recipe instead."
+                f"accelerate launch sets {name}, which is not supported. Leave its setting out, and pass "
+                "--torch_compile_backend or --fsdp_size to the recipe instead."
             )
-    if turns_on_deepspeed(args) and find_spec("deepspeed") is None:
-        raise UserError(
-            "This run needs DeepSpeed, which is not installed. It supports Linux only; elsewhere, launch with "
-            "torchrun and pass --fsdp_size N to shard the model."
-        )
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
-    local_world_size = num_local_processes()
-    num_devices = torch.accelerator.device_count()
-    if not args.use_cpu and 0 < num_devices < local_world_size:
-        kind = default_device_type(use_cpu=False)
-        raise UserError(
-            f"{local_world_size} processes were started on this machine but it has {num_devices} {kind} "
-            f"device(s). Start at most {num_devices}, or pass --use_cpu."
-        )
-    if args.deepspeed and isinstance(args.deepspeed, str):
-        # Malformed JSON becomes an error of one line here. DeepSpeed would raise a traceback on every rank.
-        read_json(Path(args.deepspeed))
     if args.deepspeed and "RANK" not in os.environ:
         # Without the environment variables of a launcher, DeepSpeed would look for MPI.
         raise UserError(
@@ -232,7 +191,6 @@ __all__ = [
     "check_device",
     "check_launch",
     "choose_cpu_threads",
-    "choose_device",
     "complete_fsdp_args",
     "launcher",
     "start_cpu_ranks",

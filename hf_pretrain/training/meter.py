@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-from .efficiency import PeakRate
-
 
 class Throughput:
     """
@@ -70,13 +68,13 @@ class Meter:
 
     Args:
         flops_per_token (`float`): FLOPs of a forward and backward pass for one token.
-        peak_rate (`PeakRate`): the peak FLOPs per second of one device.
+        peak (`float`, *optional*): the peak FLOPs per second of one device.
         world_size (`int`): number of devices that train.
     """
 
-    def __init__(self, flops_per_token: float, peak_rate: PeakRate, *, world_size: int = 1):
+    def __init__(self, flops_per_token: float, peak: float | None, *, world_size: int = 1):
         self.flops_per_token = flops_per_token
-        self.peak_rate = peak_rate
+        self.peak = peak
         self.world_size = world_size
         self.num_steps = 0
         self.losses: torch.Tensor | None = None
@@ -111,15 +109,15 @@ class Meter:
             tokens_per_second (`float`, *optional*): the speed of all devices together, if there is one.
 
         Returns:
-            `dict`: the mean of each part, `model_flops_per_second` of all devices together, and `mfu` as a share of
-            the peak.
+            `dict`: the mean of each part, `model_flops_per_second` of all devices together, and, with a known peak,
+            `mfu` as a share of it.
         """
         logs = dict(zip(self._names, (losses / self.num_steps).tolist(), strict=True))
         self.losses, self.num_steps = None, 0
         if tokens_per_second is not None:
             logs["model_flops_per_second"] = tokens_per_second * self.flops_per_token
-            reached = logs["model_flops_per_second"] / self.world_size
-            logs["mfu"] = reached / self.peak_rate.update(reached)
+            if self.peak is not None:
+                logs["mfu"] = logs["model_flops_per_second"] / self.world_size / self.peak
         return logs
 
 

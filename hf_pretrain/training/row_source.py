@@ -1,6 +1,5 @@
-"""Rows that a data loader reads: how many per micro-batch, and the padding rows that fill the last global batch."""
+"""Rows that a data loader reads, and the padding rows that fill the last global batch."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -8,13 +7,8 @@ from typing import Any
 
 import datasets
 from torch.utils.data import IterableDataset
-from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset, PaddedStream
-from ..runtime.errors import UserError
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -33,42 +27,6 @@ class RowSource:
     batch_size: int
     sampler_fn: Callable[[Any], Any] | None = None
     collator: Callable | None = None
-
-
-def fit_batch_size(dataset: Any, batch_size: int, num_ranks: int, accumulation: int, *, is_training: bool) -> int:
-    """
-    Return `batch_size`, or each rank's share of the rows if that is smaller. A larger micro-batch would only hold more
-    padding rows.
-
-    Args:
-        dataset: the rows. A stream keeps its batch size, because its length is unknown.
-        batch_size (`int`): rows per micro-batch and device that the user asked for.
-        num_ranks (`int`): data-parallel ranks.
-        accumulation (`int`): micro-batches per step.
-        is_training (`bool`): `False` for evaluation, which neither accumulates nor warns.
-
-    Raises:
-        `ValueError`: if the dataset is empty, or gradient accumulation would add micro-batches that hold padding rows
-            only.
-    """
-    if is_stream(dataset):
-        return batch_size
-    if len(dataset) == 0:
-        raise UserError("The dataset has no rows.")
-    # The rows of the rank with the largest share.
-    fitting = max(1, min(batch_size, math.ceil(len(dataset) / num_ranks)))
-    num_batches = math.ceil(len(dataset) / (fitting * num_ranks))
-    if is_training and num_batches < accumulation:
-        raise UserError(
-            f"--gradient_accumulation_steps {accumulation}: {len(dataset):,} rows make {num_batches:,} batches of "
-            f"{batch_size:,} per device, so that a step would be larger than the data. Use at most {num_batches:,}."
-        )
-    if is_training and fitting < batch_size:
-        logger.warning(
-            f"--per_device_train_batch_size {batch_size:,} is too large for {len(dataset):,} rows on {num_ranks} "
-            f"device(s). Each step takes all rows, {fitting:,} per device."
-        )
-    return fitting
 
 
 def pad_rows(
@@ -132,4 +90,4 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
 
 
-__all__ = ["RowSource", "fit_batch_size", "inner_loader", "is_stream", "pad_rows", "read_batches"]
+__all__ = ["RowSource", "inner_loader", "is_stream", "pad_rows", "read_batches"]

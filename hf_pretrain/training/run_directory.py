@@ -135,7 +135,7 @@ class RunDirectory:
         launches = read_launches(self.path)
         _name_tracked_run(args, launches if checkpoint else [])
         entry = {
-            "started": _now(),
+            "started": now(),
             "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
             "launcher": args.launcher,
             "launch": args.launch_description,
@@ -153,10 +153,6 @@ class RunDirectory:
         """Add fields to the entry of the current launch. A trainer without a recipe has none."""
         if launches := read_launches(self.path):
             self._write([*launches[:-1], launches[-1] | fields])
-
-    def record_end(self, **fields: Any) -> None:
-        """Add fields and the time of the end to the entry of the current launch."""
-        self.record(ended=_now(), **fields)
 
     def _write(self, launches: list[dict[str, Any]]) -> None:
         text = json.dumps(launches, indent=1, ensure_ascii=False, default=str)
@@ -185,7 +181,7 @@ def _name_tracked_run(args: LMTrainingArguments, earlier: list[dict[str, Any]]) 
     os.environ.setdefault("WANDB_RESUME", "allow")
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -225,4 +221,4 @@ def _commit() -> str | None:
     return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip() or None
 
 
-__all__ = ["COMMAND_VARIABLE", "RunDirectory"]
+__all__ = ["COMMAND_VARIABLE", "RunDirectory", "now"]

@@ -39,10 +39,8 @@ from .run_description import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
 from .stopping import (
     EXIT_NOT_FINITE,
-    BeginCallback,
     RunStopped,
     StopCallback,
-    describe_some,
     end_all_ranks,
     resume_hint,
 )
@@ -92,9 +90,8 @@ class RunTrainer(Trainer):
         args.save_only_model = save_only_model
         # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self.stop = StopCallback(self.ranks, self.signals)
+        self.stop = StopCallback(self.ranks, self.signals, begin=self._begin_training)
         self.add_callback(self.stop)
-        self.add_callback(BeginCallback(self._begin_training))
         if optimizer_name(args) == "muon" and is_adapted(self.model):
             raise UserError("--optim_preset muon is not possible for an adapter. Pass --optim_preset adamw.")
         base_model = base_model_of(self.model)
@@ -240,9 +237,8 @@ class RunTrainer(Trainer):
             output_dir = self.args.output_dir
             resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(output_dir))
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._evaluation_is_due = False
-        if self._checkpoint is not None:
-            self._evaluation_is_due = self.description.check_resume(self._checkpoint, self.state)
+        is_resumed = self._checkpoint is not None
+        self._evaluation_is_due = is_resumed and self.description.check_resume(self._checkpoint, self.state)
         on_main_process(self.args, self.writer.check_space)
 
     def _begin_training(self) -> None:
@@ -315,10 +311,6 @@ class RunTrainer(Trainer):
             raise error or RuntimeError("Another rank could not read its data: see its output.")
         return iter(batches)
 
-    def _plan_lines(self) -> list[tuple[str, str]]:
-        """Return further lines of a dry run's plan, each with its label. Subclasses override it."""
-        return []
-
     # Non-finite steps
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):
@@ -347,7 +339,8 @@ class RunTrainer(Trainer):
     def _meet_nonfinite(self, what: str) -> NoReturn:
         """End the run before the update. All ranks call this method."""
         suspects = [row for part in self.ranks.gather(self._suspects()) for row in part]
-        rows = f" It took the rows {describe_some(suspects)}." if suspects else ""
+        more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
+        rows = f" It took the rows {', '.join(suspects[:8])}{more}." if suspects else ""
         message = (
             f"{what} in step {self.state.global_step + 1}.{rows} The run stopped before the update, and the "
             f"checkpoints in {self.args.output_dir} are intact. Look at the rows, or resume with a lower "
@@ -382,27 +375,25 @@ class RunTrainer(Trainer):
         return str(self.writer.directory or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._throughput.paused():
-            self._write_checkpoint(model, trial)
-
-    def _write_checkpoint(self, model: Any, trial: Any) -> None:
         """Write, push and rotate."""
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
         run = self.description.after(self.state, evaluation_is_due=self.stop.evaluation_is_due)
-        with self.writer.writing_checkpoint(target, run, add_files=self._add_files) as source:
-            super()._save_checkpoint(model, trial)
-            # Trainer recorded the path in `.saving/` as the best checkpoint.
-            if self.state.best_model_checkpoint == str(source):
-                self.state.best_model_checkpoint = str(target)
-        if self.args.push_to_hub and self.is_world_process_zero():
-            self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            self.pusher.push_checkpoint(target)
-        if self.args.should_save:
-            rotate_checkpoints(target, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
-    def _add_files(self, directory: Path) -> None:
-        """Write the state again: Trainer wrote it before the path of the best checkpoint was corrected."""
-        self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
+        def add_files(directory: Path) -> None:
+            # Trainer wrote the state before the path of the best checkpoint was corrected.
+            self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
+
+        with self._throughput.paused():
+            with self.writer.writing_checkpoint(target, run, add_files=add_files) as source:
+                super()._save_checkpoint(model, trial)
+                # Trainer recorded the path in `.saving/` as the best checkpoint.
+                if self.state.best_model_checkpoint == str(source):
+                    self.state.best_model_checkpoint = str(target)
+            if self.args.push_to_hub and self.is_world_process_zero():
+                self.callback_handler.on_push_begin(self.args, self.state, self.control)
+                self.pusher.push_checkpoint(target)
+            if self.args.should_save:
+                rotate_checkpoints(target, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
@@ -427,10 +418,6 @@ class RunTrainer(Trainer):
         # With a model that transformers shards, `write_model` is a collective that all ranks must enter.
         if self.args.should_save or self.is_distributed_loading_by_transformers:
             write_model(directory, model, self.processing_class, weights, is_writer=self.args.should_save)
-
-    def save_state(self) -> None:
-        with self.writer.explaining_full_disks(Path(self.args.output_dir, TRAINER_STATE_NAME)):
-            super().save_state()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:
@@ -462,12 +449,11 @@ class RunTrainer(Trainer):
 
     # The Hub
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Create the repository, before training starts. Raise `ValueError` if the Hub refuses."""
         if self.is_world_process_zero():
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            private = self.args.hub_private_repo if private is None else private
-            self.hub_model_id = self.pusher.repo_id = create_repository(name, private=private)
+            self.hub_model_id = self.pusher.repo_id = create_repository(name, private=self.args.hub_private_repo)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Write the card of a run to `output_dir`. With plain `TrainingArguments`, Trainer writes its own."""
@@ -481,32 +467,22 @@ class RunTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: Trainer would push an incomplete checkpoint. `_save_checkpoint` pushes the complete one."""
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def push_to_hub(self, commit_message: str | None = "End of training", *args: Any, **kwargs: Any) -> None:
         """
         Save the model, and push it with its card from `output_dir`. All ranks must call this method. It always waits
         for the upload. `pusher.report` tells whether the push succeeded.
         """
-        if token is not None:
-            raise UserError("Log in with `hf auth login` or set HF_TOKEN instead of passing a token.")
         if self.hub_model_id is None:
-            self.init_hf_repo(private=private)
+            self.init_hf_repo()
         self.save_model()
         if not self.is_world_process_zero():
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         announce("pushing")
-        self.create_model_card(**kwargs)
+        self.create_model_card()
         # Pushes of checkpoints come first, so that the final model is the last commit.
         self.pusher.finish()
-        self.pusher.push_model(message=commit_message, revision=revision)
+        self.pusher.push_model(message=commit_message)
 
 
 __all__ = ["RunTrainer"]

@@ -43,7 +43,7 @@ from .reporting import (
 )
 from .resuming import checkpoint_to_resume, is_resumed
 from .run_description import describe_data
-from .run_directory import RunDirectory
+from .run_directory import RunDirectory, now
 from .run_trainer import RunTrainer
 from .trainer import MaskedLossTrainer
 
@@ -196,8 +196,7 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
     # With --load_best_model_at_end, the model now has the weights of the best step instead of the last one.
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
         return {}
-    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
-    evaluations = [entry for entry in entries if any(key.startswith("eval_") for key in entry)]
+    evaluations = find_evaluations(entry for entry in state.log_history if entry["step"] == state.global_step)
     return {key: value for entry in evaluations[-1:] for key, value in entry.items() if key.startswith("eval_")}
 
 
@@ -230,7 +229,8 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
             push_report=trainer.pusher.report,
         )
         print(report)
-        RunDirectory(training_args).record_end(
+        RunDirectory(training_args).record(
+            ended=now(),
             steps=trainer.state.global_step,
             metrics=results.metrics,
             report=report.strip().splitlines(),

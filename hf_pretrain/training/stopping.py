@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 from accelerate.utils import wait_for_everyone
@@ -28,14 +28,17 @@ class StopCallback(TrainerCallback):
     Stop a training run once any rank has received a signal: after the step, once its checkpoint is saved, or at once
     during an evaluation. Then raise [`RunStopped`].
 
+    Args:
+        begin (`Callable`): called before the first step, after the model is loaded.
+
     Attributes:
         num_steps (`int`): number of steps since the training began.
         cut_off_evaluation (`bool`): the signal arrived during an evaluation.
         evaluation_is_due (`bool`): the stop left an evaluation out. It runs on resume.
     """
 
-    def __init__(self, ranks: Ranks, signals: SignalListener):
-        self.ranks, self.signals = ranks, signals
+    def __init__(self, ranks: Ranks, signals: SignalListener, *, begin: Callable[[], None] = lambda: None):
+        self.ranks, self.signals, self.begin = ranks, signals, begin
         self._is_training = False
         self._reset()
 
@@ -46,6 +49,7 @@ class StopCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._reset()
         self._is_training = True
+        self.begin()
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
@@ -68,16 +72,6 @@ class StopCallback(TrainerCallback):
             raise RunStopped(number)
 
 
-class BeginCallback(TrainerCallback):
-    """Call a function before the first step, after the model is loaded."""
-
-    def __init__(self, begin: Callable[[], None]):
-        self.begin = begin
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.begin()
-
-
 def resume_hint(args: TrainingArguments) -> str:
     """Return sentences that tell the user how to continue from the checkpoint of a stopped run."""
     hint = (
@@ -86,12 +80,6 @@ def resume_hint(args: TrainingArguments) -> str:
         else "Resume with the same command and `--resume_from_checkpoint auto`."
     )
     return f"Its checkpoint is in {args.output_dir}. {hint}"
-
-
-def describe_some(parts: Sequence[str], limit: int = 8) -> str:
-    """Return the first texts of a list, and the number of the others."""
-    more = f" and {len(parts) - limit} more" if len(parts) > limit else ""
-    return ", ".join(parts[:limit]) + more
 
 
 def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:
@@ -112,10 +100,8 @@ def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:
 
 __all__ = [
     "EXIT_NOT_FINITE",
-    "BeginCallback",
     "RunStopped",
     "StopCallback",
-    "describe_some",
     "end_all_ranks",
     "resume_hint",
 ]

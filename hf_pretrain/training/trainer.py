@@ -31,9 +31,9 @@ from ..runtime.errors import UserError
 from ..tokenizer.loading import token_byte_lengths
 from ..weights.adapters import base_model_of
 from .arguments import LMTrainingArguments
-from .efficiency import PeakRate, flops_per_token
+from .efficiency import flops_per_token, known_peak
 from .meter import Meter, RouterLoad
-from .row_source import RowSource, fit_batch_size, pad_rows
+from .row_source import RowSource, pad_rows
 from .run_trainer import RunTrainer
 
 
@@ -45,7 +45,8 @@ class MaskedLossTrainer(RunTrainer):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above.
 
-    It also logs `ce_loss`, `aux_loss`, `model_flops_per_second` and `mfu` (the share of the peak of all devices).
+    It also logs `ce_loss`, `aux_loss`, `model_flops_per_second` and on a known GPU, `mfu`, the share of the peak of
+    all devices.
     Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a byte-level tokenizer,
     `eval_bits_per_byte`.
 
@@ -124,12 +125,7 @@ class MaskedLossTrainer(RunTrainer):
             )
 
     def create_accelerator_and_postprocess(self):
-        if self.args.accelerator_config.dispatch_batches:
-            raise UserError(
-                "dispatch_batches would cut the batches of the main process into pieces, and their lists of documents "
-                "with them. Leave it out of --accelerator_config: each process reads the data itself."
-            )
-        # NOTE: accelerate dispatches the batches of streams by default.
+        # NOTE: accelerate dispatches the batches of streams by default, and would cut their lists of documents.
         self.args.accelerator_config.dispatch_batches = False
         super().create_accelerator_and_postprocess()
 
@@ -144,8 +140,6 @@ class MaskedLossTrainer(RunTrainer):
         """Pad the rows to whole global batches."""
         num_ranks, accumulation = self.data_parallel_size, self.args.gradient_accumulation_steps if is_training else 1
         drops_last = self.args.dataloader_drop_last
-        if not (is_training and drops_last):
-            batch_size = fit_batch_size(dataset, batch_size, num_ranks, accumulation, is_training=is_training)
         # With several ranks, accelerate would fill the last batch with repeated rows. A single process evaluates
         # without full batches, so that its loader gives each row once and nothing else.
         if not drops_last if is_training else num_ranks > 1:
@@ -211,11 +205,6 @@ class MaskedLossTrainer(RunTrainer):
         step. Tokens are summed over a whole run and are therefore integers.
         """
         labels, loss_mask = batch["labels"], batch.get("loss_mask")
-        if labels.dim() != 2:
-            raise UserError(
-                f"The labels have the shape {tuple(labels.shape)}. MaskedLossTrainer predicts tokens, and needs one "
-                "label per token. Use transformers' Trainer for a sequence classifier."
-            )
         documents = find_documents(
             labels.shape,
             device=labels.device,
@@ -251,7 +240,6 @@ class MaskedLossTrainer(RunTrainer):
             num_documents_in_batch=self._num_documents,
             skip_logits=self._skips_logits,
         )
-        self._check_outputs(outputs)
         loss, parts = self._combine_losses(outputs, inputs, num_items_in_batch)
         if self._meter is not None:
             self._meter.add_losses(parts)
@@ -264,17 +252,13 @@ class MaskedLossTrainer(RunTrainer):
         self._eval_weight = self._count(inputs)[0]
         # A divisor of 1 gives the sum over the batch. `evaluation_loop` adds the sums of all batches and divides.
         # Ask for router logits only if the caller reads nothing but the loss: other outputs must not contain them.
-        asked = {"output_router_logits": True} if self._has_experts and self._wants_loss_alone else {}
+        has_experts = getattr(base_model_of(self.model).config, "num_experts", 0)
+        asked = {"output_router_logits": True} if has_experts and self._wants_loss_alone else {}
         outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits, **asked)
-        self._check_outputs(outputs)
         self._add_to_evaluation(outputs, inputs)
         # Trainer averages this loss over batches; `evaluation_loop` replaces the average. Without a predicted token,
         # the loss is 0 instead of 0 / 0.
         return outputs.ce_loss / self._eval_weight.clamp(min=torch.finfo(torch.float32).tiny), outputs
-
-    @property
-    def _has_experts(self) -> bool:
-        return bool(getattr(base_model_of(self.model).config, "num_experts", 0))
 
     def _mark_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
         """
@@ -319,21 +303,13 @@ class MaskedLossTrainer(RunTrainer):
             parts["aux_loss"] = outputs.aux_loss
         return outputs.loss, parts
 
-    @staticmethod
-    def _check_outputs(outputs: Any):
-        if "ce_loss" not in outputs:
-            raise UserError(
-                f"{type(outputs).__name__} has no `ce_loss`: MaskedLossTrainer trains MiniMindForCausalLM, with or "
-                "without adapters. Use transformers' Trainer for other models, or pass compute_loss_func."
-            )
-
     # Logs
 
     def _begin_training(self):
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         self._meter = Meter(
             flops_per_token(base_model_of(self.model)) + self._extra_flops_per_token(),
-            PeakRate(self.args.device, dtype),
+            known_peak(self.args.device, dtype),
             world_size=self.args.world_size,
         )
         super()._begin_training()
@@ -358,9 +334,7 @@ class MaskedLossTrainer(RunTrainer):
         losses = self._meter.losses
         if self.accelerator.num_processes > 1:
             losses = self.accelerator.reduce(losses, "sum") / self.get_tp_size()
-        # On a CPU, this measures the peak. The run's speed must not include that time.
-        with self._throughput.paused():
-            return logs | self._meter.measure(losses, logs.get("tokens_per_second"))
+        return logs | self._meter.measure(losses, logs.get("tokens_per_second"))
 
     def _save_checkpoint(self, *args, **kwargs):
         self._read_tokens()

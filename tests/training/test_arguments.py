@@ -70,7 +70,6 @@ def test_flags_of_minimind_are_translated(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "config", "message"),
     [
-        (["--deepspeed", "missing.json"], None, "missing.json is not a JSON file"),
         (["--fp16"], None, "--fp16 on a CPU would silently train in float32"),
         (["--fsdp"], None, "--fsdp_size N"),
         (["--fsdp_size", "2"], None, "needs 2 processes, and 1 run.*--nproc_per_node 2"),
@@ -78,11 +77,9 @@ def test_flags_of_minimind_are_translated(tmp_path, capsys):
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--profile", "--profile_interval", "1"], None, "--profile_interval 1 must be at least 2"),
         (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
-        (["--max_steps", "0"], None, "--max_steps 0 must be at least 1"),
-        (["--num_train_epochs", "inf"], None, "--num_train_epochs inf must be above 0 and finite"),
+        (["--num_train_epochs", "inf"], None, "--num_train_epochs inf must be at least 0 and finite"),
         (["--learning_rate", "nan"], None, "--learning_rate nan must be at least 0 and finite"),
         (["--seed", "-1"], None, "--seed -1 must be at least 0 and below 4294967296"),
-        (["--save_steps", "0"], None, "--save_steps 0 must be above 0.*--save_strategy no"),
         (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
 )
@@ -136,9 +133,9 @@ def test_fsdp_through_accelerate_on_cpu_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "words", "message"),
     [
-        ({"MIXED_PRECISION": "fp8"}, ["--bf16"], "ACCELERATE_MIXED_PRECISION=fp8, which is not supported"),
-        ({"DYNAMO_BACKEND": "INDUCTOR"}, [], "DYNAMO_BACKEND=INDUCTOR, which is not supported"),
-        ({"MIXED_PRECISION": "bf16"}, ["--bf16", "false"], "--mixed_precision bf16 and --bf16 or --fp16"),
+        ({"MIXED_PRECISION": "fp8"}, ["--bf16"], "--mixed_precision fp8 is not the precision"),
+        ({"DYNAMO_BACKEND": "INDUCTOR"}, [], "DYNAMO_BACKEND, which is not supported"),
+        ({"MIXED_PRECISION": "bf16"}, ["--bf16", "false"], "--mixed_precision bf16 is not the precision"),
         # The launcher's precision is taken, and then checked like the recipe's own.
         ({"MIXED_PRECISION": "fp16"}, [], "--fp16 on a CPU"),
     ],
@@ -172,15 +169,6 @@ def test_data_parallel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(LMTrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match="torchrun --standalone --nproc_per_node 2"):
         parse(tmp_path, "--use_cpu")
-
-
-def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
-    with pytest.raises(ValueError, match="4 processes were started on this machine but it has 2 mps device"):
-        parse(tmp_path, "--bf16", "false")
 
 
 @pytest.fixture(scope="module")
@@ -227,16 +215,3 @@ def test_overrides_may_be_nested(tokenizer):
 def test_load_model_refuses(tokenizer, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_model(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("comet_ml", r"--report_to comet_ml: its package is not installed\. .* To add it: pip install comet_ml$"),
-        ("tensorbord", "--report_to tensorbord is unknown; the nearest one is tensorboard"),
-    ],
-)
-def test_a_tracker_that_cannot_be_used_is_refused_before_the_data(name, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_pretrain.training.arguments.get_available_reporting_integrations", lambda: ["trackio"])
-    with pytest.raises(ValueError, match=message):
-        LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=name.split())

@@ -1,4 +1,4 @@
-"""FLOPs and memory against counts written out, and the peak rate of a device."""
+"""FLOPs and memory against counts written out, and the peak rate of a GPU."""
 
 import subprocess
 import sys
@@ -6,14 +6,7 @@ import sys
 import pytest
 import torch
 
-from hf_pretrain.training import efficiency
-from hf_pretrain.training.efficiency import (
-    PeakRate,
-    flops_per_token,
-    known_peak,
-    measure_gemm_rate,
-    num_active_parameters,
-)
+from hf_pretrain.training.efficiency import flops_per_token, known_peak, num_active_parameters
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.toys import EXPERTS, toy_model
 
@@ -34,19 +27,16 @@ def test_active_parameters_and_flops():
     assert flops_per_token(dense) == 6 * number - 2 * dense.model.embed_tokens.weight.numel()
 
 
-def test_peaks_match_the_name_of_the_gpu():
-    assert known_peak("NVIDIA L40") == 181e12 and known_peak("NVIDIA L4") == 121e12
-    assert known_peak("NVIDIA H100 80GB HBM3") == 989e12 > known_peak("NVIDIA H100 PCIe")
-    assert known_peak("NVIDIA GeForce RTX 4090") == 165e12 and known_peak("Tesla K80") is None
+def test_peaks_match_the_name_of_the_gpu(monkeypatch):
+    def peak(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return known_peak(torch.device("cuda"), dtype)
 
-
-def test_the_peak_is_never_below_the_reached_rate(monkeypatch, caplog):
-    assert 1e9 < measure_gemm_rate(torch.device("cpu"), torch.float32) < 1e15
-    monkeypatch.setattr(efficiency, "measure_gemm_rate", lambda *args: 4e9)
-    peak = PeakRate(torch.device("cpu"), torch.float32)
-    assert peak.update(2e9) == 4e9 and not caplog.records
-    assert [peak.update(reached) for reached in (5e9, 1e9)] == [5e9, 5e9]
-    assert "The run reaches 5e+09 FLOP/s" in caplog.text
+    assert peak("NVIDIA L40") == 181e12 and peak("NVIDIA L4") == 121e12
+    assert peak("NVIDIA H100 80GB HBM3") == 989e12 > peak("NVIDIA H100 PCIe")
+    assert peak("NVIDIA GeForce RTX 4090") == 165e12 and peak("Tesla K80") is None
+    # The data sheets' figures are those of half precision.
+    assert peak("NVIDIA L40", torch.float32) is None and known_peak(torch.device("cpu"), torch.bfloat16) is None
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME
 from hf_pretrain.training import run_directory
 from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.run_directory import RunDirectory
+from hf_pretrain.training.run_directory import RunDirectory, now
 from hf_pretrain.training.running import begin_run
 from hf_pretrain.weights.models import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, process_options
@@ -142,7 +142,7 @@ def test_a_run_is_recorded(make_arguments, tmp_path):
     assert entry["commit"] == run_directory._commit()
     assert "ended" not in entry
     RunDirectory(args).record(data={"names": ["mine.jsonl"]})
-    RunDirectory(args).record_end(metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])
+    RunDirectory(args).record(ended=now(), metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])
     (entry,) = read(tmp_path)
     assert entry["data"]["names"] == ["mine.jsonl"] and entry["metrics"] == {"eval_loss": 2.5}
     assert entry["ended"] >= entry["started"]
@@ -176,7 +176,7 @@ def test_the_command_is_the_one_that_the_user_typed(launcher, tmp_path):
 def test_no_token_is_recorded(make_arguments, tmp_path):
     args = make_arguments(run_name=f"of {TOKEN}")
     RunDirectory(args).record_start(args, (), checkpoint=None)
-    RunDirectory(args).record_end(report=[f"pushed with {TOKEN}"])
+    RunDirectory(args).record(ended=now(), report=[f"pushed with {TOKEN}"])
     text = (tmp_path / "run.json").read_text()
     assert TOKEN not in text and "of <token>" in text and "pushed with <token>" in text
 
@@ -185,7 +185,7 @@ def test_a_resumed_run_adds_an_entry(make_arguments, tmp_path):
     args = make_arguments()
     for checkpoint in (None, "out/checkpoint-2"):
         RunDirectory(args).record_start(args, (), checkpoint=checkpoint)
-        RunDirectory(args).record_end()
+        RunDirectory(args).record(ended=now())
     assert [entry["resumed_from"] for entry in read(tmp_path)] == [None, "out/checkpoint-2"]
 
 

@@ -26,7 +26,7 @@ from hf_pretrain.runtime.writing import ASIDE
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.launch import complete_fsdp_args
 from hf_pretrain.training.meter import Throughput
-from hf_pretrain.training.row_source import fit_batch_size, pad_rows
+from hf_pretrain.training.row_source import pad_rows
 from hf_pretrain.training.run_description import RunDescription
 from hf_pretrain.training.stopping import RunStopped, StopCallback
 from tests.hub_server import TOKEN, HubServer
@@ -231,13 +231,8 @@ def test_a_run_resumes_exactly_or_says_why_not(tmp_path):
 # Rows
 
 
-def test_batches_fit_the_data_and_padding_rows_complete_them():
-    rows = list(range(10))
-    assert fit_batch_size(rows, 4, 2, 1, is_training=True) == 4
-    assert fit_batch_size(rows, 100, 2, 1, is_training=False) == 5
-    with pytest.raises(ValueError, match="--gradient_accumulation_steps 9: 10 rows make 5 batches"):
-        fit_batch_size(rows, 1, 2, 9, is_training=True)
-    padded, make_sampler = pad_rows([{"a": row} for row in rows], None, 8, seed=0, is_training=True)
+def test_padding_rows_complete_the_last_batch():
+    padded, make_sampler = pad_rows([{"a": row} for row in range(10)], None, 8, seed=0, is_training=True)
     indices = list(make_sampler(padded))
     assert indices == list(range(16))
     assert [row.get("row_number", -1) for row in map(padded.__getitem__, indices)] == [*range(10), *[-1] * 6]

@@ -32,7 +32,6 @@ from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.callbacks import ProfilerCallback
-from hf_pretrain.training.efficiency import PeakRate
 from hf_pretrain.training.meter import Meter
 from tests.toys import EXPERTS, WithoutFloat64, toy_model
 
@@ -338,19 +337,8 @@ def test_arguments_that_would_change_the_loss_are_refused(tmp_path, arguments, m
 
 def test_other_models_are_refused(tmp_path):
     config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(ValueError, match="has no `ce_loss`"):
+    with pytest.raises(AttributeError, match="no attribute 'ce_loss'"):
         make_trainer(tmp_path, make_documents(), model=LlamaForCausalLM(config)).train()
-
-
-def test_sequence_classifiers_are_refused(tmp_path):
-    def collator(rows):
-        return {"input_ids": torch.tensor([row["input_ids"][:3] for row in rows]), "labels": torch.ones(len(rows))}
-
-    model = MiniMindForSequenceClassification(make_model().config)
-    trainer = make_trainer(tmp_path, make_documents(), model=model, data_collator=collator)
-    for act in (trainer.train, trainer.evaluate):
-        with pytest.raises(ValueError, match=r"labels have the shape \(\d,\).*Use transformers' Trainer"):
-            act()
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
@@ -385,7 +373,7 @@ def test_tokens_are_counted_up_to_each_evaluation(tmp_path):
 def test_ids_that_the_model_does_not_know_are_refused(tmp_path, bad):
     documents = make_documents()
     documents[7]["input_ids"][5] = bad
-    with pytest.raises(ValueError, match=rf"Row 7 holds the id {bad}; the model knows ids 0 to 63"):
+    with pytest.raises(ValueError, match=rf"A row holds the id {bad}; the model knows ids 0 to 63"):
         make_trainer(tmp_path, pack(documents, [1] * 13)).train()
 
 
@@ -476,7 +464,6 @@ def test_logs_have_tokens_flops_and_memory(tmp_path):
     (step, *_) = train(trainer)
     number = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert step["model_flops_per_second"] == pytest.approx(6 * number * step["tokens_per_second"])
-    assert 0 < step["mfu"] < 1
     assert 0.1 < step["peak_memory_gib"] < 100
     assert (step["num_input_tokens_seen"], step["learning_rate"]) == (sum(LENGTHS), 0.5)
 
@@ -499,7 +486,7 @@ def test_training_evaluating_saving_and_resuming_need_no_float64(tmp_path, num_e
 def test_tokens_and_validation_losses_are_summed_beyond_float32_precision(tmp_path):
     """From 2**24 on, float32 represents only even integers; these documents have 7, 19 and 5 tokens."""
     trainer = make_trainer(tmp_path, make_documents())
-    trainer._meter = Meter(1.0, PeakRate(torch.device("cpu"), torch.float32))
+    trainer._meter = Meter(1.0, None)
     trainer._meter.count_step(torch.tensor(2**24))
     trainer._begin_step([trainer.data_collator([make_documents()[n] for n in (0, 1, 5)])])
     assert trainer._meter.read_tokens() == 2**24 + 31
