@@ -37,15 +37,11 @@ from .optimizers import OPTIM_PRESETS
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
 
-# The least value of numbers, and a limit that they must stay below. torch and numpy raise later, some of them only
-# after the data are prepared; a negative weight decay would let the weights grow without any error.
-_BOUNDS: dict[str, tuple[int, float]] = {
-    **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size"), (1, math.inf)),
-    **{"per_device_eval_batch_size": (1, math.inf), "profile_interval": (2, math.inf)},
-    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "dataloader_num_workers"), (0, math.inf)),
-    **{"num_train_epochs": (0, math.inf), "max_steps": (-1, math.inf)},
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1)),
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**32)),
+# The least value of numbers that nobody else checks before the data are prepared. A negative weight decay would let
+# the weights grow without any error.
+_LEAST = {
+    **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"), 1),
+    **dict.fromkeys(("learning_rate", "weight_decay", "num_train_epochs", "seed"), 0),
 }
 
 
@@ -294,12 +290,11 @@ class LMTrainingArguments(TrainingArguments):
 
     def _check_amounts(self):
         """Raise `ValueError` for numbers with which the run would diverge, or fail after the preparation."""
-        for name, (least, limit) in _BOUNDS.items():
+        for name, least in _LEAST.items():
             value = vars(self)[name]
             # NaN fails this test, too.
-            if isinstance(value, int | float) and not least <= value < limit:
-                below = "finite" if limit == math.inf else f"below {limit}"
-                raise UserError(f"--{name} {value} must be at least {least} and {below}.")
+            if value is not None and not least <= value < math.inf:
+                raise UserError(f"--{name} {value} must be at least {least} and finite.")
 
 
 def optimizer_name(args: TrainingArguments) -> str:

@@ -57,16 +57,6 @@ def complete_learning_rate(args: Any, hidden_size: int) -> None:
         args.learning_rate = default_learning_rate(args.optim_preset, hidden_size)
 
 
-def embedding_factor(hidden_size: int) -> float:
-    """
-    Return the learning rate of the embedding beside Muon, as a multiple of Muon's: 2.5 up to width 192.
-
-    At width 512, the loss with a factor of 2.5 was higher than with a factor of 1
-    (`benchmarks/results/learning-minimind2-small.json`).
-    """
-    return 2.5 * min(1.0, 192 / hidden_size)
-
-
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of a parameter. Under ZeRO-3 a parameter is empty between its uses, and has a `ds_shape`."""
     return getattr(parameter, "ds_shape", parameter.shape)
@@ -97,7 +87,9 @@ def muon_parameter_groups(model: nn.Module, *, learning_rate: float, weight_deca
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             is_embedding = "embed_tokens" in name
             if is_embedding:
-                embedding_rate = learning_rate * embedding_factor(whole_shape(parameter)[-1])
+                # At width 512, the loss with a factor of 2.5 was higher than with a factor of 1
+                # (`benchmarks/results/learning-minimind2-small.json`).
+                embedding_rate = learning_rate * (2.5 * min(1.0, 192 / whole_shape(parameter)[-1]))
             decay = weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
             groups[is_matrix_of_muon(name, parameter), is_embedding, decay, mesh].append(parameter)
     return [

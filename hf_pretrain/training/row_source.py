@@ -80,14 +80,9 @@ def read_batches(iterator: Iterator, num_batches: int) -> tuple[list, Exception 
     return batches, None
 
 
-def inner_loader(loader: Any) -> Any:
-    """Return torch's data loader, which accelerate may have wrapped."""
-    return getattr(loader, "base_dataloader", loader)
-
-
 def is_stream(dataset: Any) -> bool:
     """Return whether the rows of a dataset have no numbers and no known length."""
     return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
 
 
-__all__ = ["RowSource", "inner_loader", "is_stream", "pad_rows", "read_batches"]
+__all__ = ["RowSource", "is_stream", "pad_rows", "read_batches"]

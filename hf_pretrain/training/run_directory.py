@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import version
@@ -40,8 +40,6 @@ logger = logging.get_logger(__name__)
 
 # The command `hf-pretrain` sets it to the command that it runs.
 COMMAND_VARIABLE = "HF_PRETRAIN_COMMAND"
-# The environment variables that change the number of processes and their devices.
-_LAUNCH_VARIABLES = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LOCAL_SIZE", "OMP_NUM_THREADS", "WORLD_SIZE")
 _PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "deepspeed", "trl", "peft")
 # Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
 _NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME}
@@ -187,28 +185,15 @@ def now() -> str:
 
 def _find_command() -> str:
     """
-    Return the command with which the user started this run, with the environment variables that change its launch.
-
-    It is the command of the outermost process above this one that names the recipe: of torchrun, deepspeed or
-    accelerate, or of this process itself.
+    Return the command with which the user started this run: that of the outermost process above this one that names
+    the recipe, such as torchrun, deepspeed or accelerate, or of this process itself.
     """
     words = [sys.executable, *sys.argv]
-    environment: Mapping[str, str] = os.environ
-    try:
-        for process in (psutil.Process(), *psutil.Process().parents()):
-            if sys.argv[0] not in process.cmdline():
-                break
-            # The variables that a launcher sets for its ranks do not belong to the command of the user.
-            words, environment = process.cmdline(), process.environ()
-    except psutil.Error:
-        # Another user owns the process, or it is gone. WORLD_SIZE stays in the command, so that pasting it fails
-        # instead of training with one process.
-        pass
-    # The deepspeed launcher adds --local_rank to each rank's command.
-    words = [word for word in words if not word.startswith("--local_rank=")]
-    # A shell would take a quoted assignment for the name of a command, so quote only the value.
-    assignments = [f"{name}={shlex.quote(environment[name])}" for name in _LAUNCH_VARIABLES if name in environment]
-    return " ".join([*assignments, shlex.join(words)])
+    for process in (psutil.Process(), *psutil.Process().parents()):
+        if sys.argv[0] not in process.cmdline():
+            break
+        words = process.cmdline()
+    return shlex.join(words)
 
 
 def _commit() -> str | None:

@@ -34,7 +34,7 @@ from .launch import complete_fsdp_args, launcher
 from .meter import RouterLoad, Throughput, to_shares
 from .optimizers import build_muon, complete_learning_rate
 from .reporting import write_run_card, write_run_page
-from .row_source import RowSource, inner_loader, is_stream, read_batches
+from .row_source import RowSource, is_stream, read_batches
 from .run_description import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
 from .stopping import (
@@ -183,7 +183,8 @@ class RunTrainer(Trainer):
         )
         self.data_collator, self.args.dataloader_drop_last = collator, drops_last
         # A launcher sends SIGTERM to the whole process group. The run still needs its workers to finish the step.
-        let_workers_survive_one_sigterm(inner_loader(loader))
+        # accelerate may have wrapped torch's loader.
+        let_workers_survive_one_sigterm(getattr(loader, "base_dataloader", loader))
         return loader
 
     # A run from its beginning to its end
