@@ -5,7 +5,7 @@ import re
 import pytest
 from datasets import Dataset
 
-from hf_pretrain.training.plan import StepMeasurement, begin_dry_run, format_plan
+from hf_pretrain.training.plan import begin_dry_run, format_plan
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
 from tests.toys import write_jsonl

@@ -327,7 +327,6 @@ def test_a_broken_model_fails_its_evaluation(tmp_path):
     [
         ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
         ({"train_sampling_strategy": "batch_rebalance"}, "--train_sampling_strategy"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches would cut"),
     ],
 )
 def test_arguments_that_would_change_the_loss_are_refused(tmp_path, arguments, message):
