@@ -89,7 +89,7 @@ def main(
         # The documents include the pairs that were dropped because their prompts are too long.
         limit = training_args.max_length
         sample = partial(sample_answers, tokenizer=tokenizer, conversations=documents[1], max_prompt_tokens=limit)
-    end_run(trainer, train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample))
+    end_run(trainer, *train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample))
 
 
 if __name__ == "__main__":

@@ -97,10 +97,9 @@ def main(
             loss_unit=training_args.algorithm.upper(),
         ),
     )
+    # Without validation tasks, the report shows the last answers of the training.
     results = train_and_evaluate(trainer, checkpoint=checkpoint, sample=lambda model: trainer.last_answers())
-    # Without validation tasks, show the last answers of the training.
-    results.samples = results.samples or trainer.last_answers()
-    end_run(trainer, results)
+    end_run(trainer, *results)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 Training: how a run is configured, trained, saved, resumed and reported.
 
 `arguments` and `parsing` define and parse the flags. `trainer` holds `MaskedLossTrainer`, whose loss has the same
-meaning at any batch size and world size. Its base class, in `run_trainer`, adds checkpoints, signals and pushes to
-transformers' `Trainer`. Both connect plain parts: `meter`, `stopping`, `row_source`, `run_description`,
+meaning at any batch size and world size. Its base classes, in `run_trainer` and `saving`, add signals, checkpoints and
+pushes to transformers' `Trainer`. They connect plain parts: `meter`, `stopping`, `row_source`, `run_description`,
 `deepspeed_support` and `optimizers`. `running` holds the steps that all recipes share; it uses `resuming`,
-`run_directory`, `callbacks` and `reporting`. `plan` makes the plan
-of a dry run. `efficiency` counts FLOPs and measures peak rate and memory.
+`run_directory`, `callbacks` and `reporting`. `plan` makes the plan of a dry run. `efficiency` counts FLOPs and knows
+peak rates and memory.
 
 A notebook needs no command line, only plain arguments:
 

@@ -1,4 +1,4 @@
-"""Callbacks of a run: progress, log lines, samples, evaluation interval and profiler."""
+"""Callbacks of a run: progress, log lines, samples and profiler."""
 
 import sys
 from collections.abc import Callable
@@ -69,17 +69,6 @@ class SampleCallback(TrainerCallback):
             print_line(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
 
 
-class EvaluationIntervalCallback(TrainerCallback):
-    """Evaluate at most every `min_steps` steps. In short runs, a tenth of all steps would be too few."""
-
-    def __init__(self, min_steps: int):
-        self.min_steps = min_steps
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        # Trainer has just converted a share of all steps into a number of steps.
-        state.eval_steps = max(state.eval_steps, self.min_steps)
-
-
 class ProfilerCallback(TrainerCallback):
     """
     Trace one step per `interval` steps, with memory and shapes, into
@@ -128,7 +117,6 @@ class ProfilerCallback(TrainerCallback):
 
 
 __all__ = [
-    "EvaluationIntervalCallback",
     "LogLinesCallback",
     "ProfilerCallback",
     "ProgressBarCallback",

@@ -1,7 +1,6 @@
 """The steps that all training recipes share: begin a run, train, evaluate, and report."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,9 +20,8 @@ from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, add_adapter, base_model_of
 from ..weights.models import ModelArguments, load_model
-from .arguments import MIN_EVAL_STEPS, LMTrainingArguments
+from .arguments import LMTrainingArguments
 from .callbacks import (
-    EvaluationIntervalCallback,
     LogLinesCallback,
     ProfilerCallback,
     ProgressBarCallback,
@@ -46,20 +44,6 @@ from .run_description import describe_data
 from .run_directory import RunDirectory, now
 from .run_trainer import RunTrainer
 from .trainer import MaskedLossTrainer
-
-
-@dataclass
-class RunResults:
-    """
-    The results of a finished training, for the report.
-
-    Args:
-        metrics (`dict[str, float]`): validation metrics of the saved model; empty without a validation set.
-        samples (`list[tuple[str, str]]`): prompts, and the texts that the model generated.
-    """
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    samples: list[tuple[str, str]] = field(default_factory=list)
 
 
 def begin_run(
@@ -124,7 +108,7 @@ def train_and_evaluate(
     *,
     checkpoint: str | None,
     sample: Callable[[PreTrainedModel], list[tuple[str, str]]] | None = None,
-) -> RunResults:
+) -> tuple[dict[str, float], list[tuple[str, str]]]:
     """
     Train, save the model and the log, and evaluate if the last step was not evaluated. All ranks must call this
     function.
@@ -135,7 +119,8 @@ def train_and_evaluate(
         sample (`Callable`, *optional*): returns prompts and generated texts of a model. Each evaluation calls it.
 
     Returns:
-        [`RunResults`]: the metrics of the saved model, and the samples of the last evaluation.
+        `tuple[dict, list]`: the validation metrics of the saved model, an empty `dict` without a validation set; and
+        the last prompts and generated texts.
     """
     if trainer.args.dry_run:
         plan = format_plan(trainer)
@@ -151,11 +136,8 @@ def train_and_evaluate(
     _set_generation_defaults(trainer)
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
-    if trainer.args.spaces_evaluations:
-        trainer.add_callback(EvaluationIntervalCallback(MIN_EVAL_STEPS))
-    samples = None if sample is None else SampleCallback(sample)
-    if samples is not None:
-        trainer.add_callback(samples)
+    if sample is not None:
+        trainer.add_callback(samples := SampleCallback(sample))
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
@@ -170,7 +152,10 @@ def train_and_evaluate(
     if trainer.eval_dataset is not None:
         metrics = _last_evaluation(trainer) or trainer.evaluate()
     trainer.save_state()
-    return RunResults(metrics, samples.samples[-1][1] if samples is not None and samples.samples else [])
+    if sample is None:
+        return metrics, []
+    # Without an evaluation, sample now.
+    return metrics, samples.samples[-1][1] if samples.samples else sample(trainer.model)
 
 
 def _set_generation_defaults(trainer: RunTrainer) -> None:
@@ -200,13 +185,13 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
     return {key: value for entry in evaluations[-1:] for key, value in entry.items() if key.startswith("eval_")}
 
 
-def end_run(trainer: RunTrainer, results: RunResults) -> None:
+def end_run(trainer: RunTrainer, metrics: dict[str, float], samples: list[tuple[str, str]]) -> None:
     """
     Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks must call this function.
 
     Args:
         trainer ([`RunTrainer`]): the trainer after [`train_and_evaluate`].
-        results ([`RunResults`]): the result of [`train_and_evaluate`].
+        metrics (`dict[str, float]`), samples (`list[tuple[str, str]]`): its results.
     """
     training_args, facts = trainer.args, trainer.run_facts
     evaluations = find_evaluations(trainer.state.log_history)
@@ -220,9 +205,9 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         commands = next_commands(training_args, facts)
         report = format_report(
             training_args,
-            metrics=results.metrics,
+            metrics=metrics,
             unigram=facts.unigram_loss,
-            samples=results.samples,
+            samples=samples,
             commands=commands,
             start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
             loss_unit=facts.loss_unit,
@@ -232,7 +217,7 @@ def end_run(trainer: RunTrainer, results: RunResults) -> None:
         RunDirectory(training_args).record(
             ended=now(),
             steps=trainer.state.global_step,
-            metrics=results.metrics,
+            metrics=metrics,
             report=report.strip().splitlines(),
             next_commands=commands,
         )
@@ -290,15 +275,14 @@ def train_on_rows(
         sample = partial(sample_answers, tokenizer=tokenizer, conversations=rows.conversations)
     elif rows.eval is not None:
         sample = partial(sample_continuations, tokenizer=tokenizer, eval_rows=rows.eval)
-    results = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample)
+    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample)
     # A stream has no counts over the whole training set.
     if recipe == "pretrain" and rows.eval is not None and not data_args.streaming:
         trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
-    end_run(trainer, results)
+    end_run(trainer, metrics, samples)
 
 
 __all__ = [
-    "RunResults",
     "begin_run",
     "end_run",
     "train_and_evaluate",

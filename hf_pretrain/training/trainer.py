@@ -109,15 +109,12 @@ class MaskedLossTrainer(RunTrainer):
         if self.args.train_sampling_strategy == "batch_rebalance":
             raise UserError(
                 "--train_sampling_strategy batch_rebalance makes batches of different sizes, which padding rows "
-                "cannot fill. Use random, sequential or group_by_length; packed sequences have equal lengths anyway."
+                "cannot fill. Use random, sequential or group_by_length."
             )
         if self.args.label_smoothing_factor:
             # NOTE: Trainer's label smoother shifts the labels only for classes in transformers' own list of causal
             # language models. It would train MiniMind to copy its input.
-            raise UserError(
-                f"--label_smoothing_factor {self.args.label_smoothing_factor:g} is not supported by the masked loss. "
-                "Leave it at 0."
-            )
+            raise UserError("The masked loss does not support --label_smoothing_factor. Leave it at 0.")
         if self.get_cp_size() * self.get_sp_size() > 1:
             raise UserError(
                 "Context and sequence parallelism are not supported: they cut rows apart, and the masked loss shifts "
@@ -370,10 +367,6 @@ class MaskedLossTrainer(RunTrainer):
         """
         Evaluate with Trainer's loop, and replace its loss by `sum(w * CE) / sum(w)` over the whole set, without router
         loss.
-
-        Returns:
-            [`~transformers.trainer_utils.EvalLoopOutput`]: with the metrics `eval_loss` in nats per token,
-            `eval_perplexity` and, for byte-level tokenizers, `eval_bits_per_byte`.
 
         Raises:
             `FloatingPointError`: if the loss is not finite.

@@ -417,11 +417,11 @@ def test_steps_without_a_reward_log_no_reward(tokenizer, tmp_path, capsys, algor
     options = {"reward_funcs": rewards_of_steps(1.0, None, 3.0, None), "eval_dataset": toy_tasks(4)}
     trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer=options, max_steps=3)
     (tmp_path / "run").mkdir(exist_ok=True)
-    results = train_and_evaluate(trainer, checkpoint=None)
+    metrics, _ = train_and_evaluate(trainer, checkpoint=None)
     lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"step \d/3: loss", line)]
     assert [re.findall("reward ([^,]+)", line) for line in lines] == [["1.0000"], [], ["3.0000"]]
     # After the last step, no completion gets a reward.
-    assert "eval_runtime" in results.metrics and "eval_reward" not in results.metrics
+    assert "eval_runtime" in metrics and "eval_reward" not in metrics
     assert not [entry for entry in trainer.state.log_history if None in entry.values()]
 
 

@@ -38,7 +38,7 @@ def test_samples_do_not_change_the_training(tmp_path, capsys):
         recorder = DrawRandomNumber()
         trainer.add_callback(recorder)
         results = train_and_evaluate(trainer, checkpoint=None, sample=sample)
-        found.append((recorder.numbers, trainer.model.state_dict(), results.samples))
+        found.append((recorder.numbers, trainer.model.state_dict(), results[1]))
     (numbers, weights, none), (others, other_weights, samples) = found
     assert numbers == others and all(torch.equal(weights[name], other_weights[name]) for name in weights)
     assert none == [] and samples[0][0] == "once"

@@ -116,7 +116,7 @@ def test_the_lowest_is_the_best(tmp_path, tokenizer, metric):
     best = {"load_best_model_at_end": True, "metric_for_best_model": metric, "save_total_limit": 2}
     trainer = make_trainer(tmp_path, tokenizer, make_rows(tokenizer), max_steps=4, **often, **best)
     trainer.add_callback(Spoiler())
-    metrics = train_and_evaluate(trainer, checkpoint=None).metrics
+    metrics = train_and_evaluate(trainer, checkpoint=None)[0]
     name = f"eval_{metric.removeprefix('eval_')}"
     measured = {entry["step"]: entry[name] for entry in trainer.state.log_history if name in entry}
     assert trainer.state.best_global_step == min(measured, key=measured.get) == 3
@@ -153,7 +153,7 @@ def test_evaluations_are_spaced_and_the_last_one_counts(tmp_path, tokenizer, arg
     trainer = make_trainer(tmp_path, tokenizer, make_rows(tokenizer)[:8], **arguments)
     counter = Counter()
     trainer.add_callback(counter)
-    metrics = train_and_evaluate(trainer, checkpoint=None).metrics
+    metrics = train_and_evaluate(trainer, checkpoint=None)[0]
     assert counter.steps == steps
     assert metrics["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-6)
     assert metrics.keys() >= {"eval_perplexity", "eval_bits_per_byte"} and "step" not in metrics
