@@ -48,6 +48,8 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
     if args.optim_preset == "muon":
         _prepare_for_muon(config, args)
         return
+    # Without it, DeepSpeed would not clip.
+    config.setdefault("gradient_clipping", args.max_grad_norm)
     is_offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if is_offloaded and "optimizer" not in config and not args.optim.value.startswith(("adamw_torch", "adagrad")):
         # NOTE: accelerate's `map_pytorch_optim_to_deepspeed` returns DeepSpeedCPUAdam for every optimizer that it does

@@ -90,9 +90,7 @@ def test_half_precision_needs_zero(tmp_path, config, precision):
         prepare_deepspeed_config(copy.deepcopy(config), args)
 
 
-@pytest.mark.parametrize(
-    ("config", "limit", "warns"), [({}, 2.0, True), ({}, 0.0, False), ({"gradient_clipping": 2.0}, 2.0, False)]
-)
-def test_a_limit_that_deepspeed_ignores_gives_a_warning(tmp_path, caplog, config, limit, warns):
-    prepare_deepspeed_config(dict(config), arguments(tmp_path, max_grad_norm=limit, optim_preset="adamw"))
-    assert ("--max_grad_norm 2 has no effect" in caplog.text) == warns
+def test_deepspeed_clips_as_the_run_says(tmp_path):
+    config: dict = {}
+    prepare_deepspeed_config(config, arguments(tmp_path, max_grad_norm=2.0, optim_preset="adamw"))
+    assert config["gradient_clipping"] == 2.0
