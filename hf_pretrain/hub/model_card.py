@@ -119,7 +119,6 @@ def format_run_card(
     metadata = {"language": language or facts.languages, "datasets": facts.hub_datasets or None}
     base_model = facts.base_model
     if is_adapted(model):
-        tables["Adapter"] = _adapter_rows(model)
         # peft reads the base model from adapter_config.json, so the card names the same one.
         base_model = model.active_peft_config.base_model_name_or_path
     start = "" if facts.base_model is None else f", from the weights of `{_public(facts.base_model)}`,"
@@ -253,6 +252,9 @@ def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:
         ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_word_embeddings else ', untied output head'}"),
         ("positions", f"{config.max_position_embeddings:,}"),
     ]
+    if is_adapted(model):
+        settings = model.active_peft_config
+        rows.append(("adapter", f"{adapter:,} parameters, rank {settings.r}, alpha {settings.lora_alpha}"))
     if not config.num_experts:
         return rows
     # An expert has 3 matrices: gate_proj, up_proj and down_proj. A token is not routed to most of them.
@@ -262,16 +264,6 @@ def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:
         *rows,
         ("parameters active per token", f"{parameters - idle:,}"),
         ("experts", f"{config.num_experts}, {config.num_experts_per_tok} per token"),
-    ]
-
-
-def _adapter_rows(model: Any) -> list[tuple[str, Any]]:
-    """Return the settings of a peft adapter as pairs of name and value."""
-    config = model.active_peft_config
-    return [
-        ("base model", f"`{_public(config.base_model_name_or_path)}`"),
-        ("rank, alpha", f"{config.r}, {config.lora_alpha}"),
-        ("parameters of the adapter", f"{get_model_param_count(model, trainable_only=True):,}"),
     ]
 
 

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..runtime.errors import UserError
 from ..runtime.installation import needing_extra
-from ..runtime.names import check_word
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from .trl_support import RouterLossMixin
@@ -25,12 +24,6 @@ with needing_extra("trl", "Preference training needs TRL"):
     from trl import DPOConfig, DPOTrainer
 
 logger = logging.get_logger(__name__)
-
-# TRL compares the words with these only when it computes the first loss.
-LOSS_TYPES = (
-    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
-    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
-)
 
 
 @dataclass
@@ -45,11 +38,6 @@ class DPOTrainingArguments(LMTrainingArguments, DPOConfig):
         default=False, metadata={"help": "Recompute activations in the backward pass to save memory."}
     )
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
-
-    def __post_init__(self):
-        super().__post_init__()
-        for word in self.loss_type:
-            check_word("--loss_type", word, LOSS_TYPES)
 
     @property
     def has_reference(self) -> bool:
@@ -104,4 +92,4 @@ class MiniMindDPOTrainer(RouterLossMixin, DPOTrainer):
         return RowSource(reachable, batch_size, whole_batches)
 
 
-__all__ = ["LOSS_TYPES", "DPOTrainingArguments", "MiniMindDPOTrainer"]
+__all__ = ["DPOTrainingArguments", "MiniMindDPOTrainer"]

@@ -27,7 +27,6 @@ from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.installation import needing_extra
-from ..runtime.names import check_word
 from ..tokenizer.encoding import thinking_variables
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
@@ -45,8 +44,6 @@ with needing_extra("trl", "Reinforcement learning needs TRL"):
 
 # Maximum number of brackets in the tool calls of a completion. Real calls have ten or twenty.
 MAX_BRACKETS = 200
-# TRL compares the word with these only when it computes the first loss.
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
 @dataclass
@@ -116,7 +113,6 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
         super().__post_init__()
-        check_word("--loss_type", self.loss_type, LOSS_TYPES)
         # `bf16` is known only after the constructor above.
         if self.use_transformers_continuous_batching and self.bf16:
             # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and never casts

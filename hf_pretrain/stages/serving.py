@@ -19,7 +19,6 @@ import logging as std_logging
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,17 +50,15 @@ _build_server = server.build_server
 
 
 def check_ports(host: str, ports: list[int]) -> None:
-    """Raise `UserError` for a port that cannot be used, or is needed twice, before models are loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with ExitStack() as listeners:
-        for port in ports:
-            try:
-                listeners.enter_context(socket.create_server((host, port), family=family))
-            except OSError as error:
-                raise UserError(
-                    f"Port {port} of {host} cannot be used: {error}. Choose another one with --port (with --compare, "
-                    "the second model gets the next one) or, for the chat page, --web_port."
-                ) from None
+    """Raise `UserError` for a port that cannot be used, before models are loaded."""
+    for port in ports:
+        try:
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            raise UserError(
+                f"Port {port} of {host} cannot be used: {error}. Choose another one with --port (with --compare, "
+                "the second model gets the next one) or, for the chat page, --web_port."
+            ) from None
 
 
 def serve_model(name: str, *, host: str, port: int, non_blocking: bool = False, **options: Any) -> Serve:

@@ -393,7 +393,6 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown. All: grpo, rloo"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
-        ({"loss_type": "gpo"}, "--loss_type gpo is unknown; the nearest one is grpo"),
     ],
 )
 def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):

@@ -249,7 +249,7 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
         assert (metadata["base_model"], metadata["library_name"]) == ("user/base", "peft")
         trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/adapter_model.safetensors").values())
         whole = sum(p.numel() for p in MiniMindForCausalLM.from_pretrained(workspace / "moe").parameters())
-        assert f"| parameters of the adapter | {trained:,} |" in card.text
+        assert f"| adapter | {trained:,} parameters, rank" in card.text
         assert f"| parameters | {whole:,} |" in card.text
 
         logits_path = tmp_path / "logits.pt"
