@@ -390,6 +390,3 @@ def load_tasks(
         # Name the columns whose values have several types.
         mixed = [name for name in columns if len({type(row.get(name)) for row in rows} - {type(None)}) > 1]
         raise UserError(f"The tasks do not fit into one table: {error}. See the columns {mixed}.") from error
-
-
-__all__ = ["ANSWER_FORMATS", "EMBEDDED_TASKS", "load_tasks", "read_task", "tools_message"]

@@ -19,7 +19,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
 from ..runtime.names import DatasetName, is_path, split_hub_name
 from ..weights.adapters import is_adapted
-from ..weights.exporting import CARD_NAME, unsupported_feature
+from ..weights.exporting import unsupported_feature
 from ..weights.gguf import ARCHITECTURES, gguf_layout
 
 
@@ -265,14 +265,3 @@ def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:
         ("parameters active per token", f"{parameters - idle:,}"),
         ("experts", f"{config.num_experts}, {config.num_experts_per_tok} per token"),
     ]
-
-
-__all__ = [
-    "CARD_NAME",
-    "CURVE_NAME",
-    "RunFacts",
-    "add_results",
-    "format_conversion_card",
-    "format_run_card",
-    "validation_results",
-]

@@ -29,8 +29,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..model.configuration_minimind import CODE_FILES
 from ..runtime.errors import UserError
+from ..weights.exporting import CARD_NAME
 from ..weights.files import read_json
-from .model_card import CARD_NAME, CURVE_NAME
+from .model_card import CURVE_NAME
 
 
 logger = logging.get_logger(__name__)
@@ -292,15 +293,3 @@ class HubPusher:
             return
         failed = f" ({len(self._errors)} pushes during the run failed: {self._errors[-1]})" if self._errors else ""
         self.report = f"{url}{failed}"
-
-
-__all__ = [
-    "HubPusher",
-    "create_repository",
-    "describe_error",
-    "download_checkpoint",
-    "newest_pushed_checkpoint",
-    "published_files",
-    "push_folder",
-    "remove_staging",
-]

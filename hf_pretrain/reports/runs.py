@@ -123,6 +123,3 @@ def read_launches(directory: str | Path) -> list[dict[str, Any]]:
     """Return the launches that `run.json` holds; an empty list if there is no such file."""
     record = Path(directory, RECORD_NAME)
     return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
-
-
-__all__ = ["RECORD_NAME", "REPORT_NAME", "Run", "read_launches", "read_run", "read_runs", "trained_on_text"]

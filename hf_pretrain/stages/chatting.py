@@ -324,6 +324,3 @@ def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrain
     if is_base is None:
         return model.generation_config is not None and model.generation_config.do_sample is False
     return is_base
-
-
-__all__ = ["Chat", "PartsStreamer", "is_base_model"]

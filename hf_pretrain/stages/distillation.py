@@ -272,13 +272,3 @@ class DistillationTrainer(MaskedLossTrainer):
             total, weight = self._add_up(self._eval_divergences)
             output.metrics[f"{metric_key_prefix}_kl"] = total / weight
         return output
-
-
-__all__ = [
-    "DistillationArguments",
-    "DistillationTrainer",
-    "check_same_vocabulary",
-    "keeps_documents_apart",
-    "load_teacher",
-    "masked_divergence",
-]

@@ -12,12 +12,13 @@ from huggingface_hub import EvalResult, ModelCard
 
 from ..checkpoints.directory import find_newest_run
 from ..data.arguments import ChatArguments
-from ..hub.model_card import CARD_NAME, RunFacts, add_results, validation_results
+from ..hub.model_card import RunFacts, add_results, validation_results
 from ..runtime.errors import UserError
 from ..runtime.installation import install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
 from ..training.arguments import LMTrainingArguments
+from ..weights.exporting import CARD_NAME
 
 
 RESULTS_NAME = "evaluation.json"
@@ -186,6 +187,3 @@ def _task_results(tasks: dict[str, Any]) -> list[EvalResult]:
         for task, result in _whole_tasks(tasks).items()
         for metric, entry in result["metrics"].items()
     ]
-
-
-__all__ = ["RESULTS_NAME", "EvaluationArguments", "format_results", "write_results"]

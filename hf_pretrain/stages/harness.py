@@ -170,6 +170,3 @@ def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
         "metrics": metrics,
         "group": None,
     }
-
-
-__all__ = ["BosHFLM", "evaluate_tasks", "read_questions"]

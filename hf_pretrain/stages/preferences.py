@@ -90,6 +90,3 @@ class MiniMindDPOTrainer(RouterLossMixin, DPOTrainer):
         # NOTE: after a resume on several ranks, accelerate calls `set_epoch` only on the dataset, not on the sampler.
         reachable = PaddedDataset(dataset)
         return RowSource(reachable, batch_size, whole_batches)
-
-
-__all__ = ["DPOTrainingArguments", "MiniMindDPOTrainer"]

@@ -327,12 +327,3 @@ class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
 
 
 ALGORITHMS: dict[str, type[_OnlineTrainer]] = {"grpo": MiniMindGRPOTrainer, "rloo": MiniMindRLOOTrainer}
-
-__all__ = [
-    "ALGORITHMS",
-    "GRPOTrainingArguments",
-    "MiniMindGRPOTrainer",
-    "MiniMindRLOOTrainer",
-    "TaskArguments",
-    "task_check",
-]

@@ -229,15 +229,3 @@ def _check_reward_model(name: str) -> None:
             f"{architectures} with {num_labels} labels. Pass another one, or a function (module.path:function) that "
             "calls this model."
         )
-
-
-__all__ = [
-    "REWARDS",
-    "answer_of",
-    "check_task",
-    "load_reward_functions",
-    "arithmetic_reward",
-    "format_reward",
-    "solution_reward",
-    "tool_call_reward",
-]

@@ -215,6 +215,3 @@ def _check_headers(headers: Headers) -> None:
     # Without the server's permission, a browser sends no JSON to another origin. This server does not permit it.
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
-
-
-__all__ = ["MAX_BYTES", "RequestGuard", "check_ports", "serve_model"]

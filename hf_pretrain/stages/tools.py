@@ -143,6 +143,3 @@ def load_object(name: str, *, flag: str, known: Iterable[str] = ()) -> Any:
     if not callable(found) and not isinstance(found, list):
         raise UserError(f"{flag} {name}: {module.__file__} has no function {object_name!r}.")
     return found
-
-
-__all__ = ["calculator", "load_object", "load_tools", "read_schemas"]

@@ -99,6 +99,3 @@ class RouterLossMixin(RunTrainer):
         self._record_router_load(self._router_load)
         self._router_load = RouterLoad()
         return metrics
-
-
-__all__ = ["RouterLossMixin"]

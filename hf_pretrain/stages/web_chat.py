@@ -319,6 +319,3 @@ def open_page(endpoints: list[Endpoint], *, host: str, port: int, thinking: bool
         head=_HEAD,
         footer_links=[],
     )
-
-
-__all__ = ["Endpoint", "add_text", "make_page", "open_page", "show", "stream_answer", "to_request"]

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from ..hub.model_card import CARD_NAME, CURVE_NAME, RunFacts, format_run_card
+from ..hub.model_card import CURVE_NAME, RunFacts, format_run_card
 from ..model.presets import PRESETS
 from ..reports.runs import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..runtime.metrics import HEADLINES
 from ..tokenizer.encoding import encode_prompt
+from ..weights.exporting import CARD_NAME
 from .arguments import LMTrainingArguments, optimizer_name
 from .run_directory import RunDirectory
 
