@@ -43,9 +43,7 @@ def run(monkeypatch, tmp_path, capfd):
     return run
 
 
-NO_MODEL = (
-    "No tokenizer could be loaded from the Hub (and there is no such directory): 'nope'. Name a directory or Hub id"
-)
+NO_MODEL = "'nope' is neither a directory here nor a Hub id with a tokenizer"
 RUN = ("--use_cpu", "--output_dir", "run")
 
 

@@ -200,13 +200,12 @@ def test_the_record_of_the_run_tells_base_models(raw, tmp_path, launches, is_bas
     ("kind", "is_base", "temperature"), [("text", True, None), ("conversations", False, 0.8), ("tasks", False, 0.5)]
 )
 def test_the_files_of_the_model_alone_tell_base_models(raw, tmp_path, kind, is_base, temperature):
-    """`run.json` is never pushed to the Hub. Training on tasks keeps the settings of a chat model."""
+    """There is no `run.json`, as on the Hub. Training on tasks keeps the settings of a chat model."""
     model = make_model()
     model.generation_config.update(do_sample=True, temperature=0.5, top_k=20)
     trainer = make_trainer(tmp_path / "run", make_documents(), model=model, arguments={"max_steps": 1})
     trainer.run_facts = RunFacts(data_kind=kind)
     train_and_evaluate(trainer, checkpoint=None)
-    (tmp_path / "run/run.json").unlink()
     written = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     assert is_base_model(str(tmp_path / "run"), written, raw.tokenizer) == is_base
     assert written.generation_config.temperature == temperature
