@@ -20,15 +20,10 @@ from transformers import TrainerCallback
 
 from benchmarks import programs
 from benchmarks.programs import NUM_WARMUP_STEPS, Setting
-from hf_pretrain.model import modeling_minimind
-from hf_pretrain.model.modeling_minimind import (
-    MiniMindAttention,
-    MiniMindExperts,
-    MiniMindLMHead,
-    MiniMindMLP,
-    MiniMindRMSNorm,
-    MiniMindTopKRouter,
-)
+from hf_pretrain.model import decoder_layer
+from hf_pretrain.model.decoder_layer import MiniMindAttention, MiniMindRMSNorm
+from hf_pretrain.model.experts import MiniMindExperts, MiniMindMLP, MiniMindTopKRouter
+from hf_pretrain.model.modeling_minimind import MiniMindLMHead
 
 
 MATRIX_PRODUCTS, CASTS = "matrix products of the layers", "casts of weights"
@@ -135,10 +130,10 @@ def profile_step(setting: Setting, *, steps: int, **arguments: Any) -> dict[str,
     program = programs.ours(setting, **arguments)
     trainer, recorder = program.trainer, _Recorder(steps)
     trainer.add_callback(recorder)
-    rotate, clip = modeling_minimind.apply_rotary_pos_emb, trainer.accelerator.clip_grad_norm_
+    rotate, clip = decoder_layer.apply_rotary_pos_emb, trainer.accelerator.clip_grad_norm_
     with ExitStack() as stack:
         _mark_modules(trainer.model, stack)
-        stack.enter_context(patch.object(modeling_minimind, "apply_rotary_pos_emb", _mark(rotate, "rotations")))
+        stack.enter_context(patch.object(decoder_layer, "apply_rotary_pos_emb", _mark(rotate, "rotations")))
         stack.enter_context(patch.object(trainer.accelerator, "clip_grad_norm_", _mark(clip, "gradient clipping")))
         program(steps)
     seconds = _find_parts(recorder.profiler.events())

@@ -125,28 +125,23 @@ def remove_leftovers(output_dir: str | Path) -> None:
 
 
 def find_newest_run(directory: str = "out") -> str:
-    """Return the first of [`find_runs`]."""
-    return find_runs(directory)[0]
-
-
-def find_runs(directory: str = "out") -> list[str]:
     """
-    Return the directories of the MiniMind models in `directory`, newest weights first.
+    Return the directory in `directory` that holds the MiniMind model with the newest weights.
 
     Raises:
         `ValueError`: if there is none.
     """
-    runs = []
+    runs = {}
     for config in Path(directory).glob("*/config.json"):
         # Use the weights' time, not the directory's: later commands add logs and evaluations to old runs.
-        weights = max((path.stat().st_mtime for path in config.parent.glob("model*.safetensors")), default=None)
+        times = [path.stat().st_mtime for path in config.parent.glob("model*.safetensors")]
         # Other models may lie in out/, such as exports to llama.
         is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
         # Without a tokenizer, the run in the directory is not finished.
-        if weights is not None and is_minimind and (config.parent / "tokenizer.json").is_file():
-            runs.append((weights, str(config.parent)))
+        if times and is_minimind and (config.parent / "tokenizer.json").is_file():
+            runs[str(config.parent)] = max(times)
     if not runs:
         raise UserError(
             f"No model in {directory}/: run `hf-pretrain pretrain` first, or name one: --model_name_or_path DIR."
         )
-    return [run for _, run in sorted(runs, reverse=True)]
+    return max(runs, key=runs.get)

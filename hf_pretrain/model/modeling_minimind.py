@@ -12,7 +12,7 @@ import each other and nothing else of the package.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +26,10 @@ from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
-    GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -41,29 +39,20 @@ from .configuration_minimind import TESTED_VERSIONS, MiniMindConfig
 
 # NOTE: `set_experts_implementation` of transformers works only if the source of this file holds the text
 # `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
-from .experts import (
-    MiniMindExperts,
-    MiniMindMLP,
-    MiniMindResidualProjection,
-    MiniMindSparseMoeBlock,
-    MiniMindTopKRouter,
-)
+from .decoder_layer import CACHE_NAME, MiniMindAttention, MiniMindDecoderLayer, MiniMindRMSNorm
+from .experts import MiniMindExperts, MiniMindResidualProjection, MiniMindTopKRouter
 from .loss import (
     IGNORE_INDEX,
-    Documents,
     find_documents,
     linear_masked_cross_entropy,
     masked_cross_entropy,
     prediction_weights,
     router_loss,
 )
-from .packed_attention import compute_dtype, find_visible
-from .rotary import MiniMindRotaryEmbedding, apply_rotary_pos_emb, precompute_pos_cis
+from .packed_attention import find_visible
+from .rotary import MiniMindRotaryEmbedding, precompute_pos_cis
 
 
-# NOTE: transformers 5.24 renamed the argument and the output field `past_key_values` to `cache`. Since then the model
-# updates the paged cache of continuous batching too; before, the attention functions did.
-CACHE_NAME = "cache" if "cache" in {field.name for field in fields(MoeModelOutputWithPast)} else "past_key_values"
 # NOTE: transformers' `register` does not write this table. Trainer's label smoothing shifts labels only if it names
 # the class, and lm-eval warns about other model types.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MiniMindConfig.model_type, "MiniMindForCausalLM")
@@ -83,139 +72,6 @@ KNOWN_ARGUMENTS = frozenset(
         *("tokenizer", "assistant_tokenizer"),
     }
 )
-
-
-class MiniMindRMSNorm(nn.Module):
-    """RMSNorm: `weight * x / sqrt(mean(x ** 2) + eps)`, in float32 (https://huggingface.co/papers/1910.07467)."""
-
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension; the result has the dtype that the next matrix product uses."""
-        # Compute in the weight's dtype, which under autocast is float32.
-        normed = F.rms_norm(hidden_states.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-        # Cast once here. Autocast would cast again for each projection that reads the result.
-        return normed.to(compute_dtype(normed))
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-class MiniMindAttention(nn.Module):
-    """Causal grouped-query attention with rotary positions and, in v3, an RMSNorm on each query and key head."""
-
-    def __init__(self, config: MiniMindConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        # transformers' attention functions read these attributes by name.
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.dropout
-        self.is_causal = True
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = MiniMindResidualProjection(
-            config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
-        )
-        if config.qk_norm:
-            self.q_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Attend within each row or packed document.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
-            position_embeddings (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): rotations
-                from [`MiniMindRotaryEmbedding`].
-            attention_mask (`torch.Tensor`, *optional*): the mask in the format of the attention implementation.
-            cache ([`Cache`] or `PagedAttentionCache`, *optional*): keys and values of earlier tokens, updated in
-                place.
-
-        Returns:
-            `tuple`: output of shape `(batch_size, seq_len, hidden_size)`, and attention weights of shape `(batch_size,
-            num_heads, seq_len, key_len)` or `None`.
-        """
-        input_shape = hidden_states.shape[:-1]
-        head_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(head_shape)
-        key = self.k_proj(hidden_states).view(head_shape)
-        value = self.v_proj(hidden_states).view(head_shape)
-        if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = (apply_rotary_pos_emb(states, position_embeddings) for states in (query, key))
-        # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, num_heads, seq_len, head_dim)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-        if isinstance(cache, Cache) or (cache is not None and CACHE_NAME == "cache"):
-            # (batch_size, num_heads, seq_len, head_dim) -> (batch_size, num_heads, past_len + seq_len, head_dim)
-            # A paged cache replaces the lengths in `kwargs` by those of this layer.
-            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
-        elif cache is not None:
-            kwargs["cache"] = cache
-
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, seq_len, num_heads * head_dim)
-        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
-
-
-class MiniMindDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer: attention and feed-forward part, each after an RMSNorm and with a residual connection."""
-
-    def __init__(self, config: MiniMindConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = MiniMindAttention(config, layer_idx)
-        self.mlp = (
-            MiniMindSparseMoeBlock(config) if config.num_experts else MiniMindMLP(config, config.intermediate_size)
-        )
-        self.input_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
-        """Map `(batch_size, seq_len, hidden_size)` to the same shape. Arguments: [`MiniMindAttention.forward`]."""
-        attention_output, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            cache=cache,
-            **kwargs,
-        )
-        hidden_states = hidden_states + self.dropout(attention_output)
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
 class MiniMindPreTrainedModel(PreTrainedModel):
@@ -513,19 +369,46 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             return super().generate(*args, **kwargs)
 
+    def _predict(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        *,
+        logits_to_keep: int | torch.Tensor,
+        skip_logits: bool,
+        **weighting: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the logits, and the cross-entropy of `labels`."""
+        # The fused loss reads the whole weight matrix. An adapter may have wrapped the head, and tensor parallelism
+        # splits it.
+        is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
+        if skip_logits and labels is not None and is_whole_head:
+            return None, self.lm_head(hidden_states, labels, **weighting)
+        # `slice(-0, None)` keeps all positions.
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+        return logits, None if labels is None else masked_cross_entropy(logits, labels, **weighting)
+
     def _router_loss(
         self,
-        router_logits: tuple[torch.Tensor, ...],
-        documents: Documents,
-        *,
+        outputs: MoeModelOutputWithPast,
         labels: torch.Tensor | None,
+        *,
         loss_mask: torch.Tensor | None,
         num_items_in_batch: torch.Tensor | float | None,
         num_documents_in_batch: torch.Tensor | float | None,
+        **rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return this call's part of the router loss of a batch, not multiplied by the coefficient."""
+        """
+        Return this call's part of the router loss of a batch, not multiplied by the coefficient. `rows` holds position
+        ids and attention mask.
+        """
+        hidden_states = outputs.last_hidden_state
+        shape, device = hidden_states.shape[:2], hidden_states.device
+        # Documents, not rows, so that packing does not change the router loss.
+        documents = find_documents(shape, device=device, labels=labels, loss_mask=loss_mask, **rows)
         level, top_k = self.config.router_aux_loss_level, self.config.num_experts_per_tok
-        aux_loss = router_loss(router_logits, top_k, documents, level=level)
+        aux_loss = router_loss(outputs.router_logits, top_k, documents, level=level)
         # MaskedLossTrainer passes the number of documents, which is exact. transformers' Trainer counts only tokens;
         # then the share of tokens approximates the share of documents.
         if num_documents_in_batch is not None:
@@ -612,35 +495,15 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             output_router_logits=needs_router_loss,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
-        loss = ce_loss = aux_loss = logits = None
-        targets = {"labels": labels, "loss_mask": loss_mask}
         weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
-        # The fused loss reads the whole weight matrix. An adapter may have wrapped the head, and tensor parallelism
-        # splits it.
-        is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
-        if skip_logits and labels is not None and is_whole_head:
-            loss = ce_loss = self.lm_head(hidden_states, labels, **weighting)
-        else:
-            # `slice(-0, None)` keeps all positions.
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden_states[:, kept])
-            if labels is not None:
-                loss = ce_loss = masked_cross_entropy(logits, labels, **weighting)
+        logits, ce_loss = self._predict(
+            outputs.last_hidden_state, labels, logits_to_keep=logits_to_keep, skip_logits=skip_logits, **weighting
+        )
+        loss, aux_loss = ce_loss, None
         if needs_router_loss:
+            rows = {"position_ids": position_ids, "attention_mask": attention_mask}
             aux_loss = self._router_loss(
-                outputs.router_logits,
-                # Documents, not rows, so that packing does not change the router loss.
-                find_documents(
-                    hidden_states.shape[:2],
-                    device=hidden_states.device,
-                    position_ids=position_ids,
-                    attention_mask=attention_mask,
-                    **targets,
-                ),
-                num_documents_in_batch=num_documents_in_batch,
-                num_items_in_batch=num_items_in_batch,
-                **targets,
+                outputs, labels, num_documents_in_batch=num_documents_in_batch, **weighting, **rows
             )
             if labels is not None:
                 loss = loss + self.config.router_aux_loss_coef * aux_loss

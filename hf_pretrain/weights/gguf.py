@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
-from ..runtime.installation import install_command
+from ..runtime.installation import needing_extra
 from .layouts import is_rotated, to_half_split, to_interleaved
 
 
@@ -43,10 +43,8 @@ PARAMETER top_p 0.9
 
 def _gguf() -> Any:
     """Import the `gguf` package, which is optional; raise `ValueError` if it is missing."""
-    try:
+    with needing_extra("gguf", "GGUF needs the gguf package"):
         import gguf
-    except ImportError:
-        raise UserError(f"GGUF needs the gguf package: {install_command('gguf')}") from None
     return gguf
 
 

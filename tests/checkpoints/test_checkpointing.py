@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.checkpoints.directory import find_newest_run, find_runs, rotate_checkpoints
+from hf_pretrain.checkpoints.directory import find_newest_run, rotate_checkpoints
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
@@ -236,4 +236,3 @@ def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")
-    assert find_runs(str(tmp_path)) == [str(tmp_path / "first"), str(tmp_path / "second")]
