@@ -245,11 +245,9 @@ def test_bash_completes_commands_flags_and_their_words(tmp_path):
     assert "end_with_stdin" not in script.read_text()
     for words, expected in (
         (["hf-pretrain", "pre"], {"pretrain"}),
-        (["hf-pretrain", "pretrain", "--laun"], {"--launcher"}),
         (["hf-pretrain", "pretrain", "--launcher", "deep"], {"deepspeed"}),
         (["hf-pretrain", "sft", "--learning_ra"], {"--learning_rate"}),
         (["hf-pretrain", "convert", "--format", "qwen"], {"qwen3", "qwen3_moe"}),
-        (["hf-pretrain", "pretrain", "--model_preset", "minimind3"], {"minimind3", "minimind3-moe"}),
         (["hf-pretrain", "grpo", "--algorithm", ""], {"grpo", "rloo"}),
     ):
         result = run(["bash", "-c", bash, str(script), *words])

@@ -28,7 +28,6 @@ from hf_pretrain.weights.loading import load_upstream
 from tests.hub_server import TOKEN, HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
-from tests.toys import write_jsonl
 from tests.weights.test_conversion import GOLDEN
 
 
@@ -409,33 +408,11 @@ def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     )
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
-    assert "Pretraining, from the weights of `toy`, ended at step 2 of 2." in text
     assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
     assert "| learning rate | 0.0003, warmup 0.02, cosine_with_min_lr {'min_lr_rate': 0.1} |" in text
     assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU" in text
     assert "![Loss over tokens](loss_curve.png)" in text
     assert "AutoModelForCausalLM.from_pretrained(\"user/toy\", trust_remote_code=True)" in text  # fmt: skip
-
-
-@pytest.mark.slow
-def test_preference_training_pushes_a_loadable_model(workspace, server, environment, tmp_path):  # noqa: F811
-    data = write_jsonl(
-        tmp_path / "data.jsonl", [{"prompt": "river stone", "chosen": "green", "rejected": "light"}] * 4
-    )
-    command = [
-        *(sys.executable, str(ROOT / "recipes/dpo.py"), "--use_cpu", "--bf16", "false", "--max_length", "32"),
-        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", data, "--validation_fraction", "0"),
-        *("--max_steps", "2", "--save_steps", "1", "--learning_rate", "1e-2", "--per_device_train_batch_size", "2"),
-        *("--output_dir", str(tmp_path / "run"), "--push_to_hub", "--hub_model_id", "user/toy"),
-        *("--hub_strategy", "checkpoint"),
-    ]
-    result = start(command, **environment)
-    assert result.returncode == 0, result.stdout[-4000:]
-    files = files_of(server)
-    assert files >= WEIGHTS | CODE | {"tokenizer.json", "chat_template.jinja", "last-checkpoint/optimizer.pt"}
-    # The manifest describes a checkpoint, not the model.
-    assert "last-checkpoint/manifest.json" in files and "manifest.json" not in files
-    assert not [name for name in files if "training_args" in name]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import io
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from playwright.sync_api import Page
 from hf_pretrain.reports.page import find_differences, write_loss_curve, write_page
 from hf_pretrain.reports.runs import RECORD_NAME, Run, read_run, read_runs
 from hf_pretrain.runtime.errors import UserError
-from tests.invariants.launching import ROOT, cpu_environment
+from tests.invariants.launching import ROOT
 
 
 PHONE = {"width": 390, "height": 844}
@@ -135,17 +135,17 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
     assert "loss (DPO)" in path.read_text(encoding="utf-8")
 
 
-def test_the_recipe_writes_the_page_of_each_run_or_of_several(page, tmp_path):
+def test_the_recipe_writes_the_page_of_each_run_or_of_several(page, tmp_path, monkeypatch, capsys):
     directories = [str(tmp_path / name) for name in ("slow", "fast")]
     for directory, rate in zip(directories, (1e-3, 4e-3), strict=True):
         write_run(Path(directory), learning_rate=rate)
-    recipe = [sys.executable, str(ROOT / "recipes/compare.py")]
     both = tmp_path / "both.html"
     # The directory above the runs holds no run.
     several = [*directories, str(tmp_path), "--output", str(both)]
     for words, path in ((directories[:1], tmp_path / "slow/report.html"), (several, both)):
-        result = subprocess.run([*recipe, *words], check=True, env=cpu_environment(), capture_output=True, text=True)
-        assert (f"Left out: {tmp_path} holds no run that" in result.stdout) == (words is several)
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "recipes/compare.py"), *words])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        assert (f"Left out: {tmp_path} holds no run that" in capsys.readouterr().out) == (words is several)
         assert open_page(page, path) == [] and num_drawn_pixels(page, 0) > 300
     assert page.locator("h2").all_inner_texts()[0] == "Differences"
 

@@ -308,15 +308,6 @@ def test_a_tool_is_called_and_gets_the_result_that_the_user_types(chat):
 
 
 @pytest.mark.slow
-def test_errors_are_shown(chat):
-    set_number(chat, LENGTH, 5)
-    ask(chat, "x y" * 600)
-    # The other model has more positions.
-    wait_for_text(chat, 0, "tokens, and the model has 1,024 positions for prompt and answer.")
-    wait_for_answer(chat, 1)
-
-
-@pytest.mark.slow
 def test_pictures_in_a_text_load_nothing_from_other_hosts(page, served):
     page.set_default_timeout(TIMEOUT)
     page.goto(served[0])
