@@ -16,7 +16,6 @@ from functools import partial
 
 from hf_pretrain.data.arguments import SourceArguments
 from hf_pretrain.data.preferences import prepare_pairs
-from hf_pretrain.data.preparation import describe_repeats
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.chat_template import mark_template
@@ -47,14 +46,12 @@ def main(
     # The template must mark the assistant's text, because the loss compares only that text.
     mark_template(tokenizer)
 
-    repeats: dict[str, float] = {}
     with training_args.main_process_first(desc="preparing the data"):
-        documents = data_args.load_documents(training_args, schema="preference", repeats=repeats)
+        documents = data_args.load_documents(training_args, schema="preference")
         (train_pairs, train_report), (eval_pairs, eval_report) = (
             prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
             for part in documents
         )
-    train_report += describe_repeats(repeats, len(train_pairs), training_args)
     report = [f"Training: {train_report}", f"Validation: {eval_report}"]
     # The plan of a dry run shows the same lines.
     if training_args.process_index == 0 and not training_args.dry_run:

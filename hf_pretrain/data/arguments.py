@@ -203,6 +203,3 @@ class ChatArguments(DataArguments):
         # Unset differs from false: the template then uses its own default.
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
         return ConversationEncoder(self.train_on_inputs, parse_span_weights(self.span_weights), kwargs)
-
-
-__all__ = ["ChatArguments", "DataArguments", "SourceArguments"]

@@ -72,6 +72,3 @@ def _end_workers_with_this_process() -> None:
         threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
     os.register_at_fork(after_in_child=begin)
-
-
-__all__ = ["GROUP_SIZE", "MAX_PROCESSES", "cache_key", "count_processes", "digest"]

@@ -308,21 +308,3 @@ def write_cleaned(
     if not report.num_kept:
         raise UserError(f"No record is left, so {path.name} is not written: {report}.")
     return report
-
-
-__all__ = [
-    "OVERLAP_CHARS",
-    "CleaningReport",
-    "CleaningRules",
-    "DuplicateFinder",
-    "OverlapFinder",
-    "check_sources",
-    "clean_records",
-    "digest",
-    "find_flaw",
-    "held_out_texts",
-    "normalize",
-    "output_files",
-    "replaced_files",
-    "write_cleaned",
-]

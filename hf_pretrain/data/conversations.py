@@ -216,6 +216,3 @@ def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) ->
             raise BadRecord(f"'chat_template_kwargs' holds {quoted(taken)}, which a record cannot set; remove it")
         parts["chat_template_kwargs"] = kwargs
     return write_json(parts)
-
-
-__all__ = ["CONVERSATION_KEYS", "SCHEMAS", "first_question", "read_conversation", "read_preference"]

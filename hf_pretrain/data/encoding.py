@@ -1,6 +1,7 @@
 """Encode conversations as token ids with one weight per token."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,17 +157,10 @@ def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
     """
     pairs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = part.partition("=")
-        try:
-            weight = float(value)
-        except ValueError:
-            weight = -1.0
-        if not 0 <= weight < float("inf") or name.startswith("<") != name.endswith(">") or not name.strip("</>"):
+        match = re.fullmatch(r"(<[^<>=/]+>|[^<>=/]+)=(\d*\.?\d+)", part)
+        if match is None:
             raise UserError(
                 f"--span_weights: {part!r} is not of the form <think>=10 or think=0.5 with a weight of 0 or more."
             )
-        pairs.append((name, weight))
+        pairs.append((match[1], float(match[2])))
     return tuple(pairs)
-
-
-__all__ = ["ConversationEncoder", "encode_conversation", "parse_span_weights"]

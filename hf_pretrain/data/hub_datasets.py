@@ -141,6 +141,3 @@ def download_hub_files(file: DatasetName) -> list[str]:
             "HF_HUB_OFFLINE and HF_ENDPOINT; a single file may be in the cache. Private and gated repositories need "
             "`hf auth login`."
         ) from error
-
-
-__all__ = ["SPLIT", "download_hub_files", "load_hub_dataset", "parse_hub_file"]

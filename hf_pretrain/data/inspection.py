@@ -10,12 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
 from ..runtime.activity import announce
-from ..runtime.errors import MissingExtraError, UserError
+from ..runtime.errors import MissingExtraError
 from ..runtime.installation import install_command
 from ..tokenizer.encoding import encode_documents
 from .cleaning import CleaningRules, DuplicateFinder, digest
 from .encoding import encode_conversation
-from .loading import MAX_REPEATS
 from .records import Record, plain_text
 
 
@@ -30,6 +29,9 @@ _PERCENTILES = (1, 10, 50, 90, 99, 100)
 _MAX_REASONS = 10
 # Compute-optimal number of tokens per parameter (Chinchilla, https://huggingface.co/papers/2203.15556).
 TOKENS_PER_PARAMETER = 20
+# Text that a run reads up to about this many times is nearly as good as new text
+# (https://huggingface.co/papers/2305.16264).
+MAX_REPEATS = 4
 
 
 @dataclass
@@ -94,17 +96,12 @@ def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
         record ([`Record`]): a good record. For a preference, the result is its prompt and its chosen answer.
         tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template, if the record is not a text.
 
-    Raises:
-        `ValueError`: if the chat template cannot render the conversation.
     """
     if record.schema == "text":
         return encode_documents([record.text], tokenizer)[0]
     parts = record.document
     messages = parts["prompt"] + parts["chosen"] if record.schema == "preference" else parts["messages"]
-    try:
-        return encode_conversation(tokenizer, messages, parts.get("tools"), **parts.get("chat_template_kwargs", {}))[0]
-    except ValueError as error:
-        raise UserError(f"{record.source}:{record.line}: {error}") from error
+    return encode_conversation(tokenizer, messages, parts.get("tools"), **parts.get("chat_template_kwargs", {}))[0]
 
 
 def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: int = 512) -> list[tuple[str, str]]:
@@ -170,6 +167,3 @@ def _num_parameters(preset: str) -> int:
     with torch.device("meta"):
         model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset]))
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-__all__ = ["SAMPLE_SIZE", "Survey", "describe", "find_language", "render", "survey_records"]

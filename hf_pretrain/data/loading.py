@@ -48,9 +48,6 @@ ROW_FEATURES = Features(
 DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
 # The validation set of a stream comes from this many documents at its start.
 VALIDATION_SCAN = 50_000
-# Text that a run reads up to about this many times is nearly as good as new text
-# (https://huggingface.co/papers/2305.16264).
-MAX_REPEATS = 4
 
 
 def load_documents(
@@ -66,7 +63,6 @@ def load_documents(
     num_proc: int | None = None,
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
-    repeats: dict[str, float] | None = None,
     is_evaluation: bool = False,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
@@ -76,7 +72,8 @@ def load_documents(
     and all embedded text, and the hash of the text for other documents. The split therefore does not depend on the
     order of files, world size, seed or streaming, and equal documents are in the same set. In the embedded corpora, no
     stage trains on a document that another stage uses for validation. This function drops exact copies in the embedded
-    corpora. The description of the training set (`train.info.description`) has the numbers of copies and bad lines.
+    corpora. The description of the training set (`train.info.description`) has the numbers of copies and bad lines,
+    and how often one pass over a mixture reads each dataset.
 
     Args:
         dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
@@ -103,8 +100,6 @@ def load_documents(
             checked before the first step, and then every 1,000 lines.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1) and
             reason.
-        repeats (`dict[str, float]`, *optional*): this function adds how often one pass over a mixture reads each name,
-            for [`~data.preparation.describe_repeats`]. It is unknown for streams.
         is_evaluation (`bool`, defaults to `False`): return an empty training set.
 
     Returns:
@@ -115,7 +110,7 @@ def load_documents(
             an argument is out of range.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
-    _check_arguments(dataset_names, weights, train_fraction, max_rejected_ratio)
+    _check_arguments(dataset_names, weights, train_fraction)
     if not (0 <= validation_fraction < 1 or (is_evaluation and validation_fraction == 1)):
         limit = "at most" if is_evaluation else "below"
         raise UserError(f"validation_fraction={validation_fraction} must be at least 0 and {limit} 1.")
@@ -152,17 +147,7 @@ def load_documents(
                 f"validation_fraction={validation_fraction} and train_fraction={train_fraction} leave no document of "
                 f"{name} to train on. Lower the first, raise the second, or add data."
             )
-    if weights is None or len(parts) == 1:
-        train = datasets.concatenate_datasets(parts)
-    else:
-        # `all_exhausted` samples until every dataset has been read in full.
-        probabilities = [weight / sum(weights) for weight in weights]
-        train = datasets.interleave_datasets(
-            parts, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
-        )
-        if repeats is not None and not streaming:
-            for name, part, probability in zip(dataset_names, parts, probabilities, strict=True):
-                repeats[name] = len(train) * probability / len(part)
+    train, passes = _mix(list(zip(dataset_names, parts, strict=True)), weights, seed)
     if streaming:
         # Every dataset derived from the stream inherits this text. A resumed run compares it with the text in its
         # checkpoint.
@@ -170,7 +155,7 @@ def load_documents(
         train.info.description = str((described, weights, validation_fraction, train_fraction))
     else:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
-        train.info.description = "; ".join(filter(None, (share, rejected.describe_counts())))
+        train.info.description = "; ".join(filter(None, (share, rejected.describe_counts(), passes)))
     return train, validation
 
 
@@ -178,23 +163,33 @@ def _check_arguments(
     dataset_names: list[str],
     weights: list[float] | None,
     train_fraction: float,
-    max_rejected_ratio: float,
 ) -> None:
     """Raise `ValueError` for arguments of [`load_documents`] that are out of range."""
-    if not dataset_names:
-        raise UserError("No data: pass --dataset_name, for instance embedded.")
-    if weights is not None and len(weights) != len(dataset_names):
+    if weights is not None and not (
+        len(weights) == len(dataset_names) and all(0 < weight < float("inf") for weight in weights)
+    ):
         raise UserError(
-            f"{len(weights)} dataset_weights for {len(dataset_names)} dataset names; pass one weight per name."
-        )
-    if weights is not None and not all(0 < weight < float("inf") for weight in weights):
-        raise UserError(
-            f"dataset_weights={weights} must be finite and above 0; leave a dataset out instead of weighting it 0."
+            f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each dataset name."
         )
     if not 0 < train_fraction <= 1:
         raise UserError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
-    if not 0 <= max_rejected_ratio <= 1:
-        raise UserError(f"max_rejected_ratio={max_rejected_ratio} must lie between 0 and 1.")
+
+
+def _mix(
+    parts: list[tuple[str, Dataset | IterableDataset]], weights: list[float] | None, seed: int
+) -> tuple[Dataset | IterableDataset, str]:
+    """Concatenate named datasets, or mix them by weight; also return how often a pass reads each part of a mixture."""
+    documents = [part for _, part in parts]
+    if weights is None or len(parts) == 1:
+        return datasets.concatenate_datasets(documents), ""
+    shares = [weight / sum(weights) for weight in weights]
+    # `all_exhausted` samples until every dataset has been read in full.
+    train = datasets.interleave_datasets(documents, probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
+    if isinstance(train, IterableDataset):
+        return train, ""
+    often = [len(train) * share / len(part) for part, share in zip(documents, shares, strict=True)]
+    times = [f"{name} {number:.1f} times" for (name, _), number in zip(parts, often, strict=True)]
+    return train, f"a pass reads {', '.join(times)}"
 
 
 # Rows: documents, with bad lines among them.
@@ -414,6 +409,3 @@ def hashes_are_between(texts: list[str], origins: list[str | None], start: float
     # NOTE: Python's `hash` differs between processes, so each rank would get a different split. Multiplying a bound by
     # a power of two is exact, so neighbouring ranges neither overlap nor leave a gap.
     return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]
-
-
-__all__ = ["MAX_REPEATS", "hashes_are_between", "load_documents"]

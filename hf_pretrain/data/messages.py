@@ -280,18 +280,3 @@ def as_text(value: Any, name: str) -> str:
         raise BadRecord(f"{name!r} holds {json_type(value)}, not text; quote it or drop the line")
     check_characters(value, name)
     return value
-
-
-__all__ = [
-    "as_text",
-    "check_answers",
-    "is_blank",
-    "make_message",
-    "messages_in",
-    "parsed_as",
-    "quoted",
-    "read_messages",
-    "read_tools",
-    "read_turn",
-    "take_weights",
-]

@@ -109,11 +109,10 @@ def prepare_rows(
         `float32`).
 
     Raises:
-        `ValueError`: if `packing_strategy` is unknown, or `wrapped` with an encoder; if `max_length` is below 8; or if
+        `ValueError`: if `packing_strategy` is `wrapped` with an encoder; if `max_length` is below 8; or if
             no conversation has a trained token.
     """
-    if packing_strategy not in PACKING_STRATEGIES:
-        raise UserError(f"packing_strategy={packing_strategy!r} is unknown. Use {', '.join(PACKING_STRATEGIES)}.")
+    assert packing_strategy in PACKING_STRATEGIES
     if max_length < MIN_LENGTH:
         raise UserError(f"max_length={max_length} is too short to learn from. Use at least {MIN_LENGTH}.")
     if encoder is not None and packing_strategy == "wrapped":
@@ -139,9 +138,6 @@ def prepare_rows(
         # A resumed run compares this text with the one in its checkpoint.
         rows.info.description = str((documents.info.description, key, how))
         return rows, None
-    if len(documents) == 0:
-        no_rows = Dataset.from_dict({name: [] for name in features}, features=features)
-        return no_rows, PackingReport(0, 0, 0, fill_ratio=0.0, num_tokens_lost=0)
     num_processes = count_processes(len(documents), num_proc)
     if num_processes is not None:
         # NOTE: the threads of `tokenizers` do not survive a fork, and each process has one core anyway.

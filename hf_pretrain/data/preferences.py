@@ -1,6 +1,7 @@
 """Tokenize preferences into the columns of ids that TRL's preference trainers expect."""
 
 import json
+import os
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
@@ -75,7 +76,7 @@ def _encode_batch(
             starts.append(start)
         # Some templates write text before an answer that depends on the answer, for example an empty <think> block. So
         # the prompt ends where the two sequences differ, at the latest.
-        start = min(*starts, _common_length(*sequences.values()))
+        start = min(*starts, len(os.path.commonprefix(list(sequences.values()))))
         row = {"prompt_ids": sequences["chosen_ids"][:start]}
         row |= {name: ids[start:] for name, ids in sequences.items()}
         # The collator truncates at `max_length`, so training would never see a difference beyond it.
@@ -86,12 +87,6 @@ def _encode_batch(
     return columns
 
 
-def _common_length(one: list[int], other: list[int]) -> int:
-    """Return the number of equal ids at the beginning of two sequences."""
-    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))
-
-
 def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:
     """Return the range `[start, end)` of the answer that follows `num_turns` earlier answers."""
     # The first token is bos, which is never generated. So the index -1 at i = 0 cannot hide a start.
@@ -99,6 +94,3 @@ def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:
     start = starts[num_turns]
     end = next((i for i in range(start, len(is_generated)) if not is_generated[i]), len(is_generated))
     return start, end
-
-
-__all__ = ["prepare_pairs"]

@@ -125,6 +125,3 @@ def _read_content(content: Any, schema: str, text_column: str) -> str:
     if isinstance(content, BadRecord):
         raise content
     return read_text(content, text_column=text_column) if schema == "text" else SCHEMAS[schema](content)
-
-
-__all__ = ["Record", "list_sources", "plain_text", "read_records"]

@@ -100,12 +100,7 @@ class RejectedLines:
         """Return the most frequent reasons, each with its count and first position."""
         shown = self.reasons.most_common(5)
         lines = [f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in shown]
-        if num_others := self.reasons.total() - sum(count for _, count in shown):
-            lines.append(f"{num_others} for other reasons")
         if self.path is not None and lines:
             lines.append(f"all of them: {self.path}")
         # An error message becomes one line, where only the semicolons remain.
         return "\n  " + ";\n  ".join(lines) if lines else ""
-
-
-__all__ = ["MAX_WARNINGS", "RATIO_INTERVAL", "RejectedLines"]

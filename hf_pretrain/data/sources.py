@@ -33,11 +33,6 @@ def find_sources(name: str) -> list[str] | None:
     if name.startswith("embedded:"):
         check_word("The dataset", name, ("embedded", *EMBEDDED_SOURCES))
         return [name]
-    if name.startswith("modelscope:"):
-        raise UserError(
-            f"{name} cannot be read. Download it first by `modelscope download --dataset owner/name --local_dir "
-            "my/data`, and pass the path."
-        )
     if not name.strip():
         raise UserError("The name of a dataset is empty. Name a file, a directory, a glob or a dataset on the Hub.")
     path = Path(name).expanduser()
@@ -123,6 +118,3 @@ def read_source(source: str, *, schema: str, text_column: str | None) -> Iterato
         yield from ((number, as_json(drop_padding(row, rows.features))) for number, row in enumerate(rows, start=1))
     else:
         yield from read_file(Path(source), text_column=text_column)
-
-
-__all__ = ["EMBEDDED_SOURCES", "find_sources", "is_hub_dataset", "read_source"]

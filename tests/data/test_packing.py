@@ -175,16 +175,7 @@ def test_cached_results_start_no_processes(tokenizer, texts, tmp_path, monkeypat
         prepare_rows(load_documents([path])[0], other, max_length=32, num_proc=2)
 
 
-def test_no_documents_give_no_rows(tokenizer):
-    empty = Dataset.from_dict({"text": []}, features=datasets.Features({"text": datasets.Value("string")}))
-    rows, report = prepare_rows(empty, tokenizer, max_length=16)
-    assert len(rows) == 0 and rows.features == packing.ROW_FEATURES
-    assert report == PackingReport(0, 0, 0, 0.0, 0)
-
-
 def test_mistakes_are_named(tokenizer):
     documents = Dataset.from_dict({"text": ["a"]})
-    with pytest.raises(ValueError, match="packing_strategy='bdf' is unknown. Use bfd, wrapped, none"):
-        prepare_rows(documents, tokenizer, max_length=16, packing_strategy="bdf")
     with pytest.raises(ValueError, match="max_length=4 is too short"):
         prepare_rows(documents, tokenizer, max_length=4)
