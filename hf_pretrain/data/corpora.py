@@ -25,8 +25,6 @@ from ..runtime.installation import install_command
 from .formats import BadRecord
 
 
-# Languages of nearly all of the text, for the model card. The short dialogues add 26 other languages.
-LANGUAGES = ["en", "zh", "multilingual"]
 T = TypeVar("T")
 
 

@@ -13,7 +13,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
-from ..data.corpora import LANGUAGES
 from ..data.hub_datasets import parse_hub_file
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
@@ -58,11 +57,6 @@ class RunFacts:
         return ", ".join(map(_public, self.datasets)) or "unnamed"
 
     @property
-    def languages(self) -> list[str] | None:
-        """The languages of the embedded corpora. The languages of a user's files are unknown."""
-        return LANGUAGES if any(DatasetName.parse(name).is_embedded for name in self.datasets) else None
-
-    @property
     def hub_datasets(self) -> list[str]:
         """The Hub ids among the datasets, for the card's metadata."""
         elsewhere = [name for name in self.datasets if not _is_local(name)]
@@ -105,7 +99,7 @@ def format_run_card(
         facts (`RunFacts`): the facts that the recipe knows.
         repo_id (`str`): the repository that receives the card.
         training (`list` of pairs of `str`): rows of the table "Training".
-        language (`list[str]`, *optional*): ISO codes; by default the languages of the embedded corpora, if used.
+        language (`list[str]`, *optional*): ISO codes of the data.
         license (`str`, *optional*): the licence of the model.
         has_curve (`bool`): whether the loss curve lies beside the card.
     """
@@ -116,7 +110,7 @@ def format_run_card(
     if results and facts.unigram_loss is not None:
         rows.append((f"validation loss of a unigram model ({NATS})", f"{facts.unigram_loss:.4f}"))
     tables = {"Results": rows} if rows else {}
-    metadata = {"language": language or facts.languages, "datasets": facts.hub_datasets or None}
+    metadata = {"language": language, "datasets": facts.hub_datasets or None}
     base_model = facts.base_model
     if is_adapted(model):
         # peft reads the base model from adapter_config.json, so the card names the same one.

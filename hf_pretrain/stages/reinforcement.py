@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import jinja2
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
@@ -27,7 +26,7 @@ from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.installation import needing_extra
-from ..tokenizer.encoding import thinking_variables
+from ..tokenizer.encoding import template_errors, thinking_variables
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from ..training.run_description import digest_weights
@@ -154,7 +153,7 @@ def task_check(
         chat_template_kwargs (`dict`, *optional*): variables of the template.
 
     Raises:
-        `ValueError`: if no prompt would fit.
+        `ValueError`: if no prompt would fit, or the template cannot render one.
     """
     if max_prompt_length < 1:
         raise UserError(
@@ -163,7 +162,7 @@ def task_check(
 
     def check(task: dict[str, Any]) -> None:
         check_task(rewards, task)
-        try:
+        with template_errors(task["prompt"]):
             prompt = tokenizer.apply_chat_template(
                 task["prompt"],
                 tools=tools,
@@ -171,8 +170,6 @@ def task_check(
                 return_dict=False,
                 **chat_template_kwargs or {},
             )
-        except jinja2.TemplateError as error:
-            raise BadRecord(f"the chat template cannot render the prompt ({error}); fix or drop the line") from error
         if len(prompt) > max_prompt_length:
             raise BadRecord(
                 f"the prompt is longer than the {max_prompt_length} tokens that --max_completion_length leaves of the "
