@@ -185,8 +185,8 @@ class LMTrainingArguments(TrainingArguments):
         if self.trackio_static_space_id is None and self.trackio_space_id is None:
             # NOTE: with --push_to_hub, transformers would otherwise publish the tracked figures as a Space.
             self.trackio_static_space_id = False
-        # The values that `--dry_run` replaces (`plan.py`).
-        self.planned: dict[str, Any] = {}
+        # The `output_dir` that `--dry_run` replaces (`plan.py`).
+        self.planned_dir: str | None = None
         # The other arguments of the run (`begin_run`). A resume compares them.
         self.other_arguments: tuple[Any, ...] = ()
         self._choose_optimizer()

@@ -44,7 +44,7 @@ def begin_dry_run(args: LMTrainingArguments) -> None:
     Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory. All ranks must
     call this function.
     """
-    args.planned = {name: vars(args)[name] for name in ("output_dir", *_TURNED_OFF)}
+    args.planned_dir = args.output_dir
     for name, value in _TURNED_OFF.items():
         setattr(args, name, value)
     args.output_dir = on_main_process(args, lambda: tempfile.mkdtemp(prefix="hf_pretrain-dry-run-"))
@@ -82,11 +82,8 @@ def format_plan(trainer: Any) -> str:
         ("Steps", f"{num_steps:,} of {args.rows_per_step} sequences each, {_describe_passes(trainer)}"),
     ]
     tokens, seconds = measured.tokens_per_step * num_steps, measured.step_seconds
-    if tokens:
-        ratio = tokens / number
-        # Short runs see far less than a token per parameter.
-        lines.append(("Tokens", f"about {tokens:,.0f}, {ratio:{',.1f' if ratio >= 1 else '.2g'}} per parameter"))
     lines += [
+        ("Tokens", f"about {tokens:,.0f}, {tokens / number:.3g} per parameter"),
         ("Optimizer", f"{optimizer_name(args)}, peak learning rate {args.learning_rate:g}"),
         ("Memory", _describe_memory(trainer, measured.peak_bytes)),
         (
@@ -94,9 +91,8 @@ def format_plan(trainer: Any) -> str:
             f"{seconds:.2f} s per step, {_format_duration(seconds * num_steps)} of training, without evaluations",
         ),
         ("Disk", _describe_disk(trainer)),
-        ("Files", f"{args.planned['output_dir']}: model, checkpoints, run.json, report.html"),
+        ("Files", f"{args.planned_dir}: model, checkpoints, run.json, report.html"),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
-        ("Hub", args.hub_model_id or "your namespace" if args.planned["push_to_hub"] else "the run pushes nothing"),
     ]
     width = max(len(label) for label, _ in lines) + 2
     return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
@@ -153,7 +149,7 @@ def _describe_memory(trainer: Any, peak_bytes: float) -> str:
 def _describe_disk(trainer: Any) -> str:
     args = trainer.args
     size = checkpoint_bytes(trainer.model, args, uses_deepspeed=trainer.is_deepspeed_enabled)
-    directory = Path(args.planned["output_dir"]).absolute()
+    directory = Path(args.planned_dir).absolute()
     while not directory.exists():
         directory = directory.parent
     free = shutil.disk_usage(directory).free

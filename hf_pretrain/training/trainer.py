@@ -45,7 +45,7 @@ class MaskedLossTrainer(RunTrainer):
     """
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above.
 
-    It also logs `ce_loss`, `aux_loss`, `model_flops_per_second` and on a known GPU, `mfu`, the share of the peak of
+    It also logs `ce_loss`, `aux_loss`, `model_flops_per_second` and, on a known GPU, `mfu`, the share of the peak of
     all devices.
     Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a byte-level tokenizer,
     `eval_bits_per_byte`.
