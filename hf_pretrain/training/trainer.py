@@ -46,9 +46,8 @@ class MaskedLossTrainer(RunTrainer):
     A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above.
 
     It also logs `ce_loss`, `aux_loss`, `model_flops_per_second` and, on a known GPU, `mfu`, the share of the peak of
-    all devices.
-    Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a byte-level tokenizer,
-    `eval_bits_per_byte`.
+    all devices. Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a byte-level
+    tokenizer, `eval_bits_per_byte`.
 
     Args:
         data_collator (`Callable`, *optional*): [`~data.collators.DataCollatorForPackedRows`] by default, which takes
