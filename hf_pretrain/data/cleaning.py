@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.activity import progress
-from ..runtime.errors import MissingExtraError, UserError
-from ..runtime.installation import install_command
+from ..runtime.errors import UserError
+from ..runtime.installation import needing_extra
 from ..runtime.writing import check_output
 from .corpora import COPY
 from .formats import BadRecord, check_values, write_json
@@ -126,10 +126,8 @@ class DuplicateFinder:
         self._kept: list[Any] = []
         if similarity is None:
             return
-        try:
+        with needing_extra("data", "Near duplicates need datasketch"):
             from datasketch import MinHash, MinHashLSH
-        except ImportError as error:
-            raise MissingExtraError(f"Near duplicates need datasketch: {install_command('data')}") from error
         self._new_hash = MinHash
         self._index = MinHashLSH(num_perm=_NUM_HASHES, params=_BANDS)
         self._similarity = similarity

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import DatasetName
 from .formats import file_format
 
@@ -95,11 +95,9 @@ def parse_hub_file(name: str) -> DatasetName | None:
         `ValueError`: for a name that begins with `hf://datasets/` and names no file.
     """
     if name.startswith(_URI_OF_DATASETS):
-        try:
+        with as_user_errors():
             # Some revisions have slashes, such as `refs/convert/parquet`; huggingface_hub knows which ones.
             uri = parse_hf_uri(name)
-        except ValueError as error:
-            raise UserError(f"{error} Write hf://datasets/owner/name@revision/file.jsonl.") from error
         if not uri.path_in_repo:
             raise UserError(f"{name} names no file. Add its path, or for a whole dataset pass {uri.id}.")
         return DatasetName(uri.id, uri.path_in_repo, uri.revision)

@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
 from ..runtime.activity import announce
-from ..runtime.errors import MissingExtraError
-from ..runtime.installation import install_command
+from ..runtime.installation import needing_extra
 from ..tokenizer.encoding import encode_documents
 from .cleaning import CleaningRules, DuplicateFinder, digest
 from .encoding import encode_conversation
@@ -152,10 +151,8 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
 
 def find_language(text: str) -> str:
     """Return the ISO code of the language of a text; `?` if the text is too short to tell."""
-    try:
+    with needing_extra("data", "Languages need py3langid"):
         from py3langid import classify
-    except ImportError as error:
-        raise MissingExtraError(f"Languages need py3langid: {install_command('data')}") from error
     return str(classify(text[:2000])[0]) if len(text) >= _MIN_LANGUAGE_CHARS else "?"
 
 

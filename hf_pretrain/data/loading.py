@@ -110,23 +110,17 @@ def load_documents(
             an argument is out of range.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
-    _check_arguments(dataset_names, weights, train_fraction)
-    if not (0 <= validation_fraction < 1 or (is_evaluation and validation_fraction == 1)):
-        limit = "at most" if is_evaluation else "below"
-        raise UserError(f"validation_fraction={validation_fraction} must be at least 0 and {limit} 1.")
+    _check_arguments(dataset_names, weights, validation_fraction, train_fraction, is_evaluation)
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
+    parts = heads = [_keep_documents(part, rejected) for part in rows]
     if streaming:
-        # `keep` counts bad lines while the run reads the stream, so too many of them can also stop a run late.
-        parts = [part.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES)) for part in rows]
         # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
         scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
         # The run reads these documents again: training filters the whole stream by the same hash.
         heads = [_in_memory(part.take(scan)) for part in parts]
-    else:
-        parts = heads = [_keep_documents(part, rejected) for part in rows]
     for name, head in zip(dataset_names, heads, strict=True):
         if len(head) == 0:
             raise UserError(f"{name} holds no document to train on.{rejected.describe()}")
@@ -141,12 +135,6 @@ def load_documents(
     # a rounded sum below 1.0 could drop a document.
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
     parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
-    for name, part in zip(dataset_names, parts, strict=True):
-        if not streaming and len(part) == 0:
-            raise UserError(
-                f"validation_fraction={validation_fraction} and train_fraction={train_fraction} leave no document of "
-                f"{name} to train on. Lower the first, raise the second, or add data."
-            )
     train, passes = _mix(list(zip(dataset_names, parts, strict=True)), weights, seed)
     if streaming:
         # Every dataset derived from the stream inherits this text. A resumed run compares it with the text in its
@@ -162,7 +150,9 @@ def load_documents(
 def _check_arguments(
     dataset_names: list[str],
     weights: list[float] | None,
+    validation_fraction: float,
     train_fraction: float,
+    is_evaluation: bool,
 ) -> None:
     """Raise `ValueError` for arguments of [`load_documents`] that are out of range."""
     if weights is not None and not (
@@ -171,6 +161,8 @@ def _check_arguments(
         raise UserError(
             f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each dataset name."
         )
+    if not 0 <= validation_fraction <= 1 or (validation_fraction == 1 and not is_evaluation):
+        raise UserError(f"validation_fraction={validation_fraction} must be at least 0 and below 1; 1 to evaluate.")
     if not 0 < train_fraction <= 1:
         raise UserError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
 
@@ -180,6 +172,12 @@ def _mix(
 ) -> tuple[Dataset | IterableDataset, str]:
     """Concatenate named datasets, or mix them by weight; also return how often a pass reads each part of a mixture."""
     documents = [part for _, part in parts]
+    for name, part in parts:
+        if isinstance(part, Dataset) and len(part) == 0:
+            raise UserError(
+                f"validation_fraction and train_fraction leave no document of {name} to train on. Lower the first, "
+                "raise the second, or add data."
+            )
     if weights is None or len(parts) == 1:
         return datasets.concatenate_datasets(documents), ""
     shares = [weight / sum(weights) for weight in weights]
@@ -346,8 +344,11 @@ def _make_row(source: str, line: int, record: Any, schema: str, text_column: str
 # Documents: the good rows.
 
 
-def _keep_documents(rows: Dataset, rejected: RejectedLines) -> Dataset:
+def _keep_documents(rows: Dataset | IterableDataset, rejected: RejectedLines) -> Dataset | IterableDataset:
     """Return the documents among rows, and record the others as rejected."""
+    if isinstance(rows, IterableDataset):
+        # `keep` counts bad lines while the run reads the stream, so too many of them can also stop a run late.
+        return rows.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES))
     # Read the column from Arrow: a Python loop over all rows would take minutes for large data.
     # A row is bad if its reason is not null. An empty dataset has no chunks.
     is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)

@@ -128,13 +128,10 @@ def prepare_rows(
     key = digest(tokenizer.backend_tokenizer.to_str(), ends)
     if is_weighted:
         key = digest(key, encoder, tokenizer.chat_template, max_length)
+    packing: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": features}
     if isinstance(documents, IterableDataset):
-        rows = documents.map(
-            _encode_and_pack_batch,
-            fn_kwargs={**how, "encode": encode},
-            remove_columns=["text"],
-            **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
-        )
+        fn_kwargs = {**how, "encode": encode}
+        rows = documents.map(_encode_and_pack_batch, fn_kwargs=fn_kwargs, remove_columns=["text"], **packing)
         # A resumed run compares this text with the one in its checkpoint.
         rows.info.description = str((documents.info.description, key, how))
         return rows, None
@@ -159,7 +156,7 @@ def prepare_rows(
         fn_kwargs=how,
         new_fingerprint=cache_key(tokens_key, how, GROUP_SIZE),
         desc="packing",
-        **{"batched": True, "batch_size": GROUP_SIZE, "features": features},
+        **packing,
     )
     rows = rows.with_format(None)
     if len(rows) == 0:

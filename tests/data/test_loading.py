@@ -312,7 +312,7 @@ def test_a_mixture_counts_how_often_a_pass_reads_each_dataset(tmp_path):
 @pytest.mark.parametrize(
     "names, arguments, words",
     [
-        (["one"], {"validation_fraction": 0.999999}, "=0.999999 and train_fraction=1.0 leave no document of"),
+        (["one"], {"validation_fraction": 0.999999}, "leave no document of"),
         (["a", "b"], {"weights": [1.0]}, r"=\[1.0\] must be 2 numbers above 0"),
         (["a"], {"weights": [0.0]}, r"=\[0.0\] must be 1 numbers above 0"),
         (["a"], {"validation_fraction": 1.0}, "validation_fraction=1.0"),

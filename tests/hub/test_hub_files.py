@@ -69,7 +69,7 @@ def test_names_of_files(name, expected):
 
 @pytest.mark.parametrize("name", ["hf://datasets/a/b", "hf://datasets/a/b@v1", "hf://datasets/a"])
 def test_a_uri_without_a_file_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} names no file|Invalid HF URI '{name}'.* Write hf://datasets/"):
+    with pytest.raises(ValueError, match=f"{name} names no file|Invalid HF URI '{name}'"):
         parse_hub_file(name)
 
 
