@@ -15,7 +15,6 @@ from typing import Any
 import datasets
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
-from transformers.utils import logging
 
 from ..runtime.activity import announce
 from ..runtime.errors import UserError
@@ -27,8 +26,6 @@ from .hub_datasets import SPLIT, load_hub_dataset
 from .rejected import RATIO_INTERVAL, RejectedLines
 from .sources import EMBEDDED_SOURCES, find_sources, read_source
 
-
-logger = logging.get_logger(__name__)
 
 # A record of a source, as JSON text, or its fault.
 RECORD_FEATURES = Features(

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils import logging
 
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint
 from ..hub.model_card import RunFacts
@@ -31,9 +30,6 @@ from .run_description import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
 from .saving import SavingTrainer
 from .stopping import EXIT_NOT_FINITE, RunStopped, StopCallback, end_all_ranks, resume_hint
-
-
-logger = logging.get_logger(__name__)
 
 
 class RunTrainer(SavingTrainer):
