@@ -187,9 +187,6 @@ def _mix(
     return train, f"a pass reads {', '.join(times)}"
 
 
-# Rows: documents, with bad lines among them.
-
-
 def _load_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
@@ -338,9 +335,6 @@ def _make_row(source: str, line: int, record: Any, schema: str, text_column: str
         return {"text": "", "origin": None, "source": source, "line": line, "reason": error.reason}
 
 
-# Documents: the good rows.
-
-
 def _keep_documents(rows: Dataset | IterableDataset, rejected: RejectedLines) -> Dataset | IterableDataset:
     """Return the documents among rows, and record the others as rejected."""
     if isinstance(rows, IterableDataset):
@@ -364,9 +358,6 @@ def _in_memory(documents: IterableDataset) -> Dataset:
     taken = list(documents)
     columns = {name: [document[name] for document in taken] for name in DOCUMENT_FEATURES}
     return Dataset.from_dict(columns, features=DOCUMENT_FEATURES)
-
-
-# The split.
 
 
 def split_documents(
@@ -396,11 +387,6 @@ def hashes_are_between(texts: list[str], origins: list[str | None], start: float
 
     The function hashes the document's origin, such as the first question of a conversation, so that all documents with
     the same origin land in the same set. It hashes the text of a document without an origin.
-
-    Args:
-        texts (`list[str]`): the documents.
-        origins (`list[str | None]`): origin of each document.
-        start, stop (`float`): range within [0, 1].
     """
     keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
     hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
