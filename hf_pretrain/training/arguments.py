@@ -295,6 +295,8 @@ class LMTrainingArguments(TrainingArguments):
             # NaN fails this test, too.
             if value is not None and not least <= value < math.inf:
                 raise UserError(f"--{name} {value} must be at least {least} and finite.")
+        if self.max_steps == 0:
+            raise UserError("--max_steps 0 trains nothing. Leave it out to train for --num_train_epochs.")
 
 
 def optimizer_name(args: TrainingArguments) -> str:

@@ -90,7 +90,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(small_disk):
     with pytest.raises(OSError, match="could not be saved"):
         trainer.save_model()
     assert not list((disk / "run").iterdir())
-    with pytest.raises(OSError, match="could not be saved"):
+    with pytest.raises(OSError, match="No space left"):
         trainer.save_state()
 
 
