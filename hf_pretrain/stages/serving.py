@@ -6,11 +6,12 @@ requests that would keep the server busy or fill its memory:
 |---|---|
 | to another address than `ROUTES`, such as `/load_model` or `/reset` | 404 |
 | from a web page of another origin, or without the content type JSON | 403, 415 |
-| with more than `MAX_BYTES` | 400 |
+| with more than `MAX_BYTES`, or more or longer stop strings than allowed | 400 |
 | with a `generation_config`, a chat template, or another argument of the rendering | 400 |
-| with more tokens than the model has positions, or with a body that is not a JSON object | 400 |
+| with fields of OpenAI's API that the server ignores, such as `n`, unless they ask for nothing | 400 |
+| with more tokens than the model has positions, or fields that raise an error while they are read | 400 |
 
-transformers itself refuses every other model, and warns about fields of OpenAI's API that it ignores.
+transformers itself refuses every other model.
 """
 
 import inspect
@@ -19,46 +20,69 @@ import logging as std_logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 from urllib.parse import urlsplit
 
+from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
 from ..runtime.errors import UserError
 from ..runtime.installation import needing_extra
+from .chatting import MIN_TEMPERATURE
 
 
 with needing_extra("serve", "Serving needs FastAPI"):
     from fastapi import FastAPI, HTTPException
     from starlette.datastructures import Headers
-    from starlette.responses import JSONResponse
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager, server
+    from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
+    from transformers.cli.serving.completion import UNUSED_LEGACY_COMPLETION_FIELDS
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
+logger = logging.get_logger(__name__)
+
 MAX_BYTES = 2**20
-# The addresses that answer, beside those of GET requests.
-ROUTES = ("/v1/chat/completions", "/v1/completions")
+# transformers compares each stop string with the whole vocabulary: 1,000 of them take 20 seconds.
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 64
+# The addresses that answer, with the fields that the server ignores there.
+ROUTES = {
+    "/v1/chat/completions": UNUSED_CHAT_COMPLETION_FIELDS,
+    "/v1/completions": UNUSED_LEGACY_COMPLETION_FIELDS | {"suffix", "logit_bias"},
+}
+# Ignored fields that change no answer, and the values of the others that ask for nothing (False and 0 do so, too).
+_HARMLESS = {"metadata", "service_tier", "store", "stream_options", "user"}
+_DEFAULTS = {
+    **{"n": 1, "best_of": 1, "parallel_tool_calls": True, "tool_choice": "auto", "function_call": "auto"},
+    **{"response_format": {"type": "text"}, "modalities": ["text"], "suffix": ""},
+}
 # Names of the arguments of `apply_chat_template`. Other names in a request are variables of the template.
 _RENDERING_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 _build_server = server.build_server
 
 
 def check_ports(host: str, ports: list[int]) -> None:
-    """Raise `UserError` for a port that cannot be used, before models are loaded."""
-    for port in ports:
-        try:
-            socket.create_server((host, port)).close()
-        except OSError as error:
-            raise UserError(
-                f"Port {port} of {host} cannot be used: {error}. Choose another one with --port (with --compare, "
-                "the second model gets the next one) or, for the chat page, --web_port."
-            ) from None
+    """Raise `UserError` for a port that cannot be used, or is needed twice, before models are loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with ExitStack() as listeners:
+        for port in ports:
+            try:
+                listeners.enter_context(socket.create_server((host, port), family=family))
+            except OSError as error:
+                raise UserError(
+                    f"Port {port} of {host} cannot be used: {error}. Choose another one with --port (with --compare, "
+                    "the second model gets the next one) or, for the chat page, --web_port."
+                ) from None
 
 
 def serve_model(name: str, *, host: str, port: int, non_blocking: bool = False, **options: Any) -> Serve:
@@ -95,8 +119,17 @@ def _build_guarded(name: str, url: str, manager: ModelManager, *args: Any, **kwa
     samples, config.do_sample = bool(config.do_sample), True
     app = _build_server(manager, *args, **kwargs)
     app.add_middleware(RequestGuard, samples=samples)
+    # The server reads most fields unchecked. These are the errors that wrong ones raise.
+    for kind in (ValueError, TypeError, LookupError, TemplateError):
+        app.add_exception_handler(kind, _refuse)
     print(f"Serving {name} at {url} (Ctrl+C stops it)", flush=True)
     return app
+
+
+def _refuse(_: Request, error: Exception) -> JSONResponse:
+    """Return the response to a request whose fields raise an error."""
+    logger.warning("A request was refused.", exc_info=error)
+    return JSONResponse({"detail": f"The request cannot be answered: {type(error).__name__}: {error}"}, 400)
 
 
 def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +171,8 @@ for _manager in (GenerateManager, CBGenerateManager):
 
 class RequestGuard:
     """
-    ASGI middleware that refuses requests by their address, headers, size and fields.
+    ASGI middleware that refuses requests by their address, headers, size and fields, and cuts answers before a stop
+    string, which transformers leaves in the text.
 
     Args:
         app (`ASGIApp`): the application that gets all other requests.
@@ -162,6 +196,10 @@ class RequestGuard:
         except HTTPException as error:
             await JSONResponse({"detail": error.detail}, error.status_code)(scope, receive, send)
             return
+        stops, is_stream = fields.get("stop"), fields["stream"]
+        if stops:
+            # Cut the whole answer: a part of it may end with the beginning of a stop string.
+            fields["stream"] = False
         # The checks have consumed the body, so replay it to the application.
         request: list[Message] = [{"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}]
 
@@ -169,10 +207,23 @@ class RequestGuard:
             # Later calls wait for the client to disconnect, as the application expects.
             return request.pop() if request else await receive()
 
-        await self.app(scope, replay, send)
+        if not stops:
+            await self.app(scope, replay, send)
+            return
+        response: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            response.append(message)
+
+        await self.app(scope, replay, keep)
+        status, text = response[0]["status"], b"".join(message.get("body", b"") for message in response)
+        if status == 200:
+            text = _cut(json.loads(text), stops, is_stream=is_stream)
+        kind = "text/event-stream" if is_stream and status == 200 else "application/json"
+        await Response(text, status, media_type=kind)(scope, receive, send)
 
     def _check_fields(self, path: str, body: bytes) -> dict[str, Any]:
-        """Return the fields of a request without the empty ones."""
+        """Return the fields of a request without those that ask for nothing."""
         if path not in ROUTES:
             raise HTTPException(404, f"This server answers {' and '.join(ROUTES)}, not {path:.100}.")
         try:
@@ -183,13 +234,22 @@ class RequestGuard:
             raise HTTPException(400, "The body is not a JSON object.")
         # Some clients send all fields, with null for the absent ones. transformers fails on empty ones.
         fields = {name: value for name, value in content.items() if value not in (None, [], {})}
+        for name in ROUTES[path] & fields.keys() - _HARMLESS:
+            if (value := fields.pop(name)) != _DEFAULTS.get(name, False):
+                raise HTTPException(400, f"{name}: {json.dumps(value):.100} is not supported. Leave it out.")
         if "generation_config" in fields:
             raise HTTPException(400, "generation_config is not supported. Use the fields of OpenAI's API.")
         variables = fields.get("chat_template_kwargs", {})
         if not isinstance(variables, dict) or variables.keys() & _RENDERING_ARGUMENTS:
             raise HTTPException(400, f"chat_template_kwargs: {variables!r:.100} must hold variables of the template.")
-        # OpenAI's API gives no stream unless asked for one. The server itself samples only with a temperature.
-        return {"stream": False} | ({} if self.samples else {"temperature": 0}) | fields
+        if "stop" in fields:
+            fields["stop"] = _check_stops(fields["stop"])
+        temperature = fields.get("temperature", 1 if self.samples else 0)
+        # The server itself knows only 0.
+        if isinstance(temperature, float | int) and 0 <= temperature < MIN_TEMPERATURE:
+            fields["temperature"] = 0
+        # OpenAI's API gives no stream unless asked for one.
+        return {"stream": False} | fields
 
 
 async def _read(receive: Receive) -> bytes:
@@ -215,3 +275,38 @@ def _check_headers(headers: Headers) -> None:
     # Without the server's permission, a browser sends no JSON to another origin. This server does not permit it.
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
+
+
+def _check_stops(given: Any) -> list[str]:
+    """Return stop strings as a list. Refuse those that are too many, too long, or not text."""
+    stops = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(stops, list)
+        or len(stops) > MAX_STOP_STRINGS
+        or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS for stop in stops)
+    ):
+        raise HTTPException(
+            400, f"stop: {given!r:.100} must be at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_CHARS} characters."
+        )
+    return stops
+
+
+def _cut(answer: dict[str, Any], stops: list[str], *, is_stream: bool) -> bytes:
+    """Return an answer that ends before the first stop string, as JSON or as the only event of a stream."""
+    for choice in answer["choices"]:
+        message, is_cut = choice.get("message", choice), False
+        # In the order in which a model writes them.
+        for part in ("reasoning_content", "content", "text"):
+            text = message.get(part) or ""
+            places = [text.find(stop) for stop in stops if stop in text]
+            if text and (is_cut or places):
+                message[part] = "" if is_cut else text[: min(places)]
+                choice["finish_reason"], is_cut = "stop", True
+        if is_stream and "message" in choice:
+            calls = message.get("tool_calls") or []
+            choice["delta"] = choice.pop("message") | {
+                "tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]
+            }
+            answer["object"] = "chat.completion.chunk"
+    text = json.dumps(answer, ensure_ascii=False)
+    return (f"data: {text}\n\n" if is_stream else text).encode()

@@ -15,7 +15,8 @@ import requests
 from transformers import ContinuousBatchingConfig
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.stages.serving import MAX_BYTES, CBGenerateManager, serve_model
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.stages.serving import MAX_BYTES, CBGenerateManager, check_ports, serve_model
 from hf_pretrain.tokenizer.encoding import encode_prompt
 from hf_pretrain.tokenizer.loading import load_tokenizer
 from tests.invariants.launching import ROOT, free_port
@@ -76,7 +77,7 @@ def test_a_stream_arrives_in_pieces_with_whole_letters(client):
     assert "".join(chunks) == CHINESE[1]["content"] and set(CHINESE[1]["content"]) <= set(chunks)
 
 
-@pytest.mark.parametrize("options", [{}, {"stream": True}])
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"stream": True, "stop": "unlikely"}])
 def test_a_tool_is_called_and_its_result_is_used(client, options):
     answer = ask(client, WEATHER[:1], tools=[TOOL], **options)
     if options:
@@ -99,7 +100,8 @@ def test_only_a_temperature_samples(client):
     """The toy model is certain of its answers; only a high temperature makes it err."""
     hot = [str(ask(client, SUM[:1], temperature=50, max_tokens=10).choices[0].message) for _ in range(2)]
     assert hot[0] != hot[1] and not any("It is four." in text for text in hot)
-    for temperature in (openai.omit, 0):
+    # The logits divided by 1e-40 would be infinite, and could not be sampled from.
+    for temperature in (openai.omit, 0, 1e-40):
         assert ask(client, SUM[:1], temperature=temperature).choices[0].message.content == "It is four."
 
 
@@ -122,11 +124,36 @@ def test_a_temperature_samples_with_continuous_batching(talker):
     assert "It is four." in asyncio.run(answer(0.0)) and "It is four." not in asyncio.run(answer(50.0))
 
 
-def test_a_stop_string_ends_an_answer(client):
-    answer = ask(
-        client, SUM[:1], stop=["five", "is f"], extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+# Stop strings
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    # The last tokens of an answer, parts of tokens, a string that begins but does not come, the first of two, and the
+    # reasoning.
+    [
+        *(("four", ("add them", "It is ")), (["ou"], ("add them", "It is f")), ("t is", ("add them", "I"))),
+        *(("r.!", ("add them", "It is four.")), (["five", "four", " is"], ("add them", "It"))),
+        *((" them", ("add", "")), (None, ("add them", "It is four.")), ([], ("add them", "It is four."))),
+    ],
+)
+def test_an_answer_ends_before_a_stop_string(client, stop, expected, stream):
+    answer = ask(client, SUM[:1], stop=stop, stream=stream, max_tokens=14)
+    if stream:
+        answer = list(answer)
+    assert texts(answer, stream) == expected
+    assert (answer[-1] if stream else answer).choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_ends_before_a_stop_string(client, stream):
+    prompt = load_tokenizer(client.served).apply_chat_template(
+        SUM[:1], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    assert answer.choices[0].message.content.startswith("It is f") and "r." not in answer.choices[0].message.content
+    options = {"model": client.served, "prompt": prompt, "temperature": 0, "stop": ["!", "fou"]}
+    answer = client.completions.create(stream=stream, **options)
+    assert "".join(chunk.choices[0].text for chunk in (answer if stream else [answer])) == "It is "
 
 
 # Refused requests
@@ -154,12 +181,22 @@ LONG = "x y" * 1000
     ("path", "body", "status", "words"),
     [
         *((CHAT, chat(model=model), 400, "pinned") for model in ("owner/other", "/etc", ["out/run"])),
+        (COMPLETION, {"prompt": "x", "model": "owner/other"}, 400, "pinned"),
         *((path, {}, 404, "This server answers") for path in ("/load_model", "/reset", "/v1/responses")),
         *((CHAT, body, 400, "JSON") for body in (b"{", b"[" * 20_000, b"[1]", b"\xff")),
         (CHAT, chat(chat_template_kwargs=TEMPLATE), 400, "must hold variables of the template"),
+        (CHAT, chat(chat_template_kwargs={"max_length": 10**9}), 400, "must hold variables of the template"),
         (CHAT, chat(generation_config='{"num_beams": 3000}'), 400, "generation_config"),
+        *((CHAT, chat(stop=stop), 400, "stop: ") for stop in (["x"] * 17, ["x" * 65], [3], {"a": 1}, [""])),
         (CHAT, chat(messages=[{"role": "user", "content": LONG}]), 400, "tokens, and the model has 1,024 positions"),
+        (CHAT, chat(messages=[{"role": "user", "content": LONG}], stream=True), 400, "the model has 1,024 positions"),
+        (COMPLETION, {"prompt": LONG}, 400, "tokens, and the model has 1,024 positions"),
         (COMPLETION, {"prompt": "x" * MAX_BYTES}, 400, "bytes"),
+        (CHAT, chat(temperature="hot"), 400, "hot"),
+        (CHAT, chat(max_tokens=-1), 400, "`max_new_tokens` must be greater than 0"),
+        (CHAT, chat(messages=[{"role": "robot", "content": "x"}]), 400, 'the role "robot"'),
+        (CHAT, chat(messages=[{"content": "x"}]), 400, "KeyError: 'role'"),
+        (CHAT, chat(messages="x"), 400, "TypeError"),
     ],
 )
 def test_wrong_requests_are_refused_with_the_reason(client, path, body, status, words):
@@ -180,13 +217,34 @@ def test_pages_of_other_origins_are_refused(client):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(CHAT, chat()), (COMPLETION, {"prompt": "two and two?", "temperature": 0})]
+    ("path", "neutral", "refused"),
+    [
+        (
+            CHAT,
+            {"n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "parallel_tool_calls": True}
+            | {"response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "auto", "functions": []}
+            | {"user": "me", "metadata": {"a": "b"}, "store": True, "stream_options": {"include_usage": True}}
+            | {"logit_bias": {}, "frequency_penalty": 0, "service_tier": "auto", "stop": [], "tools": []},
+            {"n": 2, "logprobs": True, "top_logprobs": 3, "presence_penalty": 0.5, "parallel_tool_calls": False}
+            | {"response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "tool_choice": "none"}
+            | {"functions": [TOOL["function"]], "function_call": {"name": "f"}, "reasoning_effort": "low"},
+        ),
+        (
+            COMPLETION,
+            {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logit_bias": {}, "presence_penalty": 0},
+            {"n": 2, "best_of": 2, "echo": True, "suffix": "x", "logit_bias": {"5": 1}, "logprobs": 3},
+        ),
+    ],
 )
-def test_empty_fields_count_as_absent(client, path, body):
-    """Some clients send all fields."""
-    empty = dict.fromkeys(("n", "stop", "seed", "stream", "user", "max_tokens")) | {"logit_bias": {}}
-    answers = [post(client, path, body | more).json()["choices"] for more in ({}, empty)]
-    assert answers[0] == answers[1]
+def test_each_field_takes_effect_or_is_refused(client, path, neutral, refused):
+    """Fields of OpenAI's API. Clients may send null or the default, too."""
+    body = chat() if path == CHAT else {"prompt": "two and two?", "temperature": 0}
+    nothing = dict.fromkeys([*refused, *neutral, "stop", "seed", "stream"])
+    choices = [post(client, path, body | more).json()["choices"] for more in ({}, nothing, neutral)]
+    assert choices[0] == choices[1] == choices[2]
+    for name, value in refused.items():
+        answer = post(client, path, body | {name: value})
+        assert answer.status_code == 400 and answer.json()["detail"].startswith(f"{name}: "), (name, answer.text)
 
 
 def test_an_answer_ends_where_the_positions_do(client):
@@ -213,9 +271,12 @@ def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkey
             (["--compare", "x"], "--compare needs the chat page"),
             ([*name, "--port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
             (["--web", *name, "--web_port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
+            (["--web", *name, "--port", "8031", "--compare", "x", "--web_port", "8032"], "error: Port 8032 of"),
             (["--web", *name, "--compare", str(tmp_path)], "has no chat template"),
         ):
             monkeypatch.setattr(sys, "argv", ["serve.py", *words])
             with pytest.raises(SystemExit):
                 runpy.run_path(str(ROOT / "recipes/serve.py"), run_name="__main__")
             assert message in capsys.readouterr().err, words
+    with pytest.raises(UserError, match="Port 8033 of localhost cannot be used"):
+        check_ports("localhost", [8033, 8033])
