@@ -33,7 +33,6 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
 from ..runtime.errors import UserError
 from ..runtime.installation import needing_extra
-from .chatting import MIN_TEMPERATURE
 
 
 with needing_extra("serve", "Serving needs FastAPI"):
@@ -52,6 +51,8 @@ with needing_extra("serve", "Serving needs FastAPI"):
 logger = logging.get_logger(__name__)
 
 MAX_BYTES = 2**20
+# Logits that are divided by less would overflow.
+MIN_TEMPERATURE = 1e-5
 # transformers compares each stop string with the whole vocabulary: 1,000 of them take 20 seconds.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64

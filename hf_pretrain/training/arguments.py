@@ -320,6 +320,3 @@ class DistillationTrainingArguments(SFTTrainingArguments):
     """Defaults for distillation."""
 
     output_dir: str | None = field(default="out/distill", metadata={"help": "Directory of the run."})
-
-
-__all__ = ["DistillationTrainingArguments", "LMTrainingArguments", "SFTTrainingArguments", "optimizer_name"]

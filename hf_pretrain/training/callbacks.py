@@ -114,11 +114,3 @@ class ProfilerCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._is_over = True
         self._profiler.stop()
-
-
-__all__ = [
-    "LogLinesCallback",
-    "ProfilerCallback",
-    "ProgressBarCallback",
-    "SampleCallback",
-]

@@ -144,6 +144,3 @@ def _float32_weights(model: nn.Module) -> dict[str, torch.Tensor]:
                 return {}
             weights[name] = weight.cpu()
     return weights
-
-
-__all__ = ["gather_from_deepspeed", "prepare_deepspeed_config", "repair_universal_checkpoint", "turns_on_deepspeed"]

@@ -91,6 +91,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # NOTE: on Linux, ru_maxrss of a new process starts at the peak of the process that started it. VmHWM does not.
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
-__all__ = ["flops_per_token", "known_peak", "num_active_parameters", "peak_memory_bytes"]

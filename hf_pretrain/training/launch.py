@@ -185,15 +185,3 @@ def launcher() -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"
     return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
-
-
-__all__ = [
-    "check_device",
-    "check_launch",
-    "choose_cpu_threads",
-    "complete_fsdp_args",
-    "launcher",
-    "start_cpu_ranks",
-    "start_deepspeed_cpu_ranks",
-    "take_launchers_precision",
-]

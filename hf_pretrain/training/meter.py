@@ -147,6 +147,3 @@ class RouterLoad:
 def to_shares(counts: torch.Tensor) -> list[list[float]]:
     """Return the share of each expert in the counts of its layer, from counts of shape `(num_layers, num_experts)`."""
     return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
-
-
-__all__ = ["Meter", "RouterLoad", "Throughput", "to_shares"]

@@ -261,15 +261,3 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
         gram = states @ states.mT
         states = torch.baddbmm(states, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), states, beta=a)
     return states.mT if is_tall else states
-
-
-__all__ = [
-    "OPTIM_PRESETS",
-    "Muon",
-    "build_muon",
-    "complete_learning_rate",
-    "default_learning_rate",
-    "deepspeed_muon",
-    "muon_parameter_groups",
-    "orthogonalize",
-]

@@ -126,6 +126,3 @@ def pull_checkpoint(args: LMTrainingArguments) -> str:
 def _num_restarts() -> int:
     """Return how often torchrun or SLURM has started the run again."""
     return max(int(os.environ.get(f"{name}_RESTART_COUNT") or 0) for name in ("TORCHELASTIC", "SLURM"))
-
-
-__all__ = ["checkpoint_to_resume", "is_resumed", "pull_checkpoint"]

@@ -83,6 +83,3 @@ def read_batches(iterator: Iterator, num_batches: int) -> tuple[list, Exception 
 def is_stream(dataset: Any) -> bool:
     """Return whether the rows of a dataset have no numbers and no known length."""
     return isinstance(dataset, (IterableDataset, datasets.IterableDataset))
-
-
-__all__ = ["RowSource", "is_stream", "pad_rows", "read_batches"]

@@ -347,13 +347,3 @@ def _changes(
 
 def _digest(text: str) -> str:
     return xxhash.xxh3_128(text.encode()).hexdigest()
-
-
-__all__ = [
-    "RunDescription",
-    "describe_config",
-    "describe_data",
-    "describe_settings",
-    "digest_fixed_weights",
-    "digest_weights",
-]

@@ -204,6 +204,3 @@ def _commit() -> str | None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip() or None
-
-
-__all__ = ["COMMAND_VARIABLE", "RunDirectory", "now"]

@@ -328,6 +328,3 @@ class RunTrainer(SavingTrainer):
         if load.counts is not None:
             counts = self.accelerator.reduce(load.counts, "sum")
             self.state.log_history.append({"router_load": to_shares(counts), "step": self.state.global_step})
-
-
-__all__ = ["RunTrainer"]

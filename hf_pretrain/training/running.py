@@ -280,11 +280,3 @@ def train_on_rows(
     if recipe == "pretrain" and rows.eval is not None and not data_args.streaming:
         trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
     end_run(trainer, metrics, samples)
-
-
-__all__ = [
-    "begin_run",
-    "end_run",
-    "train_and_evaluate",
-    "train_on_rows",
-]

@@ -177,6 +177,3 @@ class SavingTrainer(Trainer):
         # Pushes of checkpoints come first, so that the final model is the last commit.
         self.pusher.finish()
         self.pusher.push_model(message=commit_message)
-
-
-__all__ = ["SavingTrainer"]

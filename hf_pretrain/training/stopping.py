@@ -96,12 +96,3 @@ def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:
         sys.stderr.flush()
         os._exit(status)
     raise SystemExit(status)
-
-
-__all__ = [
-    "EXIT_NOT_FINITE",
-    "RunStopped",
-    "StopCallback",
-    "end_all_ranks",
-    "resume_hint",
-]
