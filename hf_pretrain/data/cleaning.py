@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.activity import progress
-from ..runtime.errors import UserError
-from ..runtime.installation import needing_extra
+from ..runtime.errors import UserError, needing_extra
 from ..runtime.writing import check_output
 from .corpora import COPY
 from .formats import BadRecord, check_values, write_json

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from ..runtime.errors import MissingExtraError, UserError
-from ..runtime.installation import install_command
+from ..runtime.errors import MissingExtraError, UserError, install_command
 from .formats import BadRecord
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
 from ..runtime.activity import announce
-from ..runtime.installation import needing_extra
+from ..runtime.errors import needing_extra
 from ..tokenizer.encoding import encode_documents
 from .cleaning import CleaningRules, DuplicateFinder, digest
 from .encoding import encode_conversation

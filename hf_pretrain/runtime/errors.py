@@ -1,9 +1,14 @@
 """The errors of this package for mistakes of the user. All other exceptions are bugs, or come from libraries."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
+
+
+_ROOT = Path(__file__).parents[2]
 
 
 class UserError(ValueError):
@@ -30,3 +35,19 @@ def as_user_errors() -> Iterator[None]:
         raise
     except (ValueError, StrictDataclassError) as error:
         raise UserError(str(error)) from error
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra (a key of `optional-dependencies` in pyproject.toml)."""
+    if (_ROOT / "pyproject.toml").is_file():
+        return shlex.join(["pip", "install", "-e", f"{_ROOT}[{extra}]"])
+    return shlex.join(["pip", "install", f"hf_pretrain[{extra}]"])
+
+
+@contextmanager
+def needing_extra(extra: str, need: str) -> Iterator[None]:
+    """Raise `MissingExtraError` if an import of the block fails. `need` says what needs which package."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(f"{need}: {install_command(extra)}") from error

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from .cpu_ranks import leave_process_group
+from .cpu import leave_process_group
 from .devices import has_bfloat16_units
 
 

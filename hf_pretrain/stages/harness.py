@@ -13,8 +13,7 @@ from typing import Any
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from ..runtime.errors import UserError
-from ..runtime.installation import needing_extra
+from ..runtime.errors import UserError, needing_extra
 from ..runtime.names import hint
 
 

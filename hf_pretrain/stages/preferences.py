@@ -13,8 +13,7 @@ from datasets import Dataset
 from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset
-from ..runtime.errors import UserError
-from ..runtime.installation import needing_extra
+from ..runtime.errors import UserError, needing_extra
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
 from .trl_support import RouterLossMixin

@@ -24,8 +24,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset
-from ..runtime.errors import UserError, as_user_errors
-from ..runtime.installation import needing_extra
+from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..tokenizer.encoding import template_errors, thinking_variables
 from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource

@@ -31,8 +31,7 @@ from transformers.utils import logging
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
-from ..runtime.errors import UserError
-from ..runtime.installation import needing_extra
+from ..runtime.errors import UserError, needing_extra
 
 
 with needing_extra("serve", "Serving needs FastAPI"):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..runtime.installation import needing_extra
+from ..runtime.errors import needing_extra
 from ..tokenizer.encoding import thinking_variables
 from .tools import read_schemas
 

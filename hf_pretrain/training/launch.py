@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
-from ..runtime.cores import choose_threads
-from ..runtime.cpu_ranks import leave_process_group, remove_allreduce_buffers
+from ..runtime.cpu import choose_threads, leave_process_group, remove_allreduce_buffers
 from ..runtime.errors import UserError
 
 
@@ -110,7 +109,7 @@ def check_device(args: "LMTrainingArguments") -> None:
 
 def choose_cpu_threads(args: "LMTrainingArguments", checkpoint: str | None = None) -> None:
     """
-    Choose the number of threads ([`~runtime.cores.choose_threads`]) of a single process on a CPU. Launchers divide the
+    Choose the number of threads ([`~runtime.cpu.choose_threads`]) of a single process on a CPU. Launchers divide the
     cores among several processes. A resumed run keeps the number of its checkpoint, unless several processes wrote it:
     then its random numbers differ anyway.
     """

@@ -12,7 +12,7 @@ from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
 from ..hub.repository import HubPusher, create_repository
 from ..runtime.activity import announce
-from ..runtime.allocation import keep_freed_blocks
+from ..runtime.cpu import keep_freed_blocks
 from ..runtime.ranks import Ranks
 from ..runtime.signals import SignalListener
 from .arguments import LMTrainingArguments

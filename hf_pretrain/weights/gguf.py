@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.errors import UserError
-from ..runtime.installation import needing_extra
+from ..runtime.errors import UserError, needing_extra
 from .layouts import is_rotated, to_half_split, to_interleaved
 
 

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.installation import install_command
+from hf_pretrain.runtime.errors import UserError, install_command
 from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.tools import load_tools
 from hf_pretrain.tokenizer.loading import load_tokenizer

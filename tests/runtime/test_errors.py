@@ -3,8 +3,8 @@
 import re
 import tomllib
 
-from hf_pretrain.runtime import installation
-from hf_pretrain.runtime.installation import install_command
+from hf_pretrain.runtime import errors
+from hf_pretrain.runtime.errors import install_command
 from tests.invariants.launching import ROOT
 
 
@@ -23,5 +23,5 @@ def test_every_hint_names_an_extra():
 
 def test_a_checkout_is_installed_from_its_directory(monkeypatch, tmp_path):
     assert install_command("trl") == f"pip install -e '{ROOT}[trl]'"
-    monkeypatch.setattr(installation, "_ROOT", tmp_path)
+    monkeypatch.setattr(errors, "_ROOT", tmp_path)
     assert install_command("trl") == "pip install 'hf_pretrain[trl]'"

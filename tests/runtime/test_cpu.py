@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from hf_pretrain.runtime import cores
+from hf_pretrain.runtime import cpu
 
 
 # A process that may use one core, on which another one is busy.
 SHARE_ONE_CORE = """
 import os, subprocess, sys
 import torch
-from hf_pretrain.runtime.cores import choose_threads
+from hf_pretrain.runtime.cpu import choose_threads
 
 os.environ.pop("OMP_NUM_THREADS", None)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -39,13 +39,13 @@ def test_the_number_of_a_user_wins_and_a_resumed_run_keeps_its_own(monkeypatch):
     torch.set_num_threads(3)
     try:
         # The tests run with OMP_NUM_THREADS=1.
-        assert cores.choose_threads(kept=2) == "" and torch.get_num_threads() == 3
+        assert cpu.choose_threads(kept=2) == "" and torch.get_num_threads() == 3
         monkeypatch.delenv("OMP_NUM_THREADS")
-        monkeypatch.setattr(cores, "_measure_load", lambda: (1.2, 2))
-        assert cores.choose_threads().startswith("1 of 3 threads, because") and torch.get_num_threads() == 1
+        monkeypatch.setattr(cpu, "_measure_load", lambda: (1.2, 2))
+        assert cpu.choose_threads().startswith("1 of 3 threads, because") and torch.get_num_threads() == 1
         torch.set_num_threads(3)
-        assert cores.choose_threads(kept=2) == "2 of 3 threads, as before" and torch.get_num_threads() == 2
+        assert cpu.choose_threads(kept=2) == "2 of 3 threads, as before" and torch.get_num_threads() == 2
         # A machine with fewer cores than the first one.
-        assert cores.choose_threads(kept=8) == "" and torch.get_num_threads() == 2
+        assert cpu.choose_threads(kept=8) == "" and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
