@@ -33,7 +33,7 @@ from benchmarks import programs
 from benchmarks.profile_step import profile_step
 from benchmarks.programs import Setting, Steps
 from hf_pretrain import MiniMindConfig
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.cpu import keep_freed_blocks
 from hf_pretrain.runtime.devices import has_bfloat16_units

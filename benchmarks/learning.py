@@ -24,12 +24,12 @@ import torch
 from benchmarks.bench import ROOT, git_commit, machine
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.optimizers import default_learning_rate
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import parse_fields
 
 

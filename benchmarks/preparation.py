@@ -37,7 +37,7 @@ from datasets import Dataset, disable_progress_bars, load_dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.bench import ROOT, environment
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
 

@@ -31,8 +31,8 @@ from benchmarks.upstream_style import UpstreamStyleModel, UpstreamStyleTrainer
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.tokenizer.encoding import encode_documents
-from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.tokenizer.control_tokens import encode_documents
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 
 
 Steps = list[tuple[float, int]]

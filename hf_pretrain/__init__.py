@@ -55,10 +55,10 @@ AutoModelForQuestionAnswering.register(MiniMindConfig, MiniMindForQuestionAnswer
 register_peft_defaults()
 
 _LAZY = {
-    "LMTrainingArguments": ".training.arguments",
+    "LMTrainingArguments": ".training.training_arguments",
     "MaskedLossTrainer": ".training.trainer",
     "export": ".weights.exporting",
-    "load_upstream": ".weights.loading",
+    "load_upstream": ".weights.importing",
 }
 
 

@@ -25,8 +25,8 @@ from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.stages.chatting import Chat, is_base_model
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.stages.terminal_chat import Chat, is_base_model
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
 
 

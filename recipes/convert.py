@@ -20,17 +20,17 @@ from functools import partial
 from pathlib import Path
 
 from hf_pretrain.hub.model_card import format_conversion_card
-from hf_pretrain.hub.repository import create_repository, push_folder
-from hf_pretrain.runtime.activity import announce
+from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.names import model_name
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.tokenizer.loading import find_tokenizer, load_tokenizer
+from hf_pretrain.runtime.progress import announce
+from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
 from hf_pretrain.weights.comparing import validation_documents
-from hf_pretrain.weights.configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, replaced_files, upstream_stage
-from hf_pretrain.weights.loading import load_upstream
+from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
+from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.models import parse_fields
 
 

@@ -40,14 +40,14 @@ from hf_pretrain.data.cleaning import (
 )
 from hf_pretrain.data.inspection import describe, render, survey_records
 from hf_pretrain.data.records import list_sources, plain_text, read_records
-from hf_pretrain.runtime.activity import announce
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.progress import announce
 from hf_pretrain.runtime.writing import written_whole
 from hf_pretrain.stages.evaluation import expand_tasks
 from hf_pretrain.tokenizer.chat_template import mark_template
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
@@ -86,7 +86,7 @@ def clean(args: argparse.Namespace) -> None:
     texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
     if args.held_out_tasks:
         # lm-eval is an extra, and its import is slow.
-        from hf_pretrain.stages.harness import read_questions
+        from hf_pretrain.stages.lm_eval_tasks import read_questions
 
         texts = itertools.chain(texts, read_questions(expand_tasks(args.held_out_tasks)))
     held_out = OverlapFinder(texts)

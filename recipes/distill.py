@@ -13,14 +13,14 @@ The teacher is any causal language model with the same tokenizer. The student st
 
 from pathlib import Path
 
-from hf_pretrain.data.arguments import ChatArguments
+from hf_pretrain.data.data_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
-from hf_pretrain.tokenizer.loading import load_tokenizer
-from hf_pretrain.training.arguments import DistillationTrainingArguments
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.running import begin_run, train_on_rows
+from hf_pretrain.training.recipe import begin_run, train_on_rows
+from hf_pretrain.training.training_arguments import DistillationTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 

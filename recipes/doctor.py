@@ -9,7 +9,7 @@ that trains.
 """
 
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.health import print_findings
+from hf_pretrain.runtime.machine_checks import print_findings
 from hf_pretrain.runtime.parser import RecipeParser
 
 

@@ -14,22 +14,22 @@ those that docs/launching.md lists; `--help-all` prints all flags.
 
 from functools import partial
 
-from hf_pretrain.data.arguments import SourceArguments
-from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.data.data_arguments import SourceArguments
+from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.chat_template import mark_template
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.training.end_report import sample_answers
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.reporting import sample_answers
-from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
+from hf_pretrain.training.recipe import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 # TRL is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.preferences import DPOTrainingArguments, MiniMindDPOTrainer
+    from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments)

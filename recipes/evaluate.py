@@ -23,12 +23,11 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.preparation import PackedRows, load_rows
 from hf_pretrain.hub.model_card import RunFacts
-from hf_pretrain.hub.repository import push_folder
-from hf_pretrain.runtime.activity import announce
+from hf_pretrain.hub.pushing import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.metrics import METRICS
-from hf_pretrain.stages.chatting import is_base_model
+from hf_pretrain.runtime.progress import announce
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
     ValidationArguments,
@@ -36,7 +35,8 @@ from hf_pretrain.stages.evaluation import (
     format_results,
     write_results,
 )
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.stages.terminal_chat import is_base_model
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -88,7 +88,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
             # Tasks may fail late, for example if their data cannot be downloaded.
             write_results(results, facts, directory=training_args.output_dir)
         # Only tasks need lm-eval, an optional package.
-        from hf_pretrain.stages.harness import evaluate_tasks
+        from hf_pretrain.stages.lm_eval_tasks import evaluate_tasks
 
         is_chat = training_args.apply_chat_template
         if is_chat is None:

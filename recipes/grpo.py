@@ -15,14 +15,14 @@ empty `<think>` block before each answer, and `--use_vllm` generates with vLLM. 
 from functools import partial
 from pathlib import Path
 
-from hf_pretrain.data.tasks import load_tasks
+from hf_pretrain.data.reward_tasks import load_tasks
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.stages.tools import load_object, load_tools
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.running import begin_run, end_run, train_and_evaluate
+from hf_pretrain.training.recipe import begin_run, end_run, train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.models import ModelArguments, load_model
 

@@ -14,13 +14,13 @@ Without `--config`, the YAML file of the preset gives the defaults. Flags on the
 from functools import partial
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.running import begin_run, train_on_rows
+from hf_pretrain.training.recipe import begin_run, train_on_rows
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 

@@ -29,8 +29,8 @@ from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.tokenizer.encoding import check_chat_template, thinking_variables
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.control_tokens import check_chat_template, thinking_variables
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
             "--continuous_batching needs an accelerator: on a CPU, its cache fills the memory. Leave it out."
         )
     if args.web:
-        from hf_pretrain.stages.web_chat import Endpoint, open_page
+        from hf_pretrain.stages.chat_page import Endpoint, open_page
 
     names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
     ports = range(args.port, args.port + len(names))

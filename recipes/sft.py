@@ -14,14 +14,14 @@ docs/launching.md lists; `--help-all` prints all flags.
 """
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.arguments import ChatArguments
+from hf_pretrain.data.data_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.tokenizer.loading import load_tokenizer
-from hf_pretrain.training.arguments import SFTTrainingArguments
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.training.end_report import format_preview
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.reporting import format_preview
-from hf_pretrain.training.running import begin_run, train_on_rows
+from hf_pretrain.training.recipe import begin_run, train_on_rows
+from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hf_pretrain.data.loading import load_documents
-from hf_pretrain.hub.repository import create_repository, push_folder
+from hf_pretrain.data.documents import load_documents
+from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, check_output, written_whole
-from hf_pretrain.tokenizer.encoding import encode_documents
-from hf_pretrain.tokenizer.loading import save_tokenizer
+from hf_pretrain.tokenizer.control_tokens import encode_documents
+from hf_pretrain.tokenizer.pretrained import save_tokenizer
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks import bench, contestants, preparation, profile_step, programs, race, race_settings
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.tokenizer.encoding import encode_documents
+from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import EXPERTS

@@ -23,8 +23,8 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.metrics import HEADLINES
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.reporting import format_report, next_commands
+from hf_pretrain.training.end_report import format_report, next_commands
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.toys import toy_model, write_jsonl

@@ -17,16 +17,20 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import HfArgumentParser
 
 from hf_pretrain import PRESETS, MiniMindForCausalLM
-from hf_pretrain.data.arguments import ChatArguments, DataArguments, SourceArguments
+from hf_pretrain.data.data_arguments import ChatArguments, DataArguments, SourceArguments
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.stages.distillation import DistillationArguments
-from hf_pretrain.stages.preferences import DPOTrainingArguments
+from hf_pretrain.stages.dpo import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import DistillationTrainingArguments, LMTrainingArguments, SFTTrainingArguments
 from hf_pretrain.training.optimizers import complete_learning_rate
 from hf_pretrain.training.parsing import parse_args, read_config
+from hf_pretrain.training.training_arguments import (
+    DistillationTrainingArguments,
+    LMTrainingArguments,
+    SFTTrainingArguments,
+)
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 from tests.invariants.launching import ROOT, free_port, launcher_command, start

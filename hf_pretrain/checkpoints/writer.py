@@ -25,7 +25,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..runtime.ranks import on_main_process
 from ..runtime.writing import ASIDE, refused_write
-from ..tokenizer.loading import save_tokenizer
+from ..tokenizer.pretrained import save_tokenizer
 from ..weights.adapters import is_adapted
 from ..weights.exporting import CARD_NAME
 from .directory import remove_leftovers, set_aside, summarize

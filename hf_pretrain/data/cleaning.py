@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..runtime.activity import progress
 from ..runtime.errors import UserError, needing_extra
+from ..runtime.progress import progress
 from ..runtime.writing import check_output
 from .corpora import COPY
 from .formats import BadRecord, check_values, write_json

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
 from ..tokenizer.chat_template import render_guarded
-from ..tokenizer.encoding import encode_rendered
+from ..tokenizer.control_tokens import encode_rendered
 
 
 @dataclass(frozen=True)

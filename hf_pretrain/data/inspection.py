@@ -9,9 +9,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
-from ..runtime.activity import announce
 from ..runtime.errors import needing_extra
-from ..tokenizer.encoding import encode_documents
+from ..runtime.progress import announce
+from ..tokenizer.control_tokens import encode_documents
 from .cleaning import CleaningRules, DuplicateFinder, digest
 from .encoding import encode_conversation
 from .records import Record, plain_text

@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from ..runtime.activity import announce
 from ..runtime.errors import UserError
-from ..tokenizer.encoding import encode_documents
+from ..runtime.progress import announce
+from ..tokenizer.control_tokens import encode_documents
 from .caching import GROUP_SIZE, cache_key, count_processes, digest
 from .encoding import ConversationEncoder
 

@@ -7,7 +7,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from ..tokenizer.chat_template import mark_template
-from .arguments import ChatArguments, DataArguments
+from .data_arguments import ChatArguments, DataArguments
 
 
 @dataclass
@@ -44,16 +44,16 @@ def load_rows(
     Return documents as packed sequences. The main process prepares them, and the other ranks read its cache.
 
     Args:
-        data_args ([`~data.arguments.DataArguments`]): the data. With [`~data.arguments.ChatArguments`], the rows have
-            loss weights, and a chat template that does not mark assistant tokens gets the marks.
-        training_args ([`~training.arguments.LMTrainingArguments`]): gives the ranks, the seed and the directory of
-            `rejected.jsonl`.
+        data_args ([`~data.data_arguments.DataArguments`]): the data. With [`~data.data_arguments.ChatArguments`], the
+            rows have loss weights, and a chat template that does not mark assistant tokens gets the marks.
+        training_args ([`~training.training_arguments.LMTrainingArguments`]): gives the ranks, the seed and the
+            directory of `rejected.jsonl`.
         tokenizer: the tokenizer, or a function that trains one on the training documents.
         is_evaluation (`bool`, defaults to `False`): prepare only the validation set.
         keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
 
     Raises:
-        `ValueError`: in the cases of [`~data.loading.load_documents`], [`~data.packing.prepare_rows`] and
+        `ValueError`: in the cases of [`~data.documents.load_documents`], [`~data.packing.prepare_rows`] and
             [`~tokenizer.chat_template.mark_template`].
     """
     if isinstance(data_args, ChatArguments) and data_args.encoder is not None:

@@ -308,7 +308,7 @@ class MiniMindConfig(PreTrainedConfig):
             raise ValueError(
                 "This config.json has no `format_version`: MiniMind itself wrote it. Its weights have the same names "
                 "in another layout and would give wrong logits here. Convert the checkpoint once with "
-                "`hf_pretrain.weights.loading.load_upstream(path)` or "
+                "`hf_pretrain.weights.importing.load_upstream(path)` or "
                 "`hf-pretrain convert --from PATH --to DIR`."
             )
         if not isinstance(version, int) or version > FORMAT_VERSION:

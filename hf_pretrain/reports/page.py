@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from ..runtime.metrics import HEADLINES
 from ..runtime.writing import written_whole
-from .runs import Run
+from .run_files import Run
 
 
 # Each run has the same colour on all charts.

@@ -21,8 +21,8 @@ from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
 from transformers.utils import logging as transformers_logging
 
-from .activity import shows_bars
 from .errors import UserError
+from .progress import shows_bars
 from .writing import refused_write
 
 
@@ -41,7 +41,7 @@ def is_quiet() -> bool:
 
 def quiet_libraries() -> None:
     """
-    Hide the progress bars of libraries unless [`~runtime.activity.shows_bars`]. If [`is_quiet`], hide messages that no
+    Hide the progress bars of libraries unless [`~runtime.progress.shows_bars`]. If [`is_quiet`], hide messages that no
     user can act on.
     """
     if not shows_bars():

@@ -26,9 +26,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..model.loss import prediction_weights
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices
-from ..tokenizer.loading import load_tokenizer
+from ..tokenizer.pretrained import load_tokenizer
 from ..training.efficiency import num_active_parameters
-from ..training.run_description import digest_weights
+from ..training.resume_check import digest_weights
 from ..training.trainer import MaskedLossTrainer
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ..checkpoints.directory import find_newest_run
-from ..data.arguments import ChatArguments
+from ..data.data_arguments import ChatArguments
 from ..hub.model_card import RunFacts, add_results, validation_results
 from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
-from ..training.arguments import LMTrainingArguments
+from ..training.training_arguments import LMTrainingArguments
 from ..weights.exporting import CARD_NAME
 
 

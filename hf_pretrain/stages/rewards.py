@@ -1,8 +1,8 @@
 """
 Verifiable reward functions with TRL's signature: `reward(completions, **columns) -> list[float | None]`.
 
-A completion is a list of messages, or text. The columns are the columns of the tasks (`data/tasks.py`). `None` means
-that a reward does not apply to a row, so a run can mix several kinds of tasks with several rewards.
+A completion is a list of messages, or text. The columns are the columns of the tasks (`data/reward_tasks.py`). `None`
+means that a reward does not apply to a row, so a run can mix several kinds of tasks with several rewards.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..data.formats import BadRecord
-from ..data.tasks import ANSWER_FORMATS
+from ..data.reward_tasks import ANSWER_FORMATS
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from .tools import load_object, read_schemas

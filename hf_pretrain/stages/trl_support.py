@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..model.loss import find_documents, router_loss
-from ..training.meter import RouterLoad
-from ..training.run_trainer import RunTrainer
+from ..training.base_trainer import RunTrainer
+from ..training.measurements import RouterLoad
 
 
 class RouterLossMixin(RunTrainer):

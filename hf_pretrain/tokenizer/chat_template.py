@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
-from .encoding import guard_control_tokens, template_errors
+from .control_tokens import guard_control_tokens, template_errors
 from .special_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN
 
 
@@ -103,7 +103,7 @@ def render_guarded(
         chat_template_kwargs (`dict`): further variables of the template.
 
     Returns:
-        `tuple`: the rendered text with guards ([`~tokenizer.encoding.guard_control_tokens`]), and the range
+        `tuple`: the rendered text with guards ([`~tokenizer.control_tokens.guard_control_tokens`]), and the range
         `[start, end)` of characters of each text that the assistant generates.
 
     Raises:

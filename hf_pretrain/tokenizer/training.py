@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from ..runtime.activity import announce
 from ..runtime.errors import UserError
-from .loading import load_tokenizer, save_tokenizer
+from ..runtime.progress import announce
+from .pretrained import load_tokenizer, save_tokenizer
 from .special_tokens import (
     BOS_TOKEN,
     CHAT_TEMPLATE_PATH,

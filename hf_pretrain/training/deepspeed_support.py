@@ -30,7 +30,7 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
 
     Args:
         config (`dict`): the config of the run, which this function changes.
-        args ([`~training.arguments.LMTrainingArguments`]): the training arguments.
+        args ([`~training.training_arguments.LMTrainingArguments`]): the training arguments.
 
     Raises:
         `ValueError`: for a config that would train something else than the arguments say.

@@ -22,7 +22,7 @@ from ..runtime.errors import UserError
 
 
 if TYPE_CHECKING:
-    from .arguments import LMTrainingArguments
+    from .training_arguments import LMTrainingArguments
 
 
 def take_launchers_precision(args: "LMTrainingArguments") -> None:

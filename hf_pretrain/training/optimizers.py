@@ -50,7 +50,7 @@ def complete_learning_rate(args: Any, hidden_size: int) -> None:
     Set the learning rate of pretraining if the user left it out.
 
     Args:
-        args ([`~training.arguments.LMTrainingArguments`]): the run's training arguments.
+        args ([`~training.training_arguments.LMTrainingArguments`]): the run's training arguments.
         hidden_size (`int`): width of the model.
     """
     if args.learning_rate is None:

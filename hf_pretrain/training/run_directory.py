@@ -29,11 +29,11 @@ from huggingface_hub import get_token
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..reports.runs import RECORD_NAME, REPORT_NAME, read_launches
+from ..reports.run_files import RECORD_NAME, REPORT_NAME, read_launches
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.writing import LOCK_NAME, is_unfinished, release_lock, take_lock, written_whole
-from .arguments import LMTrainingArguments
+from .training_arguments import LMTrainingArguments
 
 
 logger = logging.get_logger(__name__)

@@ -10,22 +10,22 @@ from ..checkpoints import sharded
 from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
-from ..hub.repository import HubPusher, create_repository
-from ..runtime.activity import announce
+from ..hub.pushing import HubPusher, create_repository
 from ..runtime.cpu import keep_freed_blocks
+from ..runtime.progress import announce
 from ..runtime.ranks import Ranks
 from ..runtime.signals import SignalListener
-from .arguments import LMTrainingArguments
 from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
+from .end_report import write_run_card
 from .launch import complete_fsdp_args
-from .meter import Throughput
-from .reporting import write_run_card
-from .run_description import RunDescription
+from .measurements import Throughput
+from .resume_check import RunDescription
 from .stopping import StopCallback
+from .training_arguments import LMTrainingArguments
 
 
 class SavingTrainer(Trainer):
-    """The part of [`~training.run_trainer.RunTrainer`] that saves, loads and pushes."""
+    """The part of [`~training.base_trainer.RunTrainer`] that saves, loads and pushes."""
 
     # `RunTrainer` sets these.
     run_facts: RunFacts

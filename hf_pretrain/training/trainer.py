@@ -28,13 +28,13 @@ from ..data.collators import DataCollatorForPackedRows
 from ..data.padding_rows import ROW_NUMBER_COLUMN, PaddingRowCollator
 from ..model.loss import IGNORE_INDEX, find_documents, prediction_weights
 from ..runtime.errors import UserError
-from ..tokenizer.loading import token_byte_lengths
+from ..tokenizer.pretrained import token_byte_lengths
 from ..weights.adapters import base_model_of
-from .arguments import LMTrainingArguments
+from .base_trainer import RunTrainer
 from .efficiency import flops_per_token, known_peak
-from .meter import Meter, RouterLoad
+from .measurements import Meter, RouterLoad
 from .row_source import RowSource, pad_rows
-from .run_trainer import RunTrainer
+from .training_arguments import LMTrainingArguments
 
 
 # Tokens of each suspect row in the message about a step that is not finite.

@@ -24,7 +24,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors, install_command
 from ..runtime.names import may_be_checkpoint
-from .loading import load_upstream
+from .importing import load_upstream
 
 
 logger = logging.get_logger(__name__)

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from ..data.loading import load_documents
-from ..tokenizer.encoding import encode_documents
+from ..data.documents import load_documents
+from ..tokenizer.control_tokens import encode_documents
 
 
 logger = logging.get_logger(__name__)

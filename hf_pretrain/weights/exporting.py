@@ -22,12 +22,12 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.names import split_hub_name
 from ..runtime.writing import LOCK_NAME, check_empty, check_output, is_unfinished, written_whole
-from ..tokenizer.loading import check_tokenizer, save_tokenizer
+from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
-from .configs import V3_YARN, write_stock_fields, write_upstream_fields
+from .foreign_configs import V3_YARN, write_stock_fields, write_upstream_fields
 from .gguf import FILE_NAME, check_gguf, gguf_layout, read_gguf, write_gguf
+from .importing import load_upstream
 from .layouts import LAYOUTS, describe_layout, is_rotated, to_half_split
-from .loading import load_upstream
 
 
 logger = logging.get_logger(__name__)

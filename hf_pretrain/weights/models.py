@@ -19,9 +19,9 @@ from ..model.presets import PRESETS
 from ..runtime.config_files import ConfigLoader
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices, hint
-from ..tokenizer.loading import check_tokenizer
+from ..tokenizer.pretrained import check_tokenizer
 from .adapters import adapter_base, load_adapter
-from .loading import is_native_checkpoint, load_native_checkpoint, load_upstream
+from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
 
 
 logger = logging.get_logger(__name__)
@@ -154,7 +154,7 @@ def load_model(
     """
     Return the model that these arguments describe, in float32, sharded as `distributed` describes.
 
-    If another program, such as MiniMind itself, wrote the weights, [`~weights.loading.load_upstream`] converts them
+    If another program, such as MiniMind itself, wrote the weights, [`~weights.importing.load_upstream`] converts them
     first. An adapter is loaded onto its base model.
 
     Raises:

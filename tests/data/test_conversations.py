@@ -17,14 +17,14 @@ from transformers import AutoTokenizer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import SCHEMAS as READERS
 from hf_pretrain.data.conversations import read_conversation, read_preference
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation, parse_span_weights
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.loading import load_documents
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.data.preferences import prepare_pairs
+from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.data.records import read_records
 from hf_pretrain.tokenizer.chat_template import mark_template
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import BadRecord, parse_json, read_file, read_text
-from hf_pretrain.data.loading import load_documents
 
 
 LINES = b"".join(json.dumps({"text": f"document {number} {number**7}"}).encode() + b"\n" for number in range(2000))
@@ -168,7 +168,7 @@ def test_two_thousand_files(tmp_path):
 HUGE = """
 import datasets, resource, sys
 datasets.config.HF_DATASETS_CACHE = sys.argv[2]
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 train, _ = load_documents([sys.argv[1]], validation_fraction=0)
 print([len(text) for text in train["text"]], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)

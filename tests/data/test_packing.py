@@ -4,9 +4,9 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from hf_pretrain.data import caching, packing
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import PACKING_STRATEGIES, PackingReport, prepare_rows
-from hf_pretrain.tokenizer.encoding import encode_documents
+from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 

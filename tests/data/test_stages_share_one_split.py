@@ -6,8 +6,8 @@ import re
 import datasets
 import pytest
 
-from hf_pretrain.data.loading import load_documents
-from hf_pretrain.data.tasks import ANSWER_FORMATS, load_tasks
+from hf_pretrain.data.documents import load_documents
+from hf_pretrain.data.reward_tasks import ANSWER_FORMATS, load_tasks
 
 
 pytestmark = pytest.mark.slow

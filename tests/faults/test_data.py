@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import BadRecord, parse_json, read_file, read_text
-from hf_pretrain.data.loading import load_documents
 from tests.faults.driving import RECIPE, command, run, start, wait_for
 from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
@@ -148,7 +148,7 @@ def test_ranks_with_different_data_do_not_train(workspace, tmp_path, record):
 PREPARE = """
 import hashlib, sys
 from hf_pretrain.data import caching, loading, packing
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 caching.GROUP_SIZE = packing.GROUP_SIZE = 1_000
 documents, _ = loading.load_documents([sys.argv[1]], num_proc=2)

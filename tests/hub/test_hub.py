@@ -18,13 +18,13 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.hub import repository as hub
+from hf_pretrain.hub import pushing as hub
 from hf_pretrain.model.configuration_minimind import CODE_FILES
-from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.resuming import pull_checkpoint
+from hf_pretrain.training.checkpoint_choice import pull_checkpoint
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
-from hf_pretrain.weights.files import resolve
-from hf_pretrain.weights.loading import load_upstream
+from hf_pretrain.weights.importing import load_upstream
+from hf_pretrain.weights.weight_files import resolve
 from tests.hub_server import TOKEN, HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401

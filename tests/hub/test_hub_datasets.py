@@ -87,7 +87,7 @@ def data(hub, tmp_path):
 # What training reads: its documents, and the rows that it rejects.
 TRAINING = """
 import sys
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 name, schema = sys.argv[1:]
 documents, _ = load_documents(
     [name], schema=schema, validation_fraction=0, max_rejected_ratio=1, rejected_path="rejected.jsonl"

@@ -7,8 +7,8 @@ from urllib.parse import unquote
 import pytest
 from huggingface_hub import constants
 
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.hub_datasets import parse_hub_file
-from hf_pretrain.data.loading import load_documents
 from hf_pretrain.runtime.names import DatasetName
 from tests.hub_server import HubServer, Repo
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from hf_pretrain.hub.repository import create_repository, push_folder
+from hf_pretrain.hub.pushing import create_repository, push_folder
 from tests.hub_server import TOKEN, HubServer
 from tests.invariants.launching import cpu_environment
 

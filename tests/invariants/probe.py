@@ -14,9 +14,9 @@ import transformers.trainer
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.arguments import DataArguments
-from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments, base_model_of
 from hf_pretrain.weights.models import ModelArguments
 

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, Run, run_probe
 from tests.toys import EXPERTS, toy_model, write_jsonl

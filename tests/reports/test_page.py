@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from hf_pretrain.reports.page import find_differences, write_loss_curve, write_page
-from hf_pretrain.reports.runs import RECORD_NAME, Run, read_run, read_runs
+from hf_pretrain.reports.run_files import RECORD_NAME, Run, read_run, read_runs
 from hf_pretrain.runtime.errors import UserError
 from tests.invariants.launching import ROOT
 

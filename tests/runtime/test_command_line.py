@@ -18,7 +18,7 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError, install_command
 from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.tools import load_tools
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.layouts import LAYOUTS
 from tests.invariants.launching import ROOT, launcher_command, start

@@ -6,9 +6,9 @@ from transformers import TrainerControl, TrainerState
 from hf_pretrain.hub.model_card import RunFacts, validation_results
 from hf_pretrain.runtime.metrics import METRICS, find_evaluations
 from hf_pretrain.stages.evaluation import format_results
-from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.callbacks import LogLinesCallback
-from hf_pretrain.training.reporting import format_report
+from hf_pretrain.training.end_report import format_report
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 
 
 FIGURES = {metric.key: 1.0 + number for number, metric in enumerate(METRICS)}

@@ -19,7 +19,7 @@ from hf_pretrain.stages.distillation import (
     load_teacher,
 )
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.toys import WithoutFloat64, write_jsonl

@@ -18,8 +18,8 @@ from hf_pretrain.stages.evaluation import (
     ValidationArguments,
     write_results,
 )
-from hf_pretrain.tokenizer.encoding import encode_documents
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.control_tokens import encode_documents
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.models import ModelArguments
 from recipes.evaluate import main
@@ -76,7 +76,7 @@ def tokenizer(talker):
 
 @pytest.fixture(scope="module")
 def task_results(model, tokenizer, tasks):
-    from hf_pretrain.stages.harness import evaluate_tasks
+    from hf_pretrain.stages.lm_eval_tasks import evaluate_tasks
 
     return evaluate_tasks(model, tokenizer, ["toy_choice", "toy_text"], include_path=[str(tasks)], batch_size=2)
 
@@ -115,7 +115,7 @@ def test_multiple_choice_is_scored_after_bos(model, tokenizer, task_results):
     ],
 )
 def test_only_a_group_with_figures_stands_for_its_tasks(model, tokenizer, tasks, names, groups):
-    from hf_pretrain.stages.harness import evaluate_tasks
+    from hf_pretrain.stages.lm_eval_tasks import evaluate_tasks
 
     results = evaluate_tasks(model, tokenizer, names, include_path=[str(tasks)], batch_size=2)
     assert {name: result["group"] for name, result in results.items() if result["metrics"]} == groups

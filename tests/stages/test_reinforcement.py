@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.data.tasks import TOOLS
-from hf_pretrain.reports.runs import read_run
+from hf_pretrain.data.reward_tasks import TOOLS
+from hf_pretrain.reports.run_files import read_run
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import tool_call_reward
 from hf_pretrain.stages.tools import calculator
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.running import train_and_evaluate
+from hf_pretrain.training.recipe import train_and_evaluate
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 from tests.hub_server import HubServer
@@ -377,7 +377,7 @@ def test_the_calculator_equals_python_and_does_nothing_else():
 
 
 def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
-    from hf_pretrain.training.arguments import LMTrainingArguments
+    from hf_pretrain.training.training_arguments import LMTrainingArguments
 
     ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     base = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)

@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.tasks import EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
+from hf_pretrain.data.reward_tasks import EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
 from hf_pretrain.stages.reinforcement import task_check
 from hf_pretrain.stages.rewards import (
     REWARDS,

@@ -17,8 +17,8 @@ from transformers import ContinuousBatchingConfig
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.serving import MAX_BYTES, CBGenerateManager, check_ports, serve_model
-from hf_pretrain.tokenizer.encoding import encode_prompt
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.control_tokens import encode_prompt
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from tests.invariants.launching import ROOT, free_port
 from tests.talking import CHINESE, SUM, TOOL, WEATHER
 

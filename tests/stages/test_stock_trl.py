@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_pretrain.tokenizer.loading import save_tokenizer
+from hf_pretrain.tokenizer.pretrained import save_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.weights.test_exporting import TEXT
 

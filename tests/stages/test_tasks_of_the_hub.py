@@ -13,8 +13,8 @@ from lm_eval.tasks import TaskManager
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.stages.evaluation import GROUPS
-from hf_pretrain.stages.harness import evaluate_tasks
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.stages.lm_eval_tasks import evaluate_tasks
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.stages.test_evaluation import EXAMPLES, evaluate, tasks  # noqa: F401

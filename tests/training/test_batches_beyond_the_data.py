@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import toy_model
 
 

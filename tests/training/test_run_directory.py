@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from hf_pretrain import __file__ as package
-from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME
 from hf_pretrain.training import run_directory
-from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.recipe import begin_run
 from hf_pretrain.training.run_directory import RunDirectory, now
-from hf_pretrain.training.running import begin_run
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, process_options
 from tests.training.test_trainer import make_documents, make_trainer

@@ -6,11 +6,11 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from hf_pretrain.reports.runs import read_run
+from hf_pretrain.reports.run_files import read_run
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training import reporting
-from hf_pretrain.training.reporting import sample_answers
-from hf_pretrain.training.running import train_and_evaluate
+from hf_pretrain.training import end_report
+from hf_pretrain.training.end_report import sample_answers
+from hf_pretrain.training.recipe import train_and_evaluate
 from tests.toys import toy_model
 from tests.training.test_trainer import make_documents, make_model, make_trainer
 
@@ -63,7 +63,7 @@ def test_answers_use_random_numbers_of_their_own():
 def test_a_long_prompt_loses_its_beginning(monkeypatch):
     tokenizer, prompts = train_tokenizer(["one two three four"] * 4, vocab_size=320), []
     monkeypatch.setattr(
-        reporting, "_generate", lambda model, tokenizer, prompt, **options: prompts.append(prompt) or []
+        end_report, "_generate", lambda model, tokenizer, prompt, **options: prompts.append(prompt) or []
     )
     conversations = Dataset.from_dict({"text": [json.dumps({"prompt": [{"role": "user", "content": "one " * 99}]})]})
     for limit in (1000, 8):

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_pretrain.checkpoints.manifest import find_damage
-from hf_pretrain.reports.runs import RECORD_NAME, REPORT_NAME
+from hf_pretrain.reports.run_files import RECORD_NAME, REPORT_NAME
 from tests.toys import toy_model
 from tests.training.test_trainer import make_documents, make_trainer
 

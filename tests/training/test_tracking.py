@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.run_directory import RunDirectory
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 
 
 @pytest.fixture
@@ -44,10 +44,11 @@ def test_the_users_variables_stay(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_trackio_is_the_default_where_it_is_installed(monkeypatch, tmp_path, is_installed):
-    from hf_pretrain.training import arguments
 
     installed = ["trackio"] if is_installed else []
-    monkeypatch.setattr(arguments, "get_available_reporting_integrations", lambda: installed)
+    monkeypatch.setattr(
+        "hf_pretrain.training.training_arguments.get_available_reporting_integrations", lambda: installed
+    )
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert args.report_to == installed
     # With --push_to_hub, transformers would publish the figures unless this is False.

@@ -30,9 +30,9 @@ from hf_pretrain import (
 )
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.callbacks import ProfilerCallback
-from hf_pretrain.training.meter import Meter
+from hf_pretrain.training.measurements import Meter
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import EXPERTS, WithoutFloat64, toy_model
 
 

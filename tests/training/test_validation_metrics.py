@@ -10,13 +10,13 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.arguments import DataArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.arguments import LMTrainingArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.running import train_and_evaluate
+from hf_pretrain.training.recipe import train_and_evaluate
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 from recipes import grpo, pretrain

@@ -231,7 +231,7 @@ torch.save(model(torch.arange(20)[None]).logits, sys.argv[1])
 def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  # noqa: F811
     with HubServer() as server:
         environment = server.client_environment()
-        push = "import sys; from hf_pretrain.hub.repository import *; "
+        push = "import sys; from hf_pretrain.hub.pushing import *; "
         push += "create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
         result = start([sys.executable, "-c", push, str(workspace / "moe"), "user/base"], **environment)
         assert result.returncode == 0, result.stdout[-3000:]

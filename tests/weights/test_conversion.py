@@ -21,9 +21,9 @@ from transformers import (
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
-from hf_pretrain.weights.loading import is_native_checkpoint, load_upstream
+from hf_pretrain.weights.importing import is_native_checkpoint, load_upstream
 from hf_pretrain.weights.models import ModelArguments, load_model
 from tests.invariants.launching import ROOT
 from tests.model.test_modeling_minimind import assert_near
@@ -315,7 +315,7 @@ def test_ambiguous_directories_and_paths_are_refused(tmp_path):
 def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
     # A request to the Hub fails here.
     monkeypatch.setattr("huggingface_hub.file_download.hf_hub_url", None)
-    monkeypatch.setattr("hf_pretrain.weights.files.snapshot_download", None)
+    monkeypatch.setattr("hf_pretrain.weights.weight_files.snapshot_download", None)
     assert adapter_base(name) is None and not is_native_checkpoint(name)
     with pytest.raises(ValueError, match=f"{name}: no such file or directory"):
         load_upstream(name)

@@ -13,10 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.loss import find_documents, router_loss
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import exporting
-from hf_pretrain.weights.configs import write_stock_fields
 from hf_pretrain.weights.exporting import (
     DTYPES,
     EXPORT_FORMATS,
@@ -27,9 +26,10 @@ from hf_pretrain.weights.exporting import (
     unsupported_feature,
     upstream_stage,
 )
+from hf_pretrain.weights.foreign_configs import write_stock_fields
 from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors
+from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.layouts import LAYOUTS
-from hf_pretrain.weights.loading import load_upstream
 from tests.model.test_modeling_minimind import assert_near
 from tests.weights.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 

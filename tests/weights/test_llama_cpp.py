@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.gguf import FILE_NAME

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
 from tests.model.test_modeling_minimind import assert_near

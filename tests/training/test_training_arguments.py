@@ -4,13 +4,13 @@ import pytest
 import torch
 import yaml
 
-from hf_pretrain.data.arguments import DataArguments
+from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training import arguments as training_args
 from hf_pretrain.training import parsing
-from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training import training_arguments as training_args
 from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import ModelArguments, load_config, load_model
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from ..checkpoints.directory import remove_leftovers
-from ..data.arguments import ChatArguments, DataArguments
 from ..data.collators import DataCollatorForPackedRows
+from ..data.data_arguments import ChatArguments, DataArguments
 from ..data.preparation import PackedRows
 from ..hub.model_card import RunFacts
-from ..hub.repository import remove_staging
+from ..hub.pushing import remove_staging
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.metrics import find_evaluations
@@ -20,17 +20,16 @@ from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, add_adapter, base_model_of
 from ..weights.models import ModelArguments, load_model
-from .arguments import LMTrainingArguments
+from .base_trainer import RunTrainer
 from .callbacks import (
     LogLinesCallback,
     ProfilerCallback,
     ProgressBarCallback,
     SampleCallback,
 )
-from .launch import choose_cpu_threads
-from .optimizers import complete_learning_rate
-from .plan import begin_dry_run, format_plan
-from .reporting import (
+from .checkpoint_choice import checkpoint_to_resume, is_resumed
+from .dry_run import begin_dry_run, format_plan
+from .end_report import (
     format_report,
     next_commands,
     sample_answers,
@@ -39,11 +38,12 @@ from .reporting import (
     write_curve,
     write_run_page,
 )
-from .resuming import checkpoint_to_resume, is_resumed
-from .run_description import describe_data
+from .launch import choose_cpu_threads
+from .optimizers import complete_learning_rate
+from .resume_check import describe_data
 from .run_directory import RunDirectory, now
-from .run_trainer import RunTrainer
 from .trainer import MaskedLossTrainer
+from .training_arguments import LMTrainingArguments
 
 
 def begin_run(
@@ -63,7 +63,7 @@ def begin_run(
 
     Raises:
         `ValueError`: for a stream without `--max_steps`, if another run writes into `output_dir`, and in the cases of
-            [`~training.resuming.checkpoint_to_resume`].
+            [`~training.checkpoint_choice.checkpoint_to_resume`].
     """
     training_args.other_arguments = (model_args, *others)
     complete_learning_rate(training_args, model_args.hidden_size)

@@ -13,11 +13,11 @@ from ..checkpoints.directory import (
     newest_checkpoint,
     verify_checkpoint,
 )
-from ..hub.repository import describe_error, download_checkpoint, newest_pushed_checkpoint
+from ..hub.pushing import describe_error, download_checkpoint, newest_pushed_checkpoint
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
-from .arguments import LMTrainingArguments
 from .run_directory import RunDirectory
+from .training_arguments import LMTrainingArguments
 
 
 logger = logging.get_logger(__name__)

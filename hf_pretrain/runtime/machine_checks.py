@@ -3,7 +3,7 @@ The checks of `hf-pretrain doctor`: versions, devices, memory, disk, and two ran
 
 As a program, this module is one of these ranks:
 
-    torchrun --standalone --nproc_per_node 2 -m hf_pretrain.runtime.health cpu
+    torchrun --standalone --nproc_per_node 2 -m hf_pretrain.runtime.machine_checks cpu
 """
 
 import faulthandler

@@ -11,9 +11,9 @@ from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.training.arguments import LMTrainingArguments
+from hf_pretrain.training.base_trainer import RunTrainer
 from hf_pretrain.training.launch import choose_cpu_threads
-from hf_pretrain.training.run_trainer import RunTrainer
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import toy_model
 from tests.training.test_trainer import make_documents, make_trainer
 

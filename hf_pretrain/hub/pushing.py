@@ -30,7 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 from ..model.configuration_minimind import CODE_FILES
 from ..runtime.errors import UserError
 from ..weights.exporting import CARD_NAME
-from ..weights.files import read_json
+from ..weights.weight_files import read_json
 from .model_card import CURVE_NAME
 
 

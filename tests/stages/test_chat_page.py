@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from hf_pretrain.stages.web_chat import Endpoint, add_text, show, stream_answer, to_request
+from hf_pretrain.stages.chat_page import Endpoint, add_text, show, stream_answer, to_request
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.talking import CHINESE, TOOL, save_rambler
 

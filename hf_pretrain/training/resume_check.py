@@ -26,7 +26,7 @@ from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
 from ..weights.adapters import is_adapted
-from .arguments import LMTrainingArguments, optimizer_name
+from .training_arguments import LMTrainingArguments, optimizer_name
 
 
 logger = logging.get_logger(__name__)

@@ -20,12 +20,12 @@ from transformers.utils import logging
 
 from ..hub.model_card import CURVE_NAME, RunFacts, format_run_card
 from ..model.presets import PRESETS
-from ..reports.runs import RECORD_NAME, REPORT_NAME, Run, read_launches
+from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..runtime.metrics import HEADLINES
-from ..tokenizer.encoding import encode_prompt
+from ..tokenizer.control_tokens import encode_prompt
 from ..weights.exporting import CARD_NAME
-from .arguments import LMTrainingArguments, optimizer_name
 from .run_directory import RunDirectory
+from .training_arguments import LMTrainingArguments, optimizer_name
 
 
 logger = logging.get_logger(__name__)

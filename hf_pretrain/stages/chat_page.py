@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from ..runtime.errors import needing_extra
-from ..tokenizer.encoding import thinking_variables
+from ..tokenizer.control_tokens import thinking_variables
 from .tools import read_schemas
 
 

@@ -19,17 +19,17 @@ from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of, is_adapted
-from .arguments import MIN_EVAL_STEPS, LMTrainingArguments, optimizer_name
 from .efficiency import peak_memory_bytes
+from .end_report import write_run_page
 from .launch import launcher
-from .meter import RouterLoad, Throughput, to_shares
+from .measurements import RouterLoad, Throughput, to_shares
 from .optimizers import build_muon, complete_learning_rate
-from .reporting import write_run_page
+from .resume_check import RunDescription, digest_fixed_weights
 from .row_source import RowSource, is_stream, read_batches
-from .run_description import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
 from .saving import SavingTrainer
 from .stopping import EXIT_NOT_FINITE, RunStopped, StopCallback, end_all_ranks, resume_hint
+from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, optimizer_name
 
 
 class RunTrainer(SavingTrainer):

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from ..runtime.names import check_choices
 from .conversations import CONVERSATION_KEYS
+from .documents import load_documents
 from .encoding import ConversationEncoder, parse_span_weights
-from .loading import load_documents
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 
 
@@ -48,17 +48,17 @@ class SourceArguments:
         self, training_args: TrainingArguments, *, schema: str = "text", keep_rejected: bool = True, **reading: Any
     ) -> tuple[Dataset | IterableDataset, Dataset]:
         """
-        Load the training set and the validation set by [`~data.loading.load_documents`].
+        Load the training set and the validation set by [`~data.documents.load_documents`].
 
         Args:
             training_args ([`TrainingArguments`]): gives the seed and the directory of `rejected.jsonl`, which only the
                 main process writes.
             schema (`str`, defaults to `"text"`): kind of the records.
             keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
-            reading: further arguments of [`~data.loading.load_documents`].
+            reading: further arguments of [`~data.documents.load_documents`].
 
         Raises:
-            `ValueError`: in the cases of [`~data.loading.load_documents`].
+            `ValueError`: in the cases of [`~data.documents.load_documents`].
         """
         # Every rank reads the data, but only one may write the file that lists the bad lines.
         is_main = training_args.process_index == 0
@@ -106,7 +106,7 @@ class DataArguments(SourceArguments):
 
     @property
     def schema(self) -> str:
-        """Kind of the records, for [`~data.loading.load_documents`]."""
+        """Kind of the records, for [`~data.documents.load_documents`]."""
         return "text"
 
     @property

@@ -22,9 +22,9 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
-from .configs import assumed_fields, merge_fields, read_fields
-from .files import read_json, read_tensors, resolve
+from .foreign_configs import assumed_fields, merge_fields, read_fields
 from .layouts import LAYOUTS, describe_layout
+from .weight_files import read_json, read_tensors, resolve
 
 
 logger = logging.get_logger(__name__)

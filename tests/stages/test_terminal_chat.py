@@ -13,9 +13,9 @@ import torch
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.chatting import Chat, PartsStreamer, is_base_model
-from hf_pretrain.tokenizer.loading import load_tokenizer
-from hf_pretrain.training.running import train_and_evaluate
+from hf_pretrain.stages.terminal_chat import Chat, PartsStreamer, is_base_model
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.training.recipe import train_and_evaluate
 from tests.invariants.launching import ROOT
 from tests.talking import CALL, TOOL
 from tests.training.test_trainer import make_documents, make_model, make_trainer

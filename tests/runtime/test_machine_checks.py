@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
-from hf_pretrain.runtime import health
-from hf_pretrain.runtime.health import BAD, NOTE, OK, Finding
+from hf_pretrain.runtime import machine_checks
+from hf_pretrain.runtime.machine_checks import BAD, NOTE, OK, Finding
 from tests.invariants.launching import ROOT, cpu_environment
 
 
@@ -19,8 +19,8 @@ def findings(check) -> dict[str, Finding]:
 
 def test_versions_are_compared_with_the_tested_ranges(monkeypatch):
     requires = ["transformers>=1,<2", "no-such-package>=1", "torch>=2", 'numpy<1; extra == "data"']
-    monkeypatch.setattr(health.importlib.metadata, "requires", lambda name: requires)
-    found = findings(health.check_versions)
+    monkeypatch.setattr(machine_checks.importlib.metadata, "requires", lambda name: requires)
+    found = findings(machine_checks.check_versions)
     assert {name: finding.status for name, finding in found.items()} == {
         **{"Python": OK, "torch": OK},
         **{"transformers": BAD, "no-such-package": BAD},
@@ -31,17 +31,17 @@ def test_versions_are_compared_with_the_tested_ranges(monkeypatch):
 
 def test_defects_of_the_machine_come_with_advice(monkeypatch):
     usage = psutil.virtual_memory()._replace(available=1e8)
-    monkeypatch.setattr(health.psutil, "virtual_memory", lambda: usage)
-    monkeypatch.setattr(health.psutil, "disk_usage", lambda path: SimpleNamespace(free=1e7))
+    monkeypatch.setattr(machine_checks.psutil, "virtual_memory", lambda: usage)
+    monkeypatch.setattr(machine_checks.psutil, "disk_usage", lambda path: SimpleNamespace(free=1e7))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = findings(health.check_space)
+    found = findings(machine_checks.check_space)
     for name in ("memory", "disk", "shared memory"):
         assert found[name].status == NOTE and found[name].advice, name
-    monkeypatch.setattr(health.shutil, "which", lambda name: None)
-    assert "GPU" not in findings(health.check_devices)
+    monkeypatch.setattr(machine_checks.shutil, "which", lambda name: None)
+    assert "GPU" not in findings(machine_checks.check_devices)
     # The usual cause is a CPU build of torch.
-    monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert findings(health.check_devices)["GPU"].status == BAD
+    monkeypatch.setattr(machine_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert findings(machine_checks.check_devices)["GPU"].status == BAD
 
 
 @pytest.mark.slow

@@ -20,11 +20,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.activity import announce
+from ..runtime.progress import announce
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
-from .arguments import LMTrainingArguments, optimizer_name
 from .efficiency import flops_per_token, num_active_parameters, peak_memory_bytes
+from .training_arguments import LMTrainingArguments, optimizer_name
 
 
 NUM_STEPS = 4
@@ -58,7 +58,7 @@ def format_plan(trainer: Any) -> str:
     Train a few steps, and return the plan. All ranks must call this function.
 
     Args:
-        trainer ([`~training.run_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
+        trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
     """
     measured = StepMeasurement()
     # The losses of these steps tell the user nothing.

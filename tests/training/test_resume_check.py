@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.run_description import describe_config, describe_data, describe_settings
+from hf_pretrain.training.resume_check import describe_config, describe_data, describe_settings
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model, write_jsonl
 

@@ -2,8 +2,8 @@
 Chat with a model in the terminal, or let a base model continue text: the state of the conversation, its `/commands`,
 and answers that appear while they are generated.
 
-User input never becomes a control token ([`~tokenizer.encoding.encode_prompt`]). The tokenizer's response template
-splits an answer into reasoning, tool calls and content. Without such a template, the whole answer is content.
+User input never becomes a control token ([`~tokenizer.control_tokens.encode_prompt`]). The tokenizer's response
+template splits an answer into reasoning, tool calls and content. Without such a template, the whole answer is content.
 """
 
 import json
@@ -20,10 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.chat_parsing import ResponseParser
 
-from ..reports.runs import read_launches, trained_on_text
+from ..reports.run_files import read_launches, trained_on_text
 from ..runtime.errors import UserError
 from ..runtime.names import split_hub_name
-from ..tokenizer.encoding import check_chat_template, encode_documents, encode_prompt
+from ..tokenizer.control_tokens import check_chat_template, encode_documents, encode_prompt
 from .tools import read_schemas
 
 

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset, Features, IterableDataset, Value
 
 from hf_pretrain.data import caching, hub_datasets, loading, packing, rejected, sources
-from hf_pretrain.data.loading import load_documents
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl

@@ -28,8 +28,8 @@ from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from ..tokenizer.special_tokens import CHAT_TEMPLATE_PATH
 from .corpora import load_embedded
+from .documents import hashes_are_between
 from .formats import BadRecord, check_values, file_format, parse_json, write_json
-from .loading import hashes_are_between
 from .messages import messages_in, read_messages, take_weights
 from .rejected import RejectedLines
 from .sources import find_sources, is_hub_dataset, read_source

@@ -11,13 +11,13 @@ from transformers import TrainerState
 
 import hf_pretrain_cli
 from hf_pretrain.hub.model_card import RunFacts
-from hf_pretrain.training.arguments import LMTrainingArguments
-from hf_pretrain.training.reporting import (
+from hf_pretrain.training.end_report import (
     format_report,
     next_commands,
     unigram_loss,
     write_run_page,
 )
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT
 
 

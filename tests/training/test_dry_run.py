@@ -5,11 +5,11 @@ import re
 import pytest
 from datasets import Dataset
 
-from hf_pretrain.training.plan import begin_dry_run, format_plan
+from hf_pretrain.training.dry_run import begin_dry_run, format_plan
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
 from tests.toys import write_jsonl
-from tests.training.test_run_trainer import make_run_trainer
+from tests.training.test_base_trainer import make_run_trainer
 
 
 def field(plan: str, label: str) -> str:

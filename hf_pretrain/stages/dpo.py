@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from ..data.padding_rows import EpochSampler, PaddedDataset
 from ..runtime.errors import UserError, needing_extra
-from ..training.arguments import LMTrainingArguments
 from ..training.row_source import RowSource
+from ..training.training_arguments import LMTrainingArguments
 from .trl_support import RouterLossMixin
 
 
@@ -45,7 +45,7 @@ class DPOTrainingArguments(LMTrainingArguments, DPOConfig):
 
 class MiniMindDPOTrainer(RouterLossMixin, DPOTrainer):
     """
-    TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preferences.prepare_pairs`].
+    TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preference_pairs.prepare_pairs`].
 
     It leaves out the last rows of an epoch, or of an evaluation, that do not fill a global batch. An evaluation warns
     about the rows that it leaves out, and uses smaller batches for a small validation set. Raise `UserError` if the

@@ -9,11 +9,11 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from hf_pretrain.data.conversations import read_preference
-from hf_pretrain.data.preferences import prepare_pairs
-from hf_pretrain.reports.runs import read_run
-from hf_pretrain.stages.preferences import DPOTrainingArguments, MiniMindDPOTrainer
+from hf_pretrain.data.preference_pairs import prepare_pairs
+from hf_pretrain.reports.run_files import read_run
+from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.chat_template import mark_template
-from hf_pretrain.tokenizer.loading import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import WithoutFloat64, write_jsonl
