@@ -300,7 +300,7 @@ def plot(races: list[Race], path: Path, *, title: str) -> None:
         for name in race:
             points = zip(*race[name]["curve"], strict=True)
             label = name if seed == 0 and name in colours else None
-            colour = colours.get(name, colours["ours"])
+            colour = colours[name if name in colours else "ours"]
             axes.plot(*points, "o-", color=colour, label=label, markersize=2, linewidth=1.0)
     axes.set(xlabel="seconds of training", ylabel="validation loss (nats per token)", title=title)
     axes.legend()

@@ -292,13 +292,15 @@ class RunTrainer(SavingTrainer):
         """Return whether the losses of this rank's step are finite. Subclasses that see them override this method."""
         return True
 
-    def _suspects(self) -> list[str]:
-        """Return this rank's rows that may have caused a non-finite step. Subclasses override this method."""
+    def _suspects(self) -> list[tuple[str, bool]]:
+        """Return the rows of this rank's step, and whether their losses are finite. Subclasses override it."""
         return []
 
     def _meet_nonfinite(self, what: str) -> NoReturn:
         """End the run before the update. All ranks call this method."""
-        suspects = [row for part in self.ranks.gather(self._suspects()) for row in part]
+        found = [row for part in self.ranks.gather(self._suspects()) for row in part]
+        # If only the gradient is not finite, all rows are suspects.
+        suspects = [row for row, is_finite in found if not is_finite] or [row for row, _ in found]
         more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
         rows = f" It took the rows {', '.join(suspects[:8])}{more}." if suspects else ""
         message = (

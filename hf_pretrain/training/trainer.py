@@ -178,18 +178,15 @@ class MaskedLossTrainer(RunTrainer):
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
 
-    def _suspects(self) -> list[str]:
-        rows = [
-            (number, bool(is_finite), ids)
+    def _suspects(self) -> list[tuple[str, bool]]:
+        decode = self.processing_class.decode if self.processing_class is not None else str
+        return [
+            (f"{number} ({decode(ids[:_SHOWN_TOKENS])!r} ...)", bool(is_finite))
             for (numbers, input_ids), is_finite in zip(self._step_rows, self._step_is_finite, strict=True)
             for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True)
             # Padding rows have the number -1.
             if number >= 0
         ]
-        # If only the gradient is not finite, all rows are suspects.
-        suspects = [row for row in rows if not row[1]] or rows
-        decode = self.processing_class.decode if self.processing_class is not None else str
-        return [f"{number} ({decode(ids[:_SHOWN_TOKENS])!r} ...)" for number, _, ids in suspects]
 
     @staticmethod
     def _count(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

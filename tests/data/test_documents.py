@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, IterableDataset, Value
 
-from hf_pretrain.data import caching, hub_datasets, loading, packing, rejected, sources
+from hf_pretrain.data import caching, documents, hub_datasets, packing, rejected, sources
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -37,10 +37,10 @@ def test_the_rule_of_the_split():
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
     # The split uses the hash of the text, or of the origin that several documents share.
     for text, origin in (("日本 text", None), ("another", "日本 text")):
-        assert loading.hashes_are_between([text], [origin], 0.0, share + 1e-9) == [True]
-        assert loading.hashes_are_between([text], [origin], 0.0, share - 1e-9) == [False]
-        assert loading.hashes_are_between([text], [origin], share - 1e-9, 1.0) == [True]
-        assert loading.hashes_are_between([text], [origin], share + 1e-9, 1.0) == [False]
+        assert documents.hashes_are_between([text], [origin], 0.0, share + 1e-9) == [True]
+        assert documents.hashes_are_between([text], [origin], 0.0, share - 1e-9) == [False]
+        assert documents.hashes_are_between([text], [origin], share - 1e-9, 1.0) == [True]
+        assert documents.hashes_are_between([text], [origin], share + 1e-9, 1.0) == [False]
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
 
 
 def test_a_stream_never_trains_on_validation_hashes_after_its_scan(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "VALIDATION_SCAN", 100)
+    monkeypatch.setattr(documents, "VALIDATION_SCAN", 100)
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     train, validation = load_documents([name], validation_fraction=0.2)
     streamed, streamed_validation = load_documents([name], validation_fraction=0.2, streaming=True)
@@ -271,7 +271,7 @@ def test_a_stream_never_trains_on_validation_hashes_after_its_scan(tmp_path, mon
 
 
 def test_a_stream_stops_at_later_bad_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "VALIDATION_SCAN", 1000)
+    monkeypatch.setattr(documents, "VALIDATION_SCAN", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "{index}"}}\n' for index in range(2000)) + "{\n" * 2000)
     train, _ = load_documents([str(path)], streaming=True)
@@ -330,7 +330,7 @@ def test_cache_follows_the_content(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     first, _ = load_documents([write_jsonl(path, ["one", "two"])], validation_fraction=0)
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "_make_row", None)
+        patch.setattr(documents, "_make_row", None)
         again, _ = load_documents([str(path)], validation_fraction=0)
     assert texts_of(again) == ["one", "two"] and again._fingerprint == first._fingerprint
     changed, _ = load_documents([write_jsonl(path, ["one", "2.0"])], validation_fraction=0)
@@ -353,10 +353,10 @@ def test_the_cache_of_other_code_is_not_used(tmp_path, tokenizer, monkeypatch):
     def encode(texts, tokenizer):
         return [[*ids, 0] for ids in encode_documents(texts, tokenizer)]
 
-    _make_row, encode_documents = loading._make_row, packing.encode_documents
+    _make_row, encode_documents = documents._make_row, packing.encode_documents
     with monkeypatch.context() as older:
         older.setattr(caching, "CODE", "older")
-        older.setattr(loading, "_make_row", make_row)
+        older.setattr(documents, "_make_row", make_row)
         older.setattr(packing, "encode_documents", encode)
         assert tokenizer.decode(prepare(), skip_special_tokens=True) == "of an older version"
     assert prepare() == encode_documents(["a number"], tokenizer)[0]

@@ -147,12 +147,12 @@ def test_ranks_with_different_data_do_not_train(workspace, tmp_path, record):
 
 PREPARE = """
 import hashlib, sys
-from hf_pretrain.data import caching, loading, packing
+from hf_pretrain.data import caching, documents, packing
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 caching.GROUP_SIZE = packing.GROUP_SIZE = 1_000
-documents, _ = loading.load_documents([sys.argv[1]], num_proc=2)
-rows, _ = packing.prepare_rows(documents, load_tokenizer(sys.argv[2]), max_length=64, num_proc=2)
+found, _ = documents.load_documents([sys.argv[1]], num_proc=2)
+rows, _ = packing.prepare_rows(found, load_tokenizer(sys.argv[2]), max_length=64, num_proc=2)
 print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encode()).hexdigest())
 """
 
