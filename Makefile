@@ -70,7 +70,7 @@ OLDEST := $(abspath $(VENV))/oldest
 test-oldest: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) "transformers==5.23.*"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" \
-	  tests/model/test_modeling_minimind.py tests/checkpoints/test_checkpointing.py tests/training/test_trainer.py \
+	  tests/model/test_modeling_minimind.py tests/checkpoints/test_checkpointing.py tests/training/test_masked_loss_trainer.py \
 	  tests/test_library_contract.py $(ARGS)
 
 # Run all fault tests and write faults.json. N=300 kills 300 runs at random moments.

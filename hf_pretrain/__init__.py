@@ -56,7 +56,7 @@ register_peft_defaults()
 
 _LAZY = {
     "LMTrainingArguments": ".training.training_arguments",
-    "MaskedLossTrainer": ".training.trainer",
+    "MaskedLossTrainer": ".training.masked_loss_trainer",
     "export": ".weights.exporting",
     "load_upstream": ".weights.importing",
 }

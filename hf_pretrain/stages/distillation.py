@@ -9,8 +9,8 @@ the temperature. Then
          + (1 - ce_weight) * temperature ** 2 * sum of w * KL / sum of w
          + router_aux_loss_coef * router loss
 
-with sums over all micro-batches of all ranks, as in `training/trainer.py`. `KL` is `KL(p || q)` (forward) or `KL(q ||
-p)` (reverse). `CE` and the router loss come from the student, at temperature 1.
+with sums over all micro-batches of all ranks, as in `training/masked_loss_trainer.py`. `KL` is `KL(p || q)` (forward)
+or `KL(q || p)` (reverse). `CE` and the router loss come from the student, at temperature 1.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices
 from ..tokenizer.pretrained import load_tokenizer
 from ..training.efficiency import num_active_parameters
+from ..training.masked_loss_trainer import MaskedLossTrainer
 from ..training.resume_check import digest_weights
-from ..training.trainer import MaskedLossTrainer
 
 
 @dataclass

@@ -39,10 +39,10 @@ from .end_report import (
     write_run_page,
 )
 from .launch import choose_cpu_threads
+from .masked_loss_trainer import MaskedLossTrainer
 from .optimizers import complete_learning_rate
 from .resume_check import describe_data
 from .run_directory import RunDirectory, now
-from .trainer import MaskedLossTrainer
 from .training_arguments import LMTrainingArguments
 
 
@@ -66,6 +66,9 @@ def begin_run(
             [`~training.checkpoint_choice.checkpoint_to_resume`].
     """
     training_args.other_arguments = (model_args, *others)
+    uses_peft = any(isinstance(part, AdapterArguments) and part.use_peft for part in others)
+    if uses_peft and training_args.optim_preset == "muon":
+        raise UserError("--optim_preset muon trains no adapters. Pass --optim_preset adamw with --use_peft.")
     complete_learning_rate(training_args, model_args.hidden_size)
     if streaming and training_args.max_steps < 1:
         raise UserError(
@@ -161,7 +164,7 @@ def train_and_evaluate(
 def _set_generation_defaults(trainer: RunTrainer) -> None:
     """
     Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
-    `stages.chatting` recognises base models by it.
+    `stages.terminal_chat` recognises base models by it.
     """
     model, data_kind = base_model_of(trainer.model), trainer.run_facts.data_kind
     if data_kind == "text":

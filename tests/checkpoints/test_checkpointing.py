@@ -16,7 +16,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.checkpoint_choice import checkpoint_to_resume
 from hf_pretrain.training.resume_check import describe_data
 from tests.toys import write_jsonl
-from tests.training.test_trainer import make_documents, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
 def arguments(output_dir, resume=None, allow_inexact_resume=False):

@@ -9,7 +9,7 @@ import pytest
 
 from hf_pretrain.checkpoints.manifest import find_damage
 from tests.faults.driving import command, run, start, wait_for, zero
-from tests.training.test_trainer import make_documents, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
 pytestmark = [pytest.mark.slow]

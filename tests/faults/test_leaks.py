@@ -7,7 +7,7 @@ import psutil
 import pytest
 from transformers import TrainerCallback
 
-from tests.training.test_trainer import make_documents, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
 class Watch(TrainerCallback):

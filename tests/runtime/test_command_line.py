@@ -54,11 +54,11 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type: invalid choice: 'cosin'"),
         ("pretrain", ["--output_dir="], "--output_dir is empty. Give it a value, or leave the flag out."),
         ("pretrain", ["--attn_implementation", "spda", *RUN], "--attn_implementation: invalid choice: 'spda'"),
-        ("pretrain", ["--optim", "adamw_tourch", *RUN], "--optim adamw_tourch is unknown; the nearest one is adamw"),
+        ("pretrain", ["--optim", "adamw_tourch", *RUN], "adamw_tourch is not a valid OptimizerNames"),
         ("pretrain", ["--config_overrides", "hiden_size=8", *RUN], "'hiden_size' is not a field of MiniMindConfig"),
         # transformers refuses this one.
         ("pretrain", ["--save_steps", "1.5", *RUN], "--save_steps must be an integer if bigger than 1: 1.5"),
-        ("pretrain", ["--deepspeed", "ds.json", *RUN], "ds.json is not a JSON file that can be read: Expecting value"),
+        ("pretrain", ["--use_peft", *RUN], "--optim_preset muon trains no adapters. Pass --optim_preset adamw"),
         ("pretrain", ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), *RUN], "--deepspeed needs a launcher"),
         ("pretrain", ["--dataset_name", "nope.jsonl", *RUN], "There is no file or directory nope.jsonl"),
         ("pretrain", ["--streaming", "--max_steps", "-1", *RUN], "--streaming needs --max_steps"),
@@ -80,7 +80,6 @@ RUN = ("--use_cpu", "--output_dir", "run")
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
-    (tmp_path / "ds.json").write_text("no JSON")
     (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
     # PyYAML recognises UTF-16.
     (tmp_path / "unknown.yaml").write_text("learning_rat: 1", encoding="utf-16")

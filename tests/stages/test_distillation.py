@@ -23,8 +23,8 @@ from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.toys import WithoutFloat64, write_jsonl
-from tests.training.test_trainer import make_documents, make_model, pack, train
-from tests.training.test_trainer import written_out_loss as cross_entropy_and_router_loss
+from tests.training.test_masked_loss_trainer import make_documents, make_model, pack, train
+from tests.training.test_masked_loss_trainer import written_out_loss as cross_entropy_and_router_loss
 
 
 SIZES = [4, 1, 5, 3]

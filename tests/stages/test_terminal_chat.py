@@ -18,7 +18,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.recipe import train_and_evaluate
 from tests.invariants.launching import ROOT
 from tests.talking import CALL, TOOL
-from tests.training.test_trainer import make_documents, make_model, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_model, make_trainer
 
 
 @pytest.fixture(scope="module")

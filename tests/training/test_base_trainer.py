@@ -15,7 +15,7 @@ from hf_pretrain.training.base_trainer import RunTrainer
 from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import toy_model
-from tests.training.test_trainer import make_documents, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
 ARGUMENTS = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "eval_strategy": "no"}

@@ -23,7 +23,7 @@ from hf_pretrain.training.run_directory import RunDirectory, now
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import ModelArguments
 from tests.invariants.launching import ROOT, launcher_command, process_options
-from tests.training.test_trainer import make_documents, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
 TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"

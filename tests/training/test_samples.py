@@ -12,7 +12,7 @@ from hf_pretrain.training import end_report
 from hf_pretrain.training.end_report import sample_answers
 from hf_pretrain.training.recipe import train_and_evaluate
 from tests.toys import toy_model
-from tests.training.test_trainer import make_documents, make_model, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_model, make_trainer
 
 
 FLAGS = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}

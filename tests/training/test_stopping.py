@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from hf_pretrain.checkpoints.manifest import find_damage
 from hf_pretrain.reports.run_files import RECORD_NAME, REPORT_NAME
 from tests.toys import toy_model
-from tests.training.test_trainer import make_documents, make_trainer
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
 class AtStep(TrainerCallback):

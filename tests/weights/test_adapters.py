@@ -23,7 +23,7 @@ from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, run_probe, start
 from tests.invariants.test_launchers_agree import assert_same_steps, workspace  # noqa: F401
-from tests.training.test_trainer import make_documents, make_trainer, train
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer, train
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def toy_run(workspace):  # noqa: F811
             *("--packing", "none", "--max_length", "32", "--validation_fraction", "0.2", "--max_steps", "6"),
             *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
             *("--learning_rate", "1e-2", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true"),
-            *("--use_peft", "--lora_r", "4", *more),
+            *("--use_peft", "--lora_r", "4", "--optim_preset", "adamw", *more),
         ]
 
     return arguments
