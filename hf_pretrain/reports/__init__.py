@@ -1,1 +1,1 @@
-"""The files that a run leaves, and its page: an HTML file without scripts that needs no network, for one or several runs."""
+"""The files that a run leaves, and the page of one or several runs: HTML without scripts that needs no network."""
