@@ -1,38 +1,42 @@
 """
-`RunTrainer`: a `Trainer` whose runs can be stopped, resumed and pushed, whatever the stage. It connects plain parts to
-the hooks of Trainer (docs/architecture.md). Each part works without a Trainer.
+`RunTrainer`: a `Trainer` whose runs can be stopped, resumed and pushed, whatever the stage. Its hooks connect plain
+parts (docs/architecture.md). Each part works without a Trainer.
 """
 
-import math
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from signal import Signals
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
-from ..checkpoints.directory import checkpoint_path, newest_checkpoint
+from ..checkpoints import sharded
+from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
+from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..hub.model_card import RunFacts
+from ..hub.pushing import HubPusher, create_repository
+from ..runtime.cpu import keep_freed_blocks
 from ..runtime.errors import UserError
-from ..runtime.ranks import on_main_process
+from ..runtime.progress import announce
+from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
-from ..weights.adapters import base_model_of, is_adapted
+from ..weights.adapters import base_model_of
+from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
 from .efficiency import peak_memory_bytes
-from .end_report import write_run_page
-from .launch import launcher
+from .end_report import write_run_card
+from .launch import complete_fsdp_args, launcher
 from .measurements import RouterLoad, Throughput, to_shares
-from .optimizers import build_muon, complete_learning_rate
+from .optimizers import build_muon, complete_learning_rate, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
-from .row_source import RowSource, is_stream, read_batches
+from .row_source import RowSource
 from .run_directory import RunDirectory
-from .saving import SavingTrainer
-from .stopping import EXIT_NOT_FINITE, RunStopped, StopCallback, end_all_ranks, resume_hint
+from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, read_or_save, record_stop
 from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, optimizer_name
 
 
-class RunTrainer(SavingTrainer):
+class RunTrainer(Trainer):
     """
     A `Trainer` with the behaviour described above. It also compiles each decoder layer (`--torch_compile`), trains
     with Muon (`--optim_preset muon`, the default of pretraining), and logs `tokens_per_second` and `peak_memory_gib`.
@@ -44,19 +48,13 @@ class RunTrainer(SavingTrainer):
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        args: TrainingArguments | None = None,
-        run_facts: RunFacts | None = None,
-        **kwargs: Any,
+        self, model: Any, *, args: TrainingArguments | None = None, run_facts: RunFacts | None = None, **kwargs: Any
     ):
         args = args or TrainingArguments()
         self.run_facts = run_facts or RunFacts()
         # Plain `TrainingArguments` have none of our flags.
         self.lm_args = args if isinstance(args, LMTrainingArguments) else None
-        self.signals = SignalListener()
-        self._throughput = Throughput()
+        self.signals, self._throughput = SignalListener(), Throughput()
         self._weight_decays: list[float] = []
         self._checkpoint: str | None = None
         self._evaluation_is_due = False
@@ -75,8 +73,6 @@ class RunTrainer(SavingTrainer):
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.stop = StopCallback(self.ranks, self.signals, begin=self._begin_training)
         self.add_callback(self.stop)
-        if optimizer_name(args) == "muon" and is_adapted(self.model):
-            raise UserError("--optim_preset muon is not possible for an adapter. Pass --optim_preset adamw.")
         base_model = base_model_of(self.model)
         complete_learning_rate(args, base_model.config.hidden_size)
         if base_model.config.tie_word_embeddings:
@@ -87,7 +83,27 @@ class RunTrainer(SavingTrainer):
             for layer in base_model.model.layers:
                 layer.compile(**self.lm_args.compile_options)
 
-    # Parts and devices
+    # Devices, optimizer and rows
+
+    def create_accelerator_and_postprocess(self) -> None:
+        args = self.args
+        args.fsdp_plugin_args = complete_fsdp_args(args.fsdp_plugin_args)
+        super().create_accelerator_and_postprocess()
+        if args.device.type == "cpu":
+            keep_freed_blocks()
+        # Make the parts here: the rest of Trainer's constructor already needs some of them.
+        self.ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
+        self.writer = CheckpointWriter(
+            args, lambda: checkpoint_bytes(self.model, args, uses_deepspeed=self.is_deepspeed_enabled)
+        )
+        self.pusher = HubPusher(
+            args.output_dir,
+            strategy=args.hub_strategy,
+            revision=args.hub_revision,
+            pushes_always=args.hub_always_push,
+            write_card=self.create_model_card,
+            gives_up=lambda: self.signals.is_impatient,
+        )
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
         # NOTE: accelerate applies autocast to every model except FSDP2 models. There it relies on the casting policy,
@@ -106,16 +122,8 @@ class RunTrainer(SavingTrainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
-        given = self.args.lr_scheduler_kwargs
-        # NOTE: transformers has no defaults. Restore the arguments, because a later resume compares them.
-        if self.args.lr_scheduler_type == "warmup_stable_decay":
-            own = {"num_decay_steps": math.ceil(0.2 * num_training_steps), "min_lr_ratio": 0.1}
-            self.args.lr_scheduler_kwargs = own | (given or {})
-        elif self.args.lr_scheduler_type == "cosine_with_min_lr":
-            self.args.lr_scheduler_kwargs = given or {"min_lr_rate": 0.1}
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        self.args.lr_scheduler_kwargs = given
-        return scheduler
+        with complete_schedule(self.args, num_training_steps):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     def _other_arguments(self) -> list[Any]:
         """Return the arguments of the run besides `args`. Subclasses that get more override this method."""
@@ -129,8 +137,7 @@ class RunTrainer(SavingTrainer):
         # NOTE: `get_train_dataloader` builds samplers and workers, too, and TRL's trainers call this method.
         source = self._row_source(dataset, description, batch_size, sampler_fn, is_training)
         # NOTE: Trainer reads the collator from its attribute and takes no argument for it.
-        collator: Any = self.data_collator
-        drops_last = self.args.dataloader_drop_last
+        collator, drops_last = self.data_collator, self.args.dataloader_drop_last
         self.data_collator = source.collator or collator
         # The flag is about training. An evaluation covers the whole set.
         self.args.dataloader_drop_last = drops_last and is_training
@@ -152,7 +159,6 @@ class RunTrainer(SavingTrainer):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): a checkpoint directory, or `True` for the newest
                 checkpoint in `output_dir` that verifies.
-            trial, args, kwargs: as for [`~transformers.Trainer.train`].
 
         Raises:
             `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, the ranks read different data, or the
@@ -170,9 +176,9 @@ class RunTrainer(SavingTrainer):
                     with self.ranks.naming_missing():
                         output = super().train(self._checkpoint, trial, *args, **kwargs)
                 except RunStopped as stopped:
-                    self._stop(stopped.number)
+                    end_stopped_run(self, stopped.number)
                 except Exception as error:
-                    self._record_stop(repr(error))
+                    record_stop(self, repr(error))
                     raise
                 self.pusher.finish()
                 return output
@@ -213,33 +219,6 @@ class RunTrainer(SavingTrainer):
             if self._determine_best_metric(metrics, None):
                 self.state.best_model_checkpoint = self._checkpoint
 
-    # Stopping
-
-    def _stop(self, number: int) -> NoReturn:
-        """Save the run if a signal cut off its evaluation, and end all ranks."""
-        if self.stop.cut_off_evaluation and self.stop.num_steps:
-            self.stop.evaluation_is_due = True
-            self._save_checkpoint(self.model, trial=None)
-        # Callbacks close their files and trackers here.
-        self.callback_handler.on_train_end(self.args, self.state, self.control)
-        name, hint = Signals(number).name, "Nothing was trained since the run was started."
-        self._record_stop(name)
-        if self.stop.num_steps:
-            hint = resume_hint(self.args)
-        self._end(128 + number, f"Stopped by {name} after step {self.state.global_step}. {hint}")
-
-    def _record_stop(self, why: str) -> None:
-        """Record the reason, and write the page, which shows how to resume."""
-        if self.is_world_process_zero():
-            write_run_page(self.args, self.state, stopped=why)
-
-    def _end(self, status: int, message: str) -> NoReturn:
-        """Print the reason, wait for the pushes, and end all ranks together."""
-        if self.is_world_process_zero():
-            print(message, file=sys.stderr, flush=True)
-        self.pusher.finish()
-        end_all_ranks(status, self.signals)
-
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         if not self.is_in_train:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -247,7 +226,7 @@ class RunTrainer(SavingTrainer):
             # NOTE: Trainer would train a finished run for one more step.
             self.control.should_training_stop = True
             return [], None
-        iterator = self._read_batches(epoch_iterator, num_batches)
+        iterator = read_or_save(self, epoch_iterator, num_batches)
         self._throughput.begin()
         batches, num_items = super().get_batch_samples(iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
@@ -255,61 +234,28 @@ class RunTrainer(SavingTrainer):
             raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
         return batches, num_items
 
-    def _read_batches(self, iterator: Iterator, num_batches: int) -> Iterator:
-        """Return an iterator over the batches of a step. If a stream cannot be read, save, and raise its error."""
-        if self.args.world_size > 1 and not is_stream(self.train_dataset):
-            # With several ranks, the check below costs one more collective per step. Only streams pay for it.
-            return iterator
-        batches, error = read_batches(iterator, num_batches)
-        if self.ranks.largest(int(error is not None)):
-            step = self.state.global_step
-            if step and not on_main_process(self.args, checkpoint_path(self.args.output_dir, step).is_dir):
-                self._save_checkpoint(self.model, trial=None)
-            if step and self.is_world_process_zero():
-                message = f"The data could not be read after step {step}. {resume_hint(self.args)}"
-                print(message, file=sys.stderr, flush=True)
-            raise error or RuntimeError("Another rank could not read its data: see its output.")
-        return iter(batches)
-
-    # Non-finite steps
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):
         # NOTE: Trainer has no public hook between the gradient's norm and the update. DeepSpeed has already updated
         # the weights.
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if self.accelerator.scaler is None:
             if grad_norm is not None and not torch.as_tensor(grad_norm).isfinite().all():
-                self._meet_nonfinite(f"The gradient's norm is {float(grad_norm)}")
+                end_nonfinite_run(self, f"The gradient's norm is {float(grad_norm)}")
         # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
-        elif self.ranks.largest(int(not self._is_loss_finite())):
-            self._meet_nonfinite("The loss is not finite")
+        elif self.ranks.largest(int(not self.is_loss_finite())):
+            end_nonfinite_run(self, "The loss is not finite")
         # NOTE: by now DeepSpeed has overwritten the gradients with Muon's updates. The log must not call the norm of
         # these a norm of gradients.
         is_of_updates = self.is_deepspeed_enabled and optimizer_name(self.args) == "muon"
         return None if is_of_updates else grad_norm
 
-    def _is_loss_finite(self) -> bool:
+    def is_loss_finite(self) -> bool:
         """Return whether the losses of this rank's step are finite. Subclasses that see them override this method."""
         return True
 
-    def _suspects(self) -> list[tuple[str, bool]]:
+    def suspects(self) -> list[tuple[str, bool]]:
         """Return the rows of this rank's step, and whether their losses are finite. Subclasses override it."""
         return []
-
-    def _meet_nonfinite(self, what: str) -> NoReturn:
-        """End the run before the update. All ranks call this method."""
-        found = [row for part in self.ranks.gather(self._suspects()) for row in part]
-        # If only the gradient is not finite, all rows are suspects.
-        suspects = [row for row, is_finite in found if not is_finite] or [row for row, _ in found]
-        more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
-        rows = f" It took the rows {', '.join(suspects[:8])}{more}." if suspects else ""
-        message = (
-            f"{what} in step {self.state.global_step + 1}.{rows} The run stopped before the update, and the "
-            f"checkpoints in {self.args.output_dir} are intact. Look at the rows, or resume with a lower "
-            "--learning_rate and --allow_inexact_resume."
-        )
-        self._record_stop(message)
-        self._end(EXIT_NOT_FINITE, message)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
@@ -330,3 +276,124 @@ class RunTrainer(SavingTrainer):
         if load.counts is not None:
             counts = self.accelerator.reduce(load.counts, "sum")
             self.state.log_history.append({"router_load": to_shares(counts), "step": self.state.global_step})
+
+    # Checkpoints and models
+
+    @property
+    def _layout(self) -> str:
+        """Layout of the optimizer state: `ZeRO-<stage>`, `FSDP` or `one file`."""
+        if self.is_deepspeed_enabled:
+            return f"ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage}"
+        return "FSDP" if self.is_fsdp_enabled or self.is_distributed_loading_by_transformers else "one file"
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.writer.directory or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write, push and rotate."""
+        target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
+        run = self.description.after(self.state, evaluation_is_due=self.stop.evaluation_is_due)
+
+        def add_files(directory: Path) -> None:
+            # Trainer wrote the state before the path of the best checkpoint was corrected.
+            self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
+
+        with self._throughput.paused():
+            with self.writer.writing_checkpoint(target, run, add_files=add_files) as source:
+                super()._save_checkpoint(model, trial)
+                # Trainer recorded the path in `.saving/` as the best checkpoint.
+                if self.state.best_model_checkpoint == str(source):
+                    self.state.best_model_checkpoint = str(target)
+            if self.args.push_to_hub and self.is_world_process_zero():
+                self.callback_handler.on_push_begin(self.args, self.state, self.control)
+                self.pusher.push_checkpoint(target)
+            if self.args.should_save:
+                rotate_checkpoints(target, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Save the model to `output_dir`. All ranks must call this method. The files get their final names once all of
+        them are on the disk, so a crash never leaves half a model. Unlike Trainer's method, it does not push.
+        """
+        if self.writer.directory is not None:
+            # Trainer calls this method within `_save_checkpoint`, which renames the files itself.
+            self._write_model(output_dir)
+            return
+        with self.writer.writing_model(Path(output_dir or self.args.output_dir)) as source:
+            self._write_model(str(source))
+
+    def _write_model(self, directory: str) -> None:
+        """Write the whole model to a directory. All ranks must call this method."""
+        model, weights = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), None
+        if self.is_deepspeed_enabled:
+            model, weights = gather_from_deepspeed(self.accelerator, self.model_wrapped, model)
+        elif self.is_fsdp_enabled:
+            weights = self.accelerator.get_state_dict(self.model)
+        # With a model that transformers shards, `write_model` is a collective that all ranks must enter.
+        if self.args.should_save or self.is_distributed_loading_by_transformers:
+            write_model(directory, model, self.processing_class, weights, is_writer=self.args.should_save)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_distributed_loading_by_transformers:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        optimizer, is_writer = self.optimizer.optimizer, self.args.should_save
+        sharded.save_optimizer(output_dir, self.model, optimizer, self.lr_scheduler, is_writer=is_writer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_distributed_loading_by_transformers:
+            sharded.load_weights(resume_from_checkpoint, self.model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.is_distributed_loading_by_transformers:
+            sharded.load_weights(self.state.best_model_checkpoint, self.model)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.is_distributed_loading_by_transformers:
+            sharded.load_optimizer(checkpoint, self.model, self.optimizer.optimizer, self.lr_scheduler)
+            return
+        if checkpoint is not None and self.is_deepspeed_enabled and self._weight_decays:
+            # DeepSpeed has already loaded its optimizer together with the weights.
+            repair_universal_checkpoint(self.optimizer, self._weight_decays)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    # The Hub
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Create the repository, before training starts. Raise `ValueError` if the Hub refuses."""
+        if self.is_world_process_zero():
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            self.hub_model_id = self.pusher.repo_id = create_repository(name, private=self.args.hub_private_repo)
+
+    def create_model_card(self, **kwargs: Any) -> None:
+        """Write the card of a run to `output_dir`. With plain `TrainingArguments`, Trainer writes its own."""
+        if self.lm_args is None:
+            super().create_model_card(**kwargs)
+        elif self.is_world_process_zero():
+            model = self.accelerator.unwrap_model(self.model)
+            repo_id = self.hub_model_id or Path(self.args.output_dir).name
+            write_run_card(self.lm_args, model, self.state, self.run_facts, repo_id, self._layout)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: Trainer would push an incomplete checkpoint. `_save_checkpoint` pushes the complete one."""
+
+    def push_to_hub(self, commit_message: str | None = "End of training", *args: Any, **kwargs: Any) -> None:
+        """
+        Save the model, and push it with its card from `output_dir`. All ranks must call this method. It always waits
+        for the upload. `pusher.report` tells whether the push succeeded.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo()
+        self.save_model()
+        if not self.is_world_process_zero():
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        announce("pushing")
+        self.create_model_card()
+        # Pushes of checkpoints come first, so that the final model is the last commit.
+        self.pusher.finish()
+        self.pusher.push_model(message=commit_message)

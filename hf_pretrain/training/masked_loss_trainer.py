@@ -34,6 +34,7 @@ from .base_trainer import RunTrainer
 from .efficiency import flops_per_token, known_peak
 from .measurements import Meter, RouterLoad
 from .row_source import RowSource, pad_rows
+from .stopping import end_nonfinite_run
 from .training_arguments import LMTrainingArguments
 
 
@@ -178,7 +179,7 @@ class MaskedLossTrainer(RunTrainer):
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
 
-    def _suspects(self) -> list[tuple[str, bool]]:
+    def suspects(self) -> list[tuple[str, bool]]:
         decode = self.processing_class.decode if self.processing_class is not None else str
         return [
             (f"{number} ({decode(ids[:_SHOWN_TOKENS])!r} ...)", bool(is_finite))
@@ -263,13 +264,13 @@ class MaskedLossTrainer(RunTrainer):
         self._step_is_finite.append(is_finite)
         if self.is_deepspeed_enabled:
             # One collective per step suffices: DeepSpeed updates in the backward pass of the last micro-batch.
-            if self.accelerator.sync_gradients and self.ranks.largest(int(not self._is_loss_finite())):
-                self._meet_nonfinite("The loss is not finite")
+            if self.accelerator.sync_gradients and self.ranks.largest(int(not self.is_loss_finite())):
+                end_nonfinite_run(self, "The loss is not finite")
             return loss
         # An infinite loss may have finite or zero gradients. Multiplied by NaN, all of them become NaN.
         return loss * torch.where(is_finite, 1.0, torch.nan)
 
-    def _is_loss_finite(self) -> bool:
+    def is_loss_finite(self) -> bool:
         return all(self._step_is_finite)
 
     @property

@@ -8,7 +8,8 @@ both take the same learning rate and weight decay.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainingArguments
 
 from ..runtime.devices import has_bfloat16_units
+from ..runtime.errors import UserError
+from ..weights.adapters import is_adapted
 
 
 OPTIM_PRESETS = ("adamw", "muon")
@@ -55,6 +58,19 @@ def complete_learning_rate(args: Any, hidden_size: int) -> None:
     """
     if args.learning_rate is None:
         args.learning_rate = default_learning_rate(args.optim_preset, hidden_size)
+
+
+@contextmanager
+def complete_schedule(args: TrainingArguments, num_steps: int) -> Iterator[None]:
+    """Add the arguments that a schedule lacks within the block. transformers has no defaults for them."""
+    given = args.lr_scheduler_kwargs
+    if args.lr_scheduler_type == "warmup_stable_decay":
+        args.lr_scheduler_kwargs = {"num_decay_steps": math.ceil(0.2 * num_steps), "min_lr_ratio": 0.1} | (given or {})
+    elif args.lr_scheduler_type == "cosine_with_min_lr":
+        args.lr_scheduler_kwargs = given or {"min_lr_rate": 0.1}
+    yield
+    # A later resume compares the user's own arguments.
+    args.lr_scheduler_kwargs = given
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
@@ -224,7 +240,9 @@ def deepspeed_muon(
 
 
 def build_muon(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> torch.optim.Optimizer:
-    """Return the Muon optimizer of a run; under DeepSpeed, DeepSpeed's own."""
+    """Return the Muon optimizer of a run; under DeepSpeed, DeepSpeed's own. Raise `UserError` for an adapter."""
+    if is_adapted(model):
+        raise UserError("--optim_preset muon is not possible for an adapter. Pass --optim_preset adamw.")
     groups = muon_parameter_groups(model, learning_rate=args.learning_rate, weight_decay=args.weight_decay)
     adamw: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if not uses_deepspeed:

@@ -1,8 +1,7 @@
 """Rows that a data loader reads, and the padding rows that fill the last global batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import datasets
@@ -62,22 +61,6 @@ def pad_rows(
         return padded.sampler
 
     return padded, padded_sampler
-
-
-def read_batches(iterator: Iterator, num_batches: int) -> tuple[list, Exception | None]:
-    """
-    Return up to `num_batches` batches, and the error that ended the reading.
-
-    Reading can fail in the middle of a run: a streamed file changes, or the kernel kills a worker of the loader.
-    Returning the error lets all ranks save a checkpoint together before one of them raises it.
-    """
-    batches: list = []
-    try:
-        for batch in islice(iterator, num_batches):
-            batches.append(batch)
-    except Exception as error:
-        return batches, error
-    return batches, None
 
 
 def is_stream(dataset: Any) -> bool:

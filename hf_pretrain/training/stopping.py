@@ -1,15 +1,24 @@
-"""Stop a run before its last step, on all ranks together. docs/checkpoints.md lists what ends a run."""
+"""
+Stop a run before its last step, on all ranks together. docs/checkpoints.md lists what ends a run.
+
+The functions that take a `trainer` take a [`~training.base_trainer.RunTrainer`].
+"""
 
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from itertools import islice
+from signal import Signals
+from typing import Any, NoReturn
 
 from accelerate.utils import wait_for_everyone
 from transformers import TrainerCallback, TrainingArguments
 
-from ..runtime.ranks import Ranks
+from ..checkpoints.directory import checkpoint_path
+from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener
+from .end_report import write_run_page
+from .row_source import is_stream
 
 
 # EX_DATAERR of sysexits.h.
@@ -70,6 +79,76 @@ class StopCallback(TrainerCallback):
         if self._is_training and (number := self.ranks.largest(self.signals.number)):
             self.cut_off_evaluation = True
             raise RunStopped(number)
+
+
+def end_stopped_run(trainer: Any, number: int) -> NoReturn:
+    """Save the run if a signal cut off its evaluation, and end all ranks."""
+    stop = trainer.stop
+    if stop.cut_off_evaluation and stop.num_steps:
+        stop.evaluation_is_due = True
+        trainer._save_checkpoint(trainer.model, trial=None)
+    # Callbacks close their files and trackers here.
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    name = Signals(number).name
+    record_stop(trainer, name)
+    hint = resume_hint(trainer.args) if stop.num_steps else "Nothing was trained since the run was started."
+    _end_run(trainer, 128 + number, f"Stopped by {name} after step {trainer.state.global_step}. {hint}")
+
+
+def end_nonfinite_run(trainer: Any, what: str) -> NoReturn:
+    """End the run before the update. All ranks call this function."""
+    found = [row for part in trainer.ranks.gather(trainer.suspects()) for row in part]
+    # If only the gradient is not finite, all rows are suspects.
+    suspects = [row for row, is_finite in found if not is_finite] or [row for row, _ in found]
+    more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
+    rows = f" It took the rows {', '.join(suspects[:8])}{more}." if suspects else ""
+    message = (
+        f"{what} in step {trainer.state.global_step + 1}.{rows} The run stopped before the update, and the "
+        f"checkpoints in {trainer.args.output_dir} are intact. Look at the rows, or resume with a lower "
+        "--learning_rate and --allow_inexact_resume."
+    )
+    record_stop(trainer, message)
+    _end_run(trainer, EXIT_NOT_FINITE, message)
+
+
+def read_or_save(trainer: Any, iterator: Iterator, num_batches: int) -> Iterator:
+    """
+    Return an iterator over the batches of a step. If they cannot be read, because a streamed file changed or the
+    kernel killed a worker of the loader, save a checkpoint on all ranks together, and raise the error.
+    """
+    if trainer.args.world_size > 1 and not is_stream(trainer.train_dataset):
+        # With several ranks, the check below costs one more collective per step. Only streams pay for it.
+        return iterator
+    batches: list[Any] = []
+    failure: Exception | None = None
+    try:
+        for batch in islice(iterator, num_batches):
+            batches.append(batch)
+    except Exception as error:
+        failure = error
+    if trainer.ranks.largest(int(failure is not None)):
+        step = trainer.state.global_step
+        if step and not on_main_process(trainer.args, checkpoint_path(trainer.args.output_dir, step).is_dir):
+            trainer._save_checkpoint(trainer.model, trial=None)
+        if step and trainer.is_world_process_zero():
+            message = f"The data could not be read after step {step}. {resume_hint(trainer.args)}"
+            print(message, file=sys.stderr, flush=True)
+        raise failure or RuntimeError("Another rank could not read its data: see its output.")
+    return iter(batches)
+
+
+def record_stop(trainer: Any, why: str) -> None:
+    """Record the reason, and write the page, which shows how to resume."""
+    if trainer.is_world_process_zero():
+        write_run_page(trainer.args, trainer.state, stopped=why)
+
+
+def _end_run(trainer: Any, status: int, message: str) -> NoReturn:
+    """Print the reason, wait for the pushes, and end all ranks together."""
+    if trainer.is_world_process_zero():
+        print(message, file=sys.stderr, flush=True)
+    trainer.pusher.finish()
+    end_all_ranks(status, trainer.signals)
 
 
 def resume_hint(args: TrainingArguments) -> str:

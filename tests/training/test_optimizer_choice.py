@@ -40,7 +40,7 @@ def test_the_trainer_knows_the_width_and_refuses_muon_for_an_adapter(tmp_path):
     assert MaskedLossTrainer(model, arguments(tmp_path), train_dataset=make_documents()).args.learning_rate == 0.048
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="--optim_preset muon is not possible for an adapter"):
-        MaskedLossTrainer(adapted, arguments(tmp_path), train_dataset=make_documents())
+        MaskedLossTrainer(adapted, arguments(tmp_path), train_dataset=make_documents()).create_optimizer()
 
 
 ZERO2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}, "gradient_clipping": "auto"}
