@@ -21,87 +21,37 @@ number of records per reason.
 """
 
 import argparse
-import dataclasses
-import itertools
-import json
-import random
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable
 
-from hf_pretrain.data.cleaning import (
-    OVERLAP_CHARS,
-    CleaningRules,
-    OverlapFinder,
-    check_sources,
-    held_out_texts,
-    output_files,
-    replaced_files,
-    write_cleaned,
-)
-from hf_pretrain.data.inspection import describe, render, survey_records
-from hf_pretrain.data.records import list_sources, plain_text, read_records
+from hf_pretrain.data.cleaning import CleaningRules, clean_data
+from hf_pretrain.data.inspection import inspect_data
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.runtime.progress import announce
-from hf_pretrain.runtime.writing import written_whole
 from hf_pretrain.stages.evaluation import expand_tasks
-from hf_pretrain.tokenizer.chat_template import mark_template
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.tokenizer.training import train_tokenizer
 
 
-def inspect(args: argparse.Namespace) -> None:
-    if args.max_length < 2:
-        raise UserError(f"--max_length {args.max_length} must be at least 2.")
-    sources = list_sources(args.names)
-    survey = survey_records(read_records(sources, text_column=args.text_column))
-    if not survey.sample:
-        reasons = "; ".join(survey.reasons) or "there are none"
-        raise UserError(f"No record of {', '.join(args.names)} can be trained on: {reasons}. Correct the data.")
-    if args.tokenizer is None:
-        tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
-    else:
-        tokenizer = load_tokenizer(args.tokenizer)
-        if any(record.schema != "text" for record in survey.sample):
-            mark_template(tokenizer)
-    announce("counting tokens and languages")
-    findings = describe(survey, tokenizer, max_length=args.max_length)
-    lines = [f"{label:20} {text}" for label, text in findings]
-    shown_records = random.Random(0).sample(survey.sample, min(args.show, len(survey.sample)))
-    lines.append(f"\n{len(shown_records)} records as the model sees them:")
-    for record in shown_records:
-        shown = tokenizer.decode(render(record, tokenizer))
-        lines += [f"\n--- {record.source}:{record.line}", shown[:400] + " …" * (len(shown) > 400)]
-    print("\n".join(lines))
-
-
-def clean(args: argparse.Namespace) -> None:
-    find_replaced = partial(replaced_files, args.output, overwrite=args.overwrite)
-    find_replaced()
-    output, dropped, report_path = output_files(Path(args.output))
-    rules = CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates or None)
-    sources, held_out_sources = list_sources(args.names), list_sources(args.held_out or [])
-    check_sources(sources + held_out_sources, output)
-    texts = held_out_texts(read_records(held_out_sources, text_column=args.held_out_column))
+def main(args: argparse.Namespace) -> None:
+    if args.action == "inspect":
+        reading = {"text_column": args.text_column, "max_length": args.max_length, "num_shown": args.show}
+        print(inspect_data(args.names, tokenizer_name=args.tokenizer, **reading))
+        return
+    questions: Iterable[str] = ()
     if args.held_out_tasks:
         # lm-eval is an extra, and its import is slow.
         from hf_pretrain.stages.lm_eval_tasks import read_questions
 
-        texts = itertools.chain(texts, read_questions(expand_tasks(args.held_out_tasks)))
-    held_out = OverlapFinder(texts)
-    if held_out.short:
-        print(
-            f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(held_out.short):,}. "
-            "The command drops only records that equal one of them."
-        )
-    with written_whole(output.parent, lock=f".{output.name}.lock", replaces=find_replaced) as scratch:
-        records = read_records(sources, text_column=args.text_column)
-        report = write_cleaned(records, scratch / output.name, rules, held_out)
-        content = {"sources": args.names, "rules": dataclasses.asdict(rules), **vars(report)}
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        (scratch / report_path.name).write_text(text, encoding="utf-8")
-    print(f"{report}\nWrote {output}, {dropped.name} and {report_path.name}.")
+        questions = read_questions(expand_tasks(args.held_out_tasks))
+    report = clean_data(
+        args.names,
+        args.output,
+        CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates),
+        text_column=args.text_column,
+        held_out=args.held_out,
+        held_out_column=args.held_out_column,
+        more_held_out=questions,
+        overwrite=args.overwrite,
+    )
+    print(f"{report}\nWrote {args.output}, and beside it the dropped records and the report.")
 
 
 def make_parser() -> RecipeParser:
@@ -148,5 +98,4 @@ def make_parser() -> RecipeParser:
 
 if __name__ == "__main__":
     with one_line_errors():
-        args = make_parser().parse_args()
-        (inspect if args.action == "inspect" else clean)(args)
+        main(make_parser().parse_args())

@@ -6,21 +6,24 @@ table A1; https://arxiv.org/abs/1910.10683, section 2.2). The library datasketch
 locality-sensitive hashing (https://en.wikipedia.org/wiki/MinHash).
 """
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..runtime.errors import UserError, needing_extra
 from ..runtime.progress import progress
-from ..runtime.writing import check_output
+from ..runtime.writing import check_output, written_whole
 from .corpora import COPY
 from .formats import BadRecord, check_values, write_json
-from .records import Record, plain_text
+from .records import Record, list_sources, plain_text, read_records
 
 
 # Length of a shingle in characters. The similarity of two texts is the Jaccard index of their sets of shingles.
@@ -43,20 +46,20 @@ class CleaningRules:
         min_chars (`int`): least number of characters, without white space at the ends.
         max_repeated_lines (`float`): largest share of characters in lines that repeat an earlier line of the text.
         min_letters (`float`): least share of letters, of any script, among the characters that are not white space.
-        near_duplicates (`float`, *optional*): least similarity, the estimated Jaccard index of the shingles, at which
-            the later of two records is dropped; `None` keeps near duplicates.
+        near_duplicates (`float`): least similarity, the estimated Jaccard index of the shingles, at which the later of
+            two records is dropped; 0 keeps near duplicates.
     """
 
     min_chars: int = 20
     max_repeated_lines: float = 0.5
     min_letters: float = 0.4
-    near_duplicates: float | None = 0.85
+    near_duplicates: float = 0.85
 
     def __post_init__(self) -> None:
         shares = {"max_repeated_lines": 0, "min_letters": 0, "near_duplicates": _MIN_SIMILARITY}
         for name, least in shares.items():
             value = vars(self)[name]
-            if value is not None and not least <= value <= 1:
+            if not least <= value <= 1 and not (name == "near_duplicates" and value == 0):
                 raise UserError(f"--{name} {value} must lie between {least} and 1.")
 
 
@@ -113,17 +116,17 @@ class DuplicateFinder:
     Find exact and near duplicates of earlier texts.
 
     Args:
-        similarity (`float`, *optional*): least Jaccard index of near duplicates; `None` finds exact duplicates only.
+        similarity (`float`): least Jaccard index of near duplicates; 0 finds exact duplicates only.
 
     Raises:
         `ImportError`: if near duplicates are wanted and datasketch is not installed.
     """
 
-    def __init__(self, similarity: float | None):
+    def __init__(self, similarity: float):
         self._digests: set[bytes] = set()
         self._index: Any = None
         self._kept: list[Any] = []
-        if similarity is None:
+        if similarity == 0:
             return
         with needing_extra("data", "Near duplicates need datasketch"):
             from datasketch import MinHash, MinHashLSH
@@ -267,6 +270,52 @@ def check_sources(sources: list[str], path: Path) -> None:
                 f"{source} is an input, but this command would replace it. Choose another --output, or leave this "
                 "input out."
             )
+
+
+def clean_data(
+    names: list[str],
+    output: str,
+    rules: CleaningRules,
+    *,
+    text_column: str = "text",
+    held_out: list[str] | None = None,
+    held_out_column: str = "text",
+    more_held_out: Iterable[str] = (),
+    overwrite: bool = False,
+) -> CleaningReport:
+    """
+    Clean data: write the good records, the dropped ones, and the report with the rules.
+
+    Args:
+        names (`list[str]`), held_out (`list[str]`, *optional*): data and held-out data, named as in `--dataset_name`.
+        output (`str`): the JSONL file to write. The two other files are beside it.
+        rules ([`CleaningRules`]): the limits.
+        text_column (`str`), held_out_column (`str`): keys of the text in the data and in the held-out data.
+        more_held_out (`Iterable[str]`): further held-out texts.
+        overwrite (`bool`): replace the three files.
+
+    Raises:
+        `ValueError`: if a name leads to no data, no record is good, or a file exists or is an input.
+    """
+    find_replaced = partial(replaced_files, output, overwrite=overwrite)
+    # Report a mistake before the work starts.
+    find_replaced()
+    path, _, report_path = output_files(Path(output))
+    sources, held_out_sources = list_sources(names), list_sources(held_out or [])
+    check_sources(sources + held_out_sources, path)
+    texts = held_out_texts(read_records(held_out_sources, text_column=held_out_column))
+    finder = OverlapFinder(itertools.chain(texts, more_held_out))
+    if finder.short:
+        print(
+            f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(finder.short):,}. "
+            "The command drops only records that equal one of them."
+        )
+    with written_whole(path.parent, lock=f".{path.name}.lock", replaces=find_replaced) as scratch:
+        report = write_cleaned(read_records(sources, text_column=text_column), scratch / path.name, rules, finder)
+        content = {"sources": names, "rules": dataclasses.asdict(rules), **vars(report)}
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        (scratch / report_path.name).write_text(text, encoding="utf-8")
+    return report
 
 
 def write_cleaned(

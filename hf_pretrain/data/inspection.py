@@ -9,12 +9,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..model.presets import PRESETS
-from ..runtime.errors import needing_extra
+from ..runtime.errors import UserError, needing_extra
 from ..runtime.progress import announce
+from ..tokenizer.chat_template import mark_template
 from ..tokenizer.control_tokens import encode_documents
+from ..tokenizer.pretrained import load_tokenizer
+from ..tokenizer.training import train_tokenizer
 from .cleaning import CleaningRules, DuplicateFinder, digest
 from .encoding import encode_conversation
-from .records import Record, plain_text
+from .records import Record, list_sources, plain_text, read_records
 
 
 # The slow figures come from a random sample of this many records.
@@ -58,6 +61,49 @@ class Survey:
     def num_records(self) -> int:
         """Number of records that can be trained on."""
         return self.kinds.total()
+
+
+def inspect_data(
+    names: list[str],
+    *,
+    tokenizer_name: str | None = None,
+    text_column: str = "text",
+    max_length: int = 512,
+    num_shown: int = 20,
+) -> str:
+    """
+    Return the findings about some data, and random records as the model sees them, as text for the terminal.
+
+    Args:
+        names (`list[str]`): the data, in the form of `--dataset_name`.
+        tokenizer_name (`str`, *optional*): directory or Hub id; by default, a tokenizer is trained on the data.
+        text_column (`str`): key of the text, for texts.
+        max_length (`int`): tokens per packed sequence.
+        num_shown (`int`): number of records in the text.
+
+    Raises:
+        `ValueError`: if a name leads to no data, no record is good, or `max_length` is below 2.
+    """
+    if max_length < 2:
+        raise UserError(f"--max_length {max_length} must be at least 2.")
+    survey = survey_records(read_records(list_sources(names), text_column=text_column))
+    if not survey.sample:
+        reasons = "; ".join(survey.reasons) or "there are none"
+        raise UserError(f"No record of {', '.join(names)} can be trained on: {reasons}. Correct the data.")
+    if tokenizer_name is None:
+        tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
+    else:
+        tokenizer = load_tokenizer(tokenizer_name)
+        if any(record.schema != "text" for record in survey.sample):
+            mark_template(tokenizer)
+    announce("counting tokens and languages")
+    lines = [f"{label:20} {text}" for label, text in describe(survey, tokenizer, max_length=max_length)]
+    records = random.Random(0).sample(survey.sample, min(num_shown, len(survey.sample)))
+    lines.append(f"\n{len(records)} records as the model sees them:")
+    for record in records:
+        shown = tokenizer.decode(render(record, tokenizer))
+        lines += [f"\n--- {record.source}:{record.line}", shown[:400] + " …" * (len(shown) > 400)]
+    return "\n".join(lines)
 
 
 def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:

@@ -90,7 +90,7 @@ def test_near_duplicates_are_those_of_the_jaccard_index():
     near, far = texts[1].replace(" of ", " off ", 1), " ".join(reversed(texts[2].split()))
     assert jaccard(texts[1], near) > 0.9 and finder.add(near, near) == "near duplicate"
     assert jaccard(texts[2], far) < 0.5 and finder.add(far, far) == ""
-    assert DuplicateFinder(None).add(near, near) == ""
+    assert DuplicateFinder(0).add(near, near) == ""
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_near_duplicates_are_those_of_the_jaccard_index():
     ],
 )
 def test_exact_duplicates(first, second, is_exact):
-    finder = DuplicateFinder(None)
+    finder = DuplicateFinder(0)
     assert [finder.add(first, first), finder.add(second, second)] == ["", "exact duplicate" if is_exact else ""]
 
 
