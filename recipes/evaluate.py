@@ -37,7 +37,6 @@ from hf_pretrain.stages.evaluation import (
 )
 from hf_pretrain.stages.terminal_chat import is_base_model
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.models import ModelArguments, load_model
 
@@ -47,7 +46,6 @@ ARGUMENTS = (ModelArguments, ValidationArguments, EvaluationArguments)
 
 def main(model_args: ModelArguments, data_args: ValidationArguments, training_args: EvaluationArguments):
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
-    choose_cpu_threads(training_args)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
     # A hash of the text chooses the validation set, so these are the documents that training has left out.

@@ -2,22 +2,20 @@
 The launch of a run: its device, checks of the launch command, and the process group of CPU ranks.
 
 The constructor of `TrainingArguments` chooses the device and starts the process group of GPU ranks.
-`check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it. `choose_cpu_threads` runs when the
-checkpoint to resume from is known, and `complete_fsdp_args` when Trainer sets up accelerate.
+`check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it, and `complete_fsdp_args` when Trainer
+sets up accelerate.
 """
 
 import atexit
 import os
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
-from ..runtime.cpu import choose_threads, leave_process_group, remove_allreduce_buffers
+from ..runtime.cpu import leave_process_group, remove_allreduce_buffers
 from ..runtime.errors import UserError
 
 
@@ -105,21 +103,6 @@ def check_device(args: "LMTrainingArguments") -> None:
             "accelerate turns FSDP on CPU processes into DDP without a message. On a CPU, launch with torchrun "
             "and pass --fsdp_size N, which shards through transformers."
         )
-
-
-def choose_cpu_threads(args: "LMTrainingArguments", checkpoint: str | None = None) -> None:
-    """
-    Choose the number of threads ([`~runtime.cpu.choose_threads`]) of a single process on a CPU. Launchers divide the
-    cores among several processes. A resumed run keeps the number of its checkpoint, unless several processes wrote it:
-    then its random numbers differ anyway.
-    """
-    if args.device.type != "cpu" or args.world_size > 1:
-        return
-    kept = None
-    if checkpoint is not None and Path(checkpoint, MANIFEST_NAME).exists():
-        run = read_manifest(checkpoint)["run"]
-        kept = run.get("threads") if run["world_size"] == 1 else None
-    args.threads = choose_threads(kept)
 
 
 def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -38,7 +38,6 @@ from .end_report import (
     write_curve,
     write_run_page,
 )
-from .launch import choose_cpu_threads
 from .masked_loss_trainer import MaskedLossTrainer
 from .optimizers import complete_learning_rate
 from .resume_check import describe_data
@@ -50,8 +49,8 @@ def begin_run(
     training_args: LMTrainingArguments, model_args: ModelArguments, *others: Any, streaming: bool = False
 ) -> str | None:
     """
-    Lock `output_dir`, choose the checkpoint to resume from, keep its optimizer and its number of threads, seed all
-    random numbers, print the devices, and record the run with all its arguments (`run_directory.py`).
+    Lock `output_dir`, choose the checkpoint to resume from, seed all random numbers, print the devices, and record the
+    run with all its arguments (`run_directory.py`).
 
     Args:
         training_args ([`LMTrainingArguments`]), model_args ([`ModelArguments`]): the run's arguments.
@@ -80,7 +79,6 @@ def begin_run(
         if not is_resumed(training_args):
             directory.check_unused()
         begin_dry_run(training_args)
-        choose_cpu_threads(training_args)
         set_seed(training_args.seed)
         if training_args.process_index == 0:
             print(f"Dry run: {training_args.launch_description}")
@@ -90,7 +88,6 @@ def begin_run(
     watch_launcher(training_args.launcher)
     directory.lock(is_resumed=is_resumed(training_args))
     checkpoint = checkpoint_to_resume(training_args)
-    choose_cpu_threads(training_args, checkpoint)
     # Reseed: launchers consume different amounts of randomness.
     set_seed(training_args.seed)
 

@@ -8,7 +8,7 @@ config, adapter, and weights that training does not change.
 
 import json
 from collections.abc import Iterable
-from enum import Enum
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -31,32 +31,25 @@ from .training_arguments import LMTrainingArguments, optimizer_name
 
 logger = logging.get_logger(__name__)
 
-# All arguments are compared, new ones and those of libraries too, except the following, which change no update. They
-# say where and when the run writes, evaluates and reports, and how it resumes.
-_HARMLESS = {
-    *("output_dir", "run_name", "project", "config", "disable_tqdm", "report_to", "profile", "profile_interval"),
-    *("include_num_input_tokens_seen", "skip_memory_metrics", "preview", "dry_run", "max_rejected_ratio"),
-    *("trust_remote_code", "load_best_model_at_end", "do_train", "do_eval", "do_predict", "local_rank"),
-    *("generate_during_eval", "per_device_eval_batch_size", "include_for_metrics", "num_generations_eval"),
-    *("push_to_hub", "num_completions_to_print", "allow_inexact_resume", "trust_checkpoint"),
+# All arguments are compared, new ones and those of libraries too, except these, which change no update. A `*` stands
+# for any characters.
+_NOT_COMPARED = (
+    # Where and when the run writes, reports, pushes and evaluates, and how it resumes.
+    *("config", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "preview", "dry_run", "profile*"),
+    *("log_*", "logging_*", "save_*", "hub_*", "push_to_hub", "trackio_*", "max_rejected_ratio", "do_eval"),
+    *("load_best_model_at_end", "per_device_eval_batch_size", "num_generations_eval", "num_completions_to_print"),
+    *("resume_from_*", "allow_inexact_resume", "trust_*"),
     # Processes, devices and kernels. They change at most the rounding.
-    *("use_cpu", "full_determinism", "num_proc", "dataset_num_proc", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *("torch_empty_cache_steps", "use_liger_kernel", "use_cache", "attn_implementation", "precompute_ref_batch_size"),
-    # Compared as the layout of the optimizer state, as the optimizer, or as the global batch. With one process,
-    # transformers turns `average_tokens_across_devices` off. `generation_batch_size` says how often GRPO generates.
-    *("fsdp", "fsdp_config", "fsdp_size", "tp_size", "ep_size", "dp_replicate_size", "optim", "optim_preset"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "average_tokens_across_devices"),
-    "steps_per_generation",
-}
-_HARMLESS_PREFIXES = (
-    *("log_", "logging_", "save_", "eval_", "hub_", "trackio_", "resume_from_", "ddp_", "torch_compile"),
-    *("activation_", "gradient_checkpointing", "vllm_server_"),
+    *("local_rank", "use_cpu", "num_proc", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory"),
+    *("ddp_*", "vllm_server_*", "torch_compile*", "activation_*", "gradient_checkpointing*", "attn_implementation"),
+    # Compared as the layout of the optimizer state, as the optimizer, as the global batch, or as the config. With one
+    # process, transformers turns `average_tokens_across_devices` off. `generation_batch_size` says how often GRPO
+    # generates.
+    *("fsdp*", "tp_size", "ep_size", "dp_replicate_size", "optim", "optim_preset", "average_tokens_across_devices"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "use_cache"),
 )
 # These matter to a schedule that follows the evaluations.
-_EVALUATION = {"eval_strategy", "eval_steps", "eval_delay", "metric_for_best_model", "greater_is_better"}
-# Schedules that do not depend on the number of steps, unless the warmup is a share of it.
-_ENDLESS_SCHEDULES = {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau"}
+_EVALUATION = ("eval_*", "metric_for_best_model", "greater_is_better")
 # Arguments that act only through a content that is compared. A path may be spelled otherwise, and a resume may leave
 # out what the checkpoint holds. They are named if a content differs.
 _CONTENT_FLAGS = {
@@ -66,11 +59,10 @@ _CONTENT_FLAGS = {
     *("teacher_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
     *("use_dora", "load_in_4bit"),
 }
-# Blocks of a DeepSpeed config that change no update. The layout has the ZeRO stage.
+# Blocks of a DeepSpeed config that change no update. The layout has the ZeRO stage, the global batch has the sizes.
 _DEEPSPEED_HARMLESS = {
-    *("zero_optimization", "checkpoint", "activation_checkpointing", "aio", "steps_per_print", "wall_clock_breakdown"),
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "comms_logger"),
-    *("flops_profiler", "tensorboard", "wandb", "csv_monitor", "dump_state", "zero_allow_untested_optimizer"),
+    *("zero_optimization", "checkpoint", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("gradient_accumulation_steps", "activation_checkpointing"),
 }
 # Fields of a model's or an adapter's config that change no update of a resumed run. Trainer, `from_pretrained` and
 # `save_pretrained` change most of them: the name is a path, and the special tokens are the tokenizer's.
@@ -97,27 +89,20 @@ def describe_settings(
     """
     values = {name: value for part in others for name, value in vars(part).items()} | args.to_dict()
     schedule = values["lr_scheduler_type"]
-    kept = {*depends_on, *(_EVALUATION if schedule == "reduce_lr_on_plateau" else ())}
-    harmless = _HARMLESS | _EVALUATION | {name for name in values if name.startswith(_HARMLESS_PREFIXES)}
-    is_endless = schedule in _ENDLESS_SCHEDULES and (schedule == "constant" or not 0 < args.warmup_steps < 1)
-    if is_endless or args.max_steps > 0:
-        harmless |= {"num_train_epochs", *(["max_steps"] if is_endless else [])}
+    harmless = _NOT_COMPARED + (() if schedule == "reduce_lr_on_plateau" else _EVALUATION)
+    # These schedules do not depend on the number of steps, unless the warmup is a share of it.
+    is_endless = schedule == "constant" or (schedule == "constant_with_warmup" and not 0 < args.warmup_steps < 1)
+    if is_endless:
+        harmless += ("num_train_epochs", "max_steps")
     deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
-    return {name: _plain(value) for name, value in values.items() if name not in harmless - kept}
+    compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
+    return _plain({name: values[name] for name in sorted(compared | {*depends_on})})
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as a manifest holds it."""
-
-    def convert(part: Any) -> Any:
-        if isinstance(part, set | frozenset):
-            return sorted(part, key=str)
-        # The text of other objects may contain their address.
-        is_text = isinstance(part, Path | torch.dtype)
-        return part.value if isinstance(part, Enum) else str(part) if is_text else type(part).__qualname__
-
-    return json.loads(json.dumps(value, default=convert))
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as a manifest holds them."""
+    return json.loads(json.dumps(values, default=lambda part: sorted(part) if isinstance(part, set) else str(part)))
 
 
 def describe_data(dataset: Any) -> dict[str, Any]:
@@ -208,16 +193,13 @@ class RunDescription:
             depends_on = {"per_device_train_batch_size", "dataloader_num_workers"}
         self.settings = describe_settings(args, others, depends_on=depends_on)
         self.data = describe_data(dataset)
-        self.contents = {
-            "data": self.data,
-            "config": describe_config(model.config),
-            "adapter": describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else None,
-            **(fixed_weights or {}),
-        }
+        adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
+        self.contents = {"data": self.data, "config": describe_config(model.config), "adapter": adapter}
+        self.contents |= {role: {"digest": digest} for role, digest in (fixed_weights or {}).items()}
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             # GRPO renders its prompts during the training.
             words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
-            self.contents["vocabulary or chat template"] = _digest(str(words))
+            self.contents["vocabulary or chat template"] = {"digest": _digest(str(words))}
 
     def after(self, state: TrainerState, *, evaluation_is_due: bool = False) -> dict[str, Any]:
         """
@@ -281,15 +263,12 @@ class RunDescription:
                 f"Resuming from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore the earlier settings "
                 "and data, or resume nevertheless with --allow_inexact_resume."
             )
-        if then["world_size"] != now["world_size"]:
+        names = ("world_size", "threads") if self.args.device.type == "cpu" else ("world_size",)
+        if any(then[name] != now[name] for name in names):
             logger.warning(
-                f"{checkpoint} was saved by {then['world_size']} process(es) and {now['world_size']} resume it. Each "
-                "step takes the same rows, but random numbers (dropout) differ."
-            )
-        elif then["threads"] != now["threads"] and self.args.device.type == "cpu":
-            logger.warning(
-                f"{checkpoint} was saved by a run with {then['threads']} thread(s) and this run has {now['threads']}: "
-                f"sums differ in their last bits. For an exact resume, set OMP_NUM_THREADS={then['threads']}."
+                f"{checkpoint} was saved by {then['world_size']} process(es) of {then['threads']} thread(s), and "
+                f"{now['world_size']} of {now['threads']} resume it. Each step takes the same rows, but random "
+                "numbers (dropout) or the last bits of sums differ. OMP_NUM_THREADS sets the number of threads."
             )
         if inexact:
             logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
@@ -322,27 +301,24 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     if then["global_batch"] != now["global_batch"]:
         # Rows would be skipped or seen twice.
         inexact.append(f"its global batch was {then['global_batch']} rows and is now {now['global_batch']}")
-    flags = _changes(then["settings"], now["settings"], prefix="--", among=_CONTENT_FLAGS)
+    changed = _changes(then["settings"], now["settings"], prefix="--")
+    flags = [text for name, text in changed.items() if name in _CONTENT_FLAGS]
     for name in sorted(then["contents"].keys() & now["contents"].keys()):
         before, after = then["contents"][name], now["contents"][name]
         if before != after:
-            fields = _changes(before, after) if isinstance(before, dict) and isinstance(after, dict) else []
+            details = [*(_changes(before, after).values() if before and after else ()), *flags]
             reasons = fatal if name == "adapter" else inexact
-            reasons.append(f"its {name} differed" + (f" ({', '.join(fields + flags)})" if fields + flags else ""))
-    others = (then["settings"].keys() | now["settings"].keys()) - _CONTENT_FLAGS
-    return fatal, inexact + _changes(then["settings"], now["settings"], prefix="--", among=others)
+            reasons.append(f"its {name} differed" + (f" ({', '.join(details)})" if details else ""))
+    return fatal, inexact + [text for name, text in changed.items() if name not in _CONTENT_FLAGS]
 
 
-def _changes(
-    then: dict[str, Any], now: dict[str, Any], *, prefix: str = "", among: Iterable[str] | None = None
-) -> list[str]:
-    """Return a text for each value that differs."""
-    names = (then.keys() | now.keys()) - {"digest"} if among is None else among
-    return [
-        f"{prefix}{name} was {then.get(name)} and is now {now.get(name)}"
-        for name in sorted(names)
+def _changes(then: dict[str, Any], now: dict[str, Any], *, prefix: str = "") -> dict[str, str]:
+    """Return a text for each value that differs, by its name. A digest says nothing to a reader."""
+    return {
+        name: f"{prefix}{name} was {then.get(name)} and is now {now.get(name)}"
+        for name in sorted((then.keys() | now.keys()) - {"digest"})
         if then.get(name) != now.get(name)
-    ]
+    }
 
 
 def _digest(text: str) -> str:

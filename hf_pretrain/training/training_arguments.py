@@ -166,8 +166,6 @@ class LMTrainingArguments(TrainingArguments):
         if self.disable_tqdm is None:
             self.disable_tqdm = not shows_bars()
         self.launcher = launcher()
-        # The choice of `launch.choose_cpu_threads`, in words.
-        self.threads = ""
         # --load_best_model_at_end needs an evaluation at each checkpoint, so their interval must not grow.
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
@@ -260,12 +258,10 @@ class LMTrainingArguments(TrainingArguments):
     @property
     def launch_description(self) -> str:
         """Number of processes, device and precision, for the first line of a run's log."""
-        if self.device.type == "cpu":
-            devices = f"CPU ({self.threads})" if self.threads else "CPU"
-        else:
-            devices = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        kind = self.device.type
+        device = torch.cuda.get_device_name(self.device) if kind == "cuda" else kind.replace("cpu", "CPU")
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
-        return f"{self.world_size} process(es) on {devices}, {precision}"
+        return f"{self.world_size} process(es) on {device}, {precision}"
 
     @property
     def rows_per_step(self) -> int:

@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.training.base_trainer import RunTrainer
-from hf_pretrain.training.launch import choose_cpu_threads
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import toy_model
 from tests.training.test_masked_loss_trainer import make_documents, make_trainer
@@ -143,21 +142,13 @@ def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
     assert all(torch.equal(weight, often[name]) for name, weight in never.items())
 
 
-def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch, caplog):
-    trainer = make_run_trainer(tmp_path, max_steps=2)
+def test_a_run_that_resumes_with_other_threads_warns(tmp_path, caplog):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        trainer.train()
-        checkpoint = str(tmp_path / "checkpoint-2")
+        make_run_trainer(tmp_path, max_steps=2).train()
         torch.set_num_threads(3)
-        # The user's own variable wins. The run then warns.
-        choose_cpu_threads(trainer.args, checkpoint)
-        make_run_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=checkpoint)
-        assert "2 thread(s) and this run has 3" in caplog.text and "set OMP_NUM_THREADS=2" in caplog.text
-        monkeypatch.delenv("OMP_NUM_THREADS")
-        choose_cpu_threads(trainer.args, checkpoint)
-        assert torch.get_num_threads() == 2
-        assert "on CPU (2 of 3 threads, as before), float32" in trainer.args.launch_description
+        make_run_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert "1 process(es) of 2 thread(s), and 1 of 3 resume it" in caplog.text
     finally:
         torch.set_num_threads(before)
