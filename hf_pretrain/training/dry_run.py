@@ -51,6 +51,8 @@ def begin_dry_run(args: LMTrainingArguments) -> None:
     # Another machine has no such directory yet.
     os.makedirs(args.output_dir, exist_ok=True)
     atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
+    if args.process_index == 0:
+        print(f"Dry run: {args.launch_description}")
 
 
 def format_plan(trainer: Any) -> str:

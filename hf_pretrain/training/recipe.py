@@ -65,23 +65,14 @@ def begin_run(
             [`~training.checkpoint_choice.checkpoint_to_resume`].
     """
     training_args.other_arguments = (model_args, *others)
-    uses_peft = any(isinstance(part, AdapterArguments) and part.use_peft for part in others)
-    if uses_peft and training_args.optim_preset == "muon":
-        raise UserError("--optim_preset muon trains no adapters. Pass --optim_preset adamw with --use_peft.")
+    _check_arguments(training_args, others, streaming=streaming)
     complete_learning_rate(training_args, model_args.hidden_size)
-    if streaming and training_args.max_steps < 1:
-        raise UserError(
-            "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
-            "--streaming out."
-        )
     directory = RunDirectory(training_args)
     if training_args.dry_run:
         if not is_resumed(training_args):
             directory.check_unused()
         begin_dry_run(training_args)
         set_seed(training_args.seed)
-        if training_args.process_index == 0:
-            print(f"Dry run: {training_args.launch_description}")
         return None
     check_output(training_args.output_dir, "--output_dir")
     # Lock `output_dir` before anything writes into it: log, download or record.
@@ -101,6 +92,18 @@ def begin_run(
 
     on_main_process(training_args, clear)
     return checkpoint
+
+
+def _check_arguments(args: LMTrainingArguments, others: tuple[Any, ...], *, streaming: bool) -> None:
+    """Raise `UserError` for arguments that do not fit together, before anything is written or read."""
+    uses_peft = any(isinstance(part, AdapterArguments) and part.use_peft for part in others)
+    if uses_peft and args.optim_preset == "muon":
+        raise UserError("--optim_preset muon trains no adapters. Pass --optim_preset adamw with --use_peft.")
+    if streaming and args.max_steps < 1:
+        raise UserError(
+            "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
+            "--streaming out."
+        )
 
 
 def train_and_evaluate(
@@ -270,13 +273,17 @@ def train_on_rows(
         ),
         **kwargs,
     )
-    sample = None
-    if rows.conversations is not None:
-        sample = partial(sample_answers, tokenizer=tokenizer, conversations=rows.conversations)
-    elif rows.eval is not None:
-        sample = partial(sample_continuations, tokenizer=tokenizer, eval_rows=rows.eval)
-    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample)
+    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=_make_sampler(rows))
     # A stream has no counts over the whole training set.
     if recipe == "pretrain" and rows.eval is not None and not data_args.streaming:
         trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
     end_run(trainer, metrics, samples)
+
+
+def _make_sampler(rows: PackedRows) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:
+    """Return a function that samples answers or continuations of the validation set; `None` without such a set."""
+    if rows.conversations is not None:
+        return partial(sample_answers, tokenizer=rows.tokenizer, conversations=rows.conversations)
+    if rows.eval is not None:
+        return partial(sample_continuations, tokenizer=rows.tokenizer, eval_rows=rows.eval)
+    return None

@@ -162,31 +162,18 @@ class LMTrainingArguments(TrainingArguments):
                 "--hub_token would be visible in the process list and in logs. Log in with `hf auth login` or set "
                 "HF_TOKEN instead."
             )
-        # A run has its own display. Without one, such as in a notebook, Trainer shows its progress bar.
-        if self.disable_tqdm is None:
-            self.disable_tqdm = not shows_bars()
         self.launcher = launcher()
-        # --load_best_model_at_end needs an evaluation at each checkpoint, so their interval must not grow.
-        self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
-        if self.eval_steps is None:
-            self.eval_steps = 0.1
-        # NOTE: transformers treats larger values as better, unless the metric's name ends in "loss".
-        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
-            self.greater_is_better = False
+        # The `output_dir` that `--dry_run` replaces (`dry_run.py`).
+        self.planned_dir: str | None = None
+        # The other arguments of the run (`begin_run`). A resume compares them.
+        self.other_arguments: tuple[Any, ...] = ()
+        self._choose_reports()
+        self._choose_evaluations()
         self._choose_device()
         check_choices(self)
         self._check_amounts()
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
-        if self.report_to is None:
-            self.report_to = "trackio" if "trackio" in get_available_reporting_integrations() else "none"
-        if self.trackio_static_space_id is None and self.trackio_space_id is None:
-            # NOTE: with --push_to_hub, transformers would otherwise publish the tracked figures as a Space.
-            self.trackio_static_space_id = False
-        # The `output_dir` that `--dry_run` replaces (`plan.py`).
-        self.planned_dir: str | None = None
-        # The other arguments of the run (`begin_run`). A resume compares them.
-        self.other_arguments: tuple[Any, ...] = ()
         self._choose_optimizer()
         start_cpu_ranks(self)
         super().__post_init__()
@@ -195,6 +182,27 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed_plugin is not None:
             prepare_deepspeed_config(self.deepspeed_plugin.deepspeed_config, self)
         check_device(self)
+
+    def _choose_reports(self) -> None:
+        """Choose the progress bar and the trackers if the user left them out."""
+        # A run has its own display. Without one, such as in a notebook, Trainer shows its progress bar.
+        if self.disable_tqdm is None:
+            self.disable_tqdm = not shows_bars()
+        if self.report_to is None:
+            self.report_to = "trackio" if "trackio" in get_available_reporting_integrations() else "none"
+        if self.trackio_static_space_id is None and self.trackio_space_id is None:
+            # NOTE: with --push_to_hub, transformers would otherwise publish the tracked figures as a Space.
+            self.trackio_static_space_id = False
+
+    def _choose_evaluations(self) -> None:
+        """Choose when to evaluate and how to compare models, if the user left it out."""
+        # --load_best_model_at_end needs an evaluation at each checkpoint, so their interval must not grow.
+        self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
+        if self.eval_steps is None:
+            self.eval_steps = 0.1
+        # NOTE: transformers treats larger values as better, unless the metric's name ends in "loss".
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
+            self.greater_is_better = False
 
     def _choose_device(self) -> None:
         """Choose the device, and the precision and the compilation if the user left them out: they depend on it."""
