@@ -35,10 +35,9 @@ from benchmarks.programs import Setting, Steps
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.model.presets import PRESETS
-from hf_pretrain.runtime.cpu import keep_freed_blocks
-from hf_pretrain.runtime.devices import has_bfloat16_units
+from hf_pretrain.runtime.devices import has_bfloat16_units, keep_freed_blocks
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.efficiency import num_active_parameters
+from hf_pretrain.training.measurements import num_active_parameters
 from hf_pretrain.training.parsing import read_config
 
 

@@ -46,7 +46,7 @@ from benchmarks.contestants import CONTESTANTS, LOOP, OTHERS, Curve, RaceSetting
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.model.presets import PRESETS
-from hf_pretrain.runtime.cpu import keep_freed_blocks
+from hf_pretrain.runtime.devices import keep_freed_blocks
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import read_config

@@ -14,7 +14,7 @@ import torch
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
-from hf_pretrain.training.efficiency import flops_per_token
+from hf_pretrain.training.measurements import flops_per_token
 
 
 def critical_batch_tokens(loss: float) -> float:

@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
-from ..tokenizer.special_tokens import CHAT_TEMPLATE_PATH
+from ..tokenizer.control_tokens import CHAT_TEMPLATE_PATH
 from .corpora import load_embedded
 from .documents import hashes_are_between
 from .formats import BadRecord, check_values, file_format, parse_json, write_json

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from .cpu import leave_process_group
 from .devices import has_bfloat16_units
+from .ranks import leave_process_group
 
 
 OK, NOTE, BAD = "ok", "note", "bad"

@@ -27,8 +27,8 @@ from ..model.loss import prediction_weights
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices
 from ..tokenizer.pretrained import load_tokenizer
-from ..training.efficiency import num_active_parameters
 from ..training.masked_loss_trainer import MaskedLossTrainer
+from ..training.measurements import num_active_parameters
 from ..training.resume_check import digest_weights
 
 

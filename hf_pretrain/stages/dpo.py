@@ -12,9 +12,8 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import logging
 
-from ..data.padding_rows import EpochSampler, PaddedDataset
+from ..data.padding_rows import EpochSampler, PaddedDataset, RowSource
 from ..runtime.errors import UserError, needing_extra
-from ..training.row_source import RowSource
 from ..training.training_arguments import LMTrainingArguments
 from .trl_support import RouterLossMixin
 

@@ -23,11 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..data.formats import BadRecord
-from ..data.padding_rows import EpochSampler, PaddedDataset
+from ..data.padding_rows import EpochSampler, PaddedDataset, RowSource
 from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..tokenizer.control_tokens import template_errors, thinking_variables
 from ..training.resume_check import digest_weights
-from ..training.row_source import RowSource
 from ..training.training_arguments import LMTrainingArguments
 from .rewards import REWARDS, answer_of, check_task
 from .trl_support import RouterLossMixin

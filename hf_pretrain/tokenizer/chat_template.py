@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
-from .control_tokens import guard_control_tokens, template_errors
-from .special_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN
+from .control_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN, guard_control_tokens, template_errors
 
 
 # transformers returns a mask of the assistant's tokens only for text between these marks.

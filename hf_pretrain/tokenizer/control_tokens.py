@@ -1,5 +1,5 @@
 """
-Encode documents, prompts and rendered conversations.
+The control tokens of MiniMind's tokenizers, and how documents, prompts and rendered conversations are encoded.
 
 Text never becomes a control token here. A text that contains the characters of a control token, such as `<|im_end|>`
 or `<think>`, is encoded letter by letter like any other text and decodes to itself. Only the chat template writes
@@ -11,12 +11,36 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
+
+
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+
+# Added tokens that are not special, so that `skip_special_tokens=True` keeps them in decoded text for tool parsers and
+# users.
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+
+
+# Reserved ids, so that a new control token does not move the ids of text.
+RESERVED_TOKENS = [f"<|reserved_{index}|>" for index in range(27)]
+
+
+SPECIAL_TOKENS = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, *MARKS, *RESERVED_TOKENS]
+
+
+CHAT_TEMPLATE_PATH = Path(__file__).parent / "templates" / "minimind.jinja"
+
+
+# The response template parses an answer into reasoning, tool calls and content. A call whose arguments are not JSON
+# keeps them as text, and a malformed call becomes content, because a small model writes both.
+RESPONSE_TEMPLATE_PATH = Path(__file__).parent / "templates" / "response.json"
 
 
 # Until a text is encoded, a guard separates the first character of a spelled control token from the rest. The guard is

@@ -19,8 +19,7 @@ from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.progress import announce
-from .pretrained import load_tokenizer, save_tokenizer
-from .special_tokens import (
+from .control_tokens import (
     BOS_TOKEN,
     CHAT_TEMPLATE_PATH,
     EOS_TOKEN,
@@ -29,6 +28,7 @@ from .special_tokens import (
     RESPONSE_TEMPLATE_PATH,
     SPECIAL_TOKENS,
 )
+from .pretrained import load_tokenizer, save_tokenizer
 
 
 logger = logging.get_logger(__name__)

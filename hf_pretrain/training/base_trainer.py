@@ -15,22 +15,21 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..checkpoints import sharded
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
+from ..data.padding_rows import RowSource
 from ..hub.model_card import RunFacts
 from ..hub.pushing import HubPusher, create_repository
-from ..runtime.cpu import keep_freed_blocks
+from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.progress import announce
 from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
 from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
-from .efficiency import peak_memory_bytes
 from .end_report import write_run_card
 from .launch import complete_fsdp_args, launcher
-from .measurements import RouterLoad, Throughput, to_shares
+from .measurements import RouterLoad, Throughput, peak_memory_bytes, to_shares
 from .optimizers import build_muon, complete_learning_rate, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
-from .row_source import RowSource
 from .run_directory import RunDirectory
 from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, read_or_save, record_stop
 from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, optimizer_name

@@ -23,7 +23,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.progress import announce
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
-from .efficiency import flops_per_token, num_active_parameters, peak_memory_bytes
+from .measurements import flops_per_token, num_active_parameters, peak_memory_bytes
 from .training_arguments import LMTrainingArguments, optimizer_name
 
 

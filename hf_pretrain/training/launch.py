@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..runtime.cpu import leave_process_group, remove_allreduce_buffers
 from ..runtime.errors import UserError
+from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
 
 if TYPE_CHECKING:

@@ -25,15 +25,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.collators import DataCollatorForPackedRows
-from ..data.padding_rows import ROW_NUMBER_COLUMN, PaddingRowCollator
+from ..data.padding_rows import ROW_NUMBER_COLUMN, PaddingRowCollator, RowSource, pad_rows
 from ..model.loss import IGNORE_INDEX, find_documents, prediction_weights
 from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
 from ..weights.adapters import base_model_of
 from .base_trainer import RunTrainer
-from .efficiency import flops_per_token, known_peak
-from .measurements import Meter, RouterLoad
-from .row_source import RowSource, pad_rows
+from .measurements import Meter, RouterLoad, flops_per_token, known_peak
 from .stopping import end_nonfinite_run
 from .training_arguments import LMTrainingArguments
 

@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..runtime.config_files import read_config
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import hint
-from ..runtime.parser import RecipeParser
+from ..runtime.parser import RecipeParser, read_config
 from ..weights.models import default_preset
 
 

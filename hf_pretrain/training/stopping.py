@@ -15,10 +15,10 @@ from accelerate.utils import wait_for_everyone
 from transformers import TrainerCallback, TrainingArguments
 
 from ..checkpoints.directory import checkpoint_path
+from ..data.padding_rows import is_stream
 from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener
 from .end_report import write_run_page
-from .row_source import is_stream
 
 
 # EX_DATAERR of sysexits.h.

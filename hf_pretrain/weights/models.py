@@ -16,9 +16,9 @@ from transformers.utils import logging
 from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
-from ..runtime.config_files import ConfigLoader
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices, hint
+from ..runtime.parser import ConfigLoader
 from ..tokenizer.pretrained import check_tokenizer
 from .adapters import adapter_base, load_adapter
 from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream

@@ -11,9 +11,8 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer
 
 from hf_pretrain.tokenizer import training
-from hf_pretrain.tokenizer.control_tokens import encode_documents, encode_prompt
+from hf_pretrain.tokenizer.control_tokens import SPECIAL_TOKENS, encode_documents, encode_prompt
 from hf_pretrain.tokenizer.pretrained import check_tokenizer, load_tokenizer, save_tokenizer, token_byte_lengths
-from hf_pretrain.tokenizer.special_tokens import SPECIAL_TOKENS
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer, train_tokenizer
 
 

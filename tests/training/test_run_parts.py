@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from hf_pretrain.checkpoints.directory import checkpoint_path
 from hf_pretrain.checkpoints.manifest import find_damage, read_manifest, write_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
+from hf_pretrain.data.padding_rows import pad_rows
 from hf_pretrain.hub.pushing import HubPusher, create_repository
 from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
@@ -26,7 +27,6 @@ from hf_pretrain.runtime.writing import ASIDE
 from hf_pretrain.training.launch import complete_fsdp_args
 from hf_pretrain.training.measurements import Throughput
 from hf_pretrain.training.resume_check import RunDescription
-from hf_pretrain.training.row_source import pad_rows
 from hf_pretrain.training.stopping import RunStopped, StopCallback
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.hub_server import TOKEN, HubServer

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hf_pretrain.training.efficiency import flops_per_token, known_peak, num_active_parameters
+from hf_pretrain.training.measurements import flops_per_token, known_peak, num_active_parameters
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.toys import EXPERTS, toy_model
 
@@ -42,7 +42,7 @@ def test_peaks_match_the_name_of_the_gpu(monkeypatch):
 @pytest.mark.slow
 def test_the_peak_memory_excludes_the_parent_process():
     """It must not include the parent process, unlike getrusage's peak."""
-    words = [sys.executable, "-c", "from hf_pretrain.training.efficiency import *; import torch"]
+    words = [sys.executable, "-c", "from hf_pretrain.training.measurements import *; import torch"]
     words[-1] += "; print(peak_memory_bytes(torch.device('cpu')))"
     held = bytearray(2**31)
     result = subprocess.run(words, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=500)
