@@ -26,9 +26,8 @@ from benchmarks.upstream_style import UpstreamStyleModel, UpstreamStyleTrainer, 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.data_arguments import DataArguments
-from hf_pretrain.training.optimizers import complete_learning_rate
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.training.training_arguments import LMTrainingArguments, complete_learning_rate
 from hf_pretrain.weights.models import ModelArguments, load_model
 
 

@@ -24,12 +24,12 @@ from hf_pretrain.stages.dpo import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.optimizers import complete_learning_rate
 from hf_pretrain.training.parsing import parse_args, read_config
 from hf_pretrain.training.training_arguments import (
     DistillationTrainingArguments,
     LMTrainingArguments,
     SFTTrainingArguments,
+    complete_learning_rate,
 )
 from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments

@@ -28,11 +28,11 @@ from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoin
 from .end_report import write_run_card
 from .launch import complete_fsdp_args, launcher
 from .measurements import RouterLoad, Throughput, peak_memory_bytes, to_shares
-from .optimizers import build_muon, complete_learning_rate, complete_schedule
+from .optimizers import build_muon, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
-from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, read_or_save, record_stop
-from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, optimizer_name
+from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop
+from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, complete_learning_rate, optimizer_name
 
 
 class RunTrainer(Trainer):
@@ -225,9 +225,8 @@ class RunTrainer(Trainer):
             # NOTE: Trainer would train a finished run for one more step.
             self.control.should_training_stop = True
             return [], None
-        iterator = read_or_save(self, epoch_iterator, num_batches)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._throughput.begin()
-        batches, num_items = super().get_batch_samples(iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             # Trainer only warns.
             raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")

@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.utils import logging
 
 from ..runtime.errors import UserError
+from ..runtime.progress import is_main
 from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
 
 if TYPE_CHECKING:
     from .training_arguments import LMTrainingArguments
+
+
+logger = logging.get_logger(__name__)
 
 
 def take_launchers_precision(args: "LMTrainingArguments") -> None:
@@ -43,7 +48,8 @@ def take_launchers_precision(args: "LMTrainingArguments") -> None:
 
 def check_launch(args: "LMTrainingArguments") -> None:
     """
-    Raise `UserError` for mistakes in the launch command, before the ranks wait for each other in a process group.
+    Raise `UserError` for mistakes in the launch command, before the ranks wait for each other in a process group. Warn
+    about DeepSpeed's launcher without DeepSpeed.
     """
     names = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
     for name in names:
@@ -55,6 +61,11 @@ def check_launch(args: "LMTrainingArguments") -> None:
             )
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
+    if launcher() == "deepspeed" and not args.deepspeed and is_main():
+        logger.warning(
+            "The deepspeed launcher runs without --deepspeed, so this run is plain data parallel. For ZeRO, pass a "
+            "config, such as --deepspeed ds_configs/zero2.json."
+        )
     if args.deepspeed and "RANK" not in os.environ:
         # Without the environment variables of a launcher, DeepSpeed would look for MPI.
         raise UserError(

@@ -22,7 +22,6 @@ from ..runtime.errors import UserError
 from ..weights.adapters import is_adapted
 
 
-OPTIM_PRESETS = ("adamw", "muon")
 # Coefficients of the quintic Newton-Schulz iteration. The polynomial is steep at zero, so small singular values grow
 # fast. In return, the iteration ends near 1 instead of exactly at 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -31,33 +30,6 @@ NUM_NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = 0.85
 # Number of elements to orthogonalize at a time. This bounds the memory for gathered copies of sharded matrices.
 MAX_ELEMENTS = 2**24
-
-
-def default_learning_rate(optimizer: str, hidden_size: int) -> float:
-    """
-    Return the peak learning rate of pretraining for a model of the given width.
-
-    The best rates of the preset `tiny` (width 192) were 8e-3 for Muon and 2e-3 for AdamW. Both fall with the width. At
-    width 512, a rate of Muon that fell with its square root only was too high for runs of more than a few steps
-    (docs/performance.md). At width 768, AdamW's rate is MiniMind's 5e-4.
-
-    Args:
-        optimizer (`str`): one of `OPTIM_PRESETS`.
-        hidden_size (`int`): width of the model.
-    """
-    return (8e-3 if optimizer == "muon" else 2e-3) * 192 / hidden_size
-
-
-def complete_learning_rate(args: Any, hidden_size: int) -> None:
-    """
-    Set the learning rate of pretraining if the user left it out.
-
-    Args:
-        args ([`~training.training_arguments.LMTrainingArguments`]): the run's training arguments.
-        hidden_size (`int`): width of the model.
-    """
-    if args.learning_rate is None:
-        args.learning_rate = default_learning_rate(args.optim_preset, hidden_size)
 
 
 @contextmanager

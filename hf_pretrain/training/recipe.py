@@ -39,10 +39,9 @@ from .end_report import (
     write_run_page,
 )
 from .masked_loss_trainer import MaskedLossTrainer
-from .optimizers import complete_learning_rate
 from .resume_check import describe_data
 from .run_directory import RunDirectory, now
-from .training_arguments import LMTrainingArguments
+from .training_arguments import LMTrainingArguments, complete_learning_rate
 
 
 def begin_run(

@@ -6,17 +6,14 @@ The functions that take a `trainer` take a [`~training.base_trainer.RunTrainer`]
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from signal import Signals
 from typing import Any, NoReturn
 
 from accelerate.utils import wait_for_everyone
 from transformers import TrainerCallback, TrainingArguments
 
-from ..checkpoints.directory import checkpoint_path
-from ..data.padding_rows import is_stream
-from ..runtime.ranks import Ranks, on_main_process
+from ..runtime.ranks import Ranks
 from ..runtime.signals import SignalListener
 from .end_report import write_run_page
 
@@ -109,32 +106,6 @@ def end_nonfinite_run(trainer: Any, what: str) -> NoReturn:
     )
     record_stop(trainer, message)
     _end_run(trainer, EXIT_NOT_FINITE, message)
-
-
-def read_or_save(trainer: Any, iterator: Iterator, num_batches: int) -> Iterator:
-    """
-    Return an iterator over the batches of a step. If they cannot be read, because a streamed file changed or the
-    kernel killed a worker of the loader, save a checkpoint on all ranks together, and raise the error.
-    """
-    if trainer.args.world_size > 1 and not is_stream(trainer.train_dataset):
-        # With several ranks, the check below costs one more collective per step. Only streams pay for it.
-        return iterator
-    batches: list[Any] = []
-    failure: Exception | None = None
-    try:
-        for batch in islice(iterator, num_batches):
-            batches.append(batch)
-    except Exception as error:
-        failure = error
-    if trainer.ranks.largest(int(failure is not None)):
-        step = trainer.state.global_step
-        if step and not on_main_process(trainer.args, checkpoint_path(trainer.args.output_dir, step).is_dir):
-            trainer._save_checkpoint(trainer.model, trial=None)
-        if step and trainer.is_world_process_zero():
-            message = f"The data could not be read after step {step}. {resume_hint(trainer.args)}"
-            print(message, file=sys.stderr, flush=True)
-        raise failure or RuntimeError("Another rank could not read its data: see its output.")
-    return iter(batches)
 
 
 def record_stop(trainer: Any, why: str) -> None:

@@ -31,8 +31,11 @@ from .launch import (
     start_deepspeed_cpu_ranks,
     take_launchers_precision,
 )
-from .optimizers import OPTIM_PRESETS
 
+
+# Default peak learning rates of pretraining for each `--optim_preset`, at width 192. They were the best ones of the
+# preset `tiny` (docs/performance.md).
+DEFAULT_LEARNING_RATES = {"adamw": 2e-3, "muon": 8e-3}
 
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
@@ -82,7 +85,7 @@ class LMTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Optimizer: muon (default in pretraining) or adamw. adamw stands for any optimizer of --optim.",
-            "choices": OPTIM_PRESETS,
+            "choices": tuple(DEFAULT_LEARNING_RATES),
         },
     )
     optim: str = field(
@@ -280,7 +283,7 @@ class LMTrainingArguments(TrainingArguments):
     def _choose_optimizer(self):
         """
         Set the optimizer and its clipping where the user left them out. The learning rate follows once the model is
-        known ([`~training.optimizers.complete_learning_rate`]).
+        known ([`complete_learning_rate`]).
         """
         default = TrainingArguments.default_optim
         if self.optim_preset == "muon" and self.optim not in (None, default):
@@ -301,6 +304,22 @@ class LMTrainingArguments(TrainingArguments):
                 raise UserError(f"--{name} {value} must be at least {least} and finite.")
         if self.max_steps == 0:
             raise UserError("--max_steps 0 trains nothing. Leave it out to train for --num_train_epochs.")
+
+
+def default_learning_rate(optim_preset: str, hidden_size: int) -> float:
+    """
+    Return the peak learning rate of pretraining for a model of the given width.
+
+    Both rates fall with the width. At width 512, a rate of Muon that fell with its square root only was too high for
+    runs of more than a few steps (docs/performance.md). At width 768, AdamW's rate is MiniMind's 5e-4.
+    """
+    return DEFAULT_LEARNING_RATES[optim_preset] * 192 / hidden_size
+
+
+def complete_learning_rate(args: TrainingArguments, hidden_size: int) -> None:
+    """Set the learning rate of pretraining if the user left it out, for a model of the given width."""
+    if args.learning_rate is None:
+        args.learning_rate = default_learning_rate(args.optim_preset, hidden_size)
 
 
 def optimizer_name(args: TrainingArguments) -> str:

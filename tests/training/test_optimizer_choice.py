@@ -6,8 +6,12 @@ from contextlib import nullcontext
 import pytest
 
 from hf_pretrain.training.deepspeed_support import prepare_deepspeed_config
-from hf_pretrain.training.optimizers import complete_learning_rate
-from hf_pretrain.training.training_arguments import LMTrainingArguments, SFTTrainingArguments, optimizer_name
+from hf_pretrain.training.training_arguments import (
+    LMTrainingArguments,
+    SFTTrainingArguments,
+    complete_learning_rate,
+    optimizer_name,
+)
 from tests.toys import toy_model
 from tests.training.test_masked_loss_trainer import MaskedLossTrainer, make_documents
 

@@ -16,6 +16,7 @@ from hf_pretrain.training.optimizers import (
     muon_parameter_groups,
     orthogonalize,
 )
+from hf_pretrain.training.training_arguments import default_learning_rate
 from tests.toys import EXPERTS, toy_model
 
 
@@ -47,7 +48,7 @@ def test_orthogonalized_is_near_the_singular_vectors(shape):
 )
 def test_the_learning_rate_follows_from_the_width(optimizer, hidden_size, expected):
     """The formulas of docs/performance.md, at tiny's and at MiniMind's width."""
-    assert optimizers.default_learning_rate(optimizer, hidden_size) == pytest.approx(expected)
+    assert default_learning_rate(optimizer, hidden_size) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_pretrain.checkpoints.manifest import find_damage
@@ -92,21 +91,6 @@ def test_a_signal_ends_the_evaluation_before_the_first_step(tmp_path, restored, 
     with pytest.raises(SystemExit) as status:
         make_trainer(tmp_path, make_documents(), arguments=arguments, callbacks=[AtOnce()]).train()
     assert status.value.code == 143 and "Nothing was trained" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_saves_its_steps_when_data_cannot_be_read(tmp_path, capfd, num_workers):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from 4 * make_documents()[:4]
-            raise ValueError("a.jsonl changed")
-
-    arguments = {"dataloader_num_workers": num_workers, "max_steps": 9}
-    with pytest.raises(ValueError, match="a.jsonl changed"):
-        make_trainer(tmp_path, Stream(), batch=4, accumulation=2, arguments=arguments).train()
-    assert "The data could not be read after step 1. Its checkpoint is in" in capfd.readouterr().err
-    # The loader reads one batch ahead.
-    assert find_damage(tmp_path / "checkpoint-1") == []
 
 
 @pytest.mark.parametrize("is_above", [True, False])
